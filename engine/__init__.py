@@ -1,0 +1,1 @@
+"""One model on one device: block pool, scheduler, runner, sampler, models. Knows no sockets and no Redis."""

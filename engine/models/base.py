@@ -1,0 +1,44 @@
+"""What the runner needs from a model, and the facts of a model that size the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels.plan import BatchPlan
+from protocol.layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """revision names the exact weights (part of the fingerprint); max_model_len is the model's own limit in tokens."""
+
+    name: str
+    revision: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+
+    def layout(self, dtype: torch.dtype, block_size: int) -> KVLayout:
+        return KVLayout(
+            self.num_layers, self.num_kv_heads, self.head_dim, str(dtype).removeprefix("torch."), block_size
+        )
+
+
+class Model(Protocol):
+    """A decoder on one device. Not thread-safe; the engine thread calls it under `torch.inference_mode()`."""
+
+    info: ModelInfo
+    dtype: torch.dtype
+    device: torch.device
+
+    def forward(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """Hidden states [T, hidden] after the final norm, of token_ids int64 [T]; writes the tokens' K/V into the pool
+        `kv` [block, layer, 2, kv_head, slot, dim]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits [n, vocab_size] of hidden states [n, hidden]."""

@@ -1,0 +1,68 @@
+"""The table of operations: one name per operation, one row per implementation.
+
+`reference` is plain PyTorch and defines the meaning; every other row is tested against it. A model receives an Ops and
+calls nothing else for arithmetic beyond dense layers.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kernels.plan import BatchPlan
+
+
+class Ops(Protocol):
+    """Operations of a decoder layer. `kv_layer` is the pool's view of one layer,
+    [num_blocks, 2, kv_heads, block_size, head_dim], strided."""
+
+    name: str
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x * rsqrt(mean(x^2) + eps) * weight over the last dimension, statistics in float32. x: [..., d]."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of [T, 2 * d], gate first; returns [T, d]."""
+
+    def rope_and_cache(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        kv_layer: torch.Tensor,
+        plan: BatchPlan,
+    ) -> torch.Tensor:
+        """Rotate q [T, heads, dim] and k [T, kv_heads, dim] by the half-split rotary embedding (Su et al. 2021;
+        cos, sin: float32 [max_len, rotary_dim / 2], indexed by position; None: no rotation), write k and v into the
+        cache at plan.slots, return rotated q. A rotary_dim smaller than dim leaves the rest unrotated."""
+
+    def paged_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, window: int = 0
+    ) -> torch.Tensor:
+        """Causal attention of q [T, heads, dim] over the cached K/V of each sequence; grouped heads share a K/V head;
+        window > 0: only the last `window` positions, the token's own included. Returns [T, heads, dim]."""
+
+
+def select(name: str, device: torch.device) -> Ops:
+    """The implementation called `name`; auto: triton on a CUDA device, else reference. Raises ConfigError."""
+    from protocol.errors import ConfigError
+
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "reference"
+    if name == "reference":
+        from kernels.reference import ReferenceOps
+
+        return ReferenceOps()
+    if name == "triton":
+        from kernels.triton import TritonOps
+
+        return TritonOps()
+    raise ConfigError(f"attention must be auto, reference or triton, got {name!r}", param="attention")

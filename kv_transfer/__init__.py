@@ -1,0 +1,1 @@
+"""Moving and finding KV blocks: the UCX link, sender, receiver, ledger, block index and node registry."""

@@ -1,0 +1,124 @@
+"""The error tree. Every foreign error is translated into it once, at the edge of the library that raised it.
+
+KvferryError                 500 server_error
+├─ ConfigError               the process cannot start as configured; the command exits with status 2
+├─ InvalidRequest            400 invalid_request_error (names the field)
+│  ├─ ContextLengthExceeded  400 context_length_exceeded
+│  ├─ ModelNotFound          404 model_not_found
+│  ├─ Unauthorized           401 invalid_api_key
+│  └─ NotFound               404 not_found
+├─ Retryable                 another attempt can help
+│  ├─ Overloaded             429 overloaded (carries retry_after seconds)
+│  ├─ NoNodes                503 no_nodes
+│  ├─ NodeLost               503 node_lost
+│  ├─ TransferFailed         503 transfer_failed
+│  ├─ GrantRefused           503 grant_refused
+│  └─ Draining               503 draining
+├─ Incompatible              503 incompatible (fingerprints differ: the pair never works)
+├─ DeadlineExceeded          504 deadline_exceeded
+└─ Cancelled                 499 cancelled (the client went away)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class KvferryError(Exception):
+    """Base of the tree. `status` is the HTTP status, `code` the stable name on the wire, `retryable` whether a new
+    attempt on another node can help."""
+
+    status = 500
+    code = "server_error"
+    type = "server_error"
+    retryable = False
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The error object of the OpenAI API: `{"error": {message, type, param, code}}`."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class ConfigError(KvferryError):
+    code = "config_error"
+
+
+class InvalidRequest(KvferryError):
+    status, code, type = 400, "invalid_request_error", "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(InvalidRequest):
+    status, code = 404, "model_not_found"
+
+
+class Unauthorized(InvalidRequest):
+    status, code = 401, "invalid_api_key"
+
+
+class NotFound(InvalidRequest):
+    status, code = 404, "not_found"
+
+
+class Retryable(KvferryError):
+    status, retryable = 503, True
+
+
+class Overloaded(Retryable):
+    status, code, type = 429, "overloaded", "rate_limit_error"
+
+
+class NoNodes(Retryable):
+    code = "no_nodes"
+
+
+class NodeLost(Retryable):
+    code = "node_lost"
+
+
+class TransferFailed(Retryable):
+    code = "transfer_failed"
+
+
+class GrantRefused(Retryable):
+    code = "grant_refused"
+
+
+class Draining(Retryable):
+    code = "draining"
+
+
+class Incompatible(KvferryError):
+    status, code = 503, "incompatible"
+
+
+class DeadlineExceeded(KvferryError):
+    status, code = 504, "deadline_exceeded"
+
+
+class Cancelled(KvferryError):
+    status, code = 499, "cancelled"
+
+
+def _tree(cls: type[KvferryError]) -> dict[str, type[KvferryError]]:
+    found = {cls.code: cls}
+    for sub in cls.__subclasses__():
+        found.update(_tree(sub))
+    return found
+
+
+def from_body(body: Any, fallback: str = "unreadable error") -> KvferryError:
+    """The error that `body()` described, for the process that received it; an unknown code becomes KvferryError."""
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict):
+        return KvferryError(fallback)
+    cls = _tree(KvferryError).get(str(error.get("code")), KvferryError)
+    return cls(str(error.get("message", fallback)), param=error.get("param"))

@@ -1,0 +1,110 @@
+"""Every metric of every process: names, help and labels in one place.
+
+Each process builds the set of its role on its own registry and serves it at `GET /metrics`. Names follow Prometheus'
+conventions: base units, `_total` on counters, `_seconds`, `_bytes`, `_tokens`.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+
+
+class RouterMetrics:
+    """What the router counts. One instance per process."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = r = registry or CollectorRegistry()
+        self.requests = Counter(
+            "kvferry_requests", "Requests finished, by endpoint and HTTP status.", ["endpoint", "status"], registry=r
+        )
+        self.inflight = Gauge("kvferry_requests_inflight", "Requests in progress.", registry=r)
+        self.ttft = Histogram(
+            "kvferry_time_to_first_token_seconds",
+            "Seconds from a request's arrival to its first output token.",
+            registry=r,
+            buckets=LATENCY_BUCKETS,
+        )
+        self.itl = Histogram(
+            "kvferry_inter_token_latency_seconds",
+            "Seconds between consecutive output tokens of one request.",
+            registry=r,
+            buckets=STEP_BUCKETS,
+        )
+        self.e2e = Histogram(
+            "kvferry_request_seconds", "Seconds from arrival to last token.", registry=r, buckets=LATENCY_BUCKETS
+        )
+        self.prompt_tokens = Counter(
+            "kvferry_prompt_tokens",
+            "Prompt tokens of finished placements by source: computed, reused_prefill, reused_decode, fetched.",
+            ["source"],
+            registry=r,
+        )
+        self.output_tokens = Counter("kvferry_output_tokens", "Output tokens delivered to clients.", registry=r)
+        self.predicted_reuse = Counter(
+            "kvferry_predicted_reuse_tokens", "Prompt tokens the placement expected to reuse.", registry=r
+        )
+        self.actual_reuse = Counter("kvferry_actual_reuse_tokens", "Prompt tokens that were reused.", registry=r)
+        self.reuse_misses = Counter(
+            "kvferry_reuse_miss_tokens", "Predicted but not reused tokens, by reason.", ["reason"], registry=r
+        )
+        self.placements = Counter(
+            "kvferry_placements", "Attempts placed, by kind (remote, local).", ["kind"], registry=r
+        )
+        self.placement_regret = Counter(
+            "kvferry_placement_regret_seconds",
+            "Seconds by which time to first token exceeded the placement's estimate, summed.",
+            registry=r,
+        )
+        self.ladder = Counter(
+            "kvferry_ladder_rungs", "Attempts started after a failure, by rung.", ["rung"], registry=r
+        )
+        self.nodes = Gauge("kvferry_nodes", "Live nodes by role and state.", ["role", "state"], registry=r)
+        self.index_seconds = Histogram(
+            "kvferry_index_lookup_seconds", "Seconds per longest-prefix lookup.", registry=r, buckets=STEP_BUCKETS
+        )
+        self.registry_up = Gauge("kvferry_registry_up", "1 while Redis answers.", registry=r)
+
+
+class WorkerMetrics:
+    """What a prefill or decode process counts; every metric carries the label `role`."""
+
+    def __init__(self, role: str, registry: CollectorRegistry | None = None) -> None:
+        self.role = role
+        self.registry = r = registry or CollectorRegistry()
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(name, help, ["role", *labels], registry=r)
+
+        def gauge(name: str, help: str, *labels: str) -> Gauge:
+            return Gauge(name, help, ["role", *labels], registry=r)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
+            return Histogram(name, help, ["role"], registry=r, buckets=buckets)
+
+        self.requests_waiting = gauge("kvferry_requests_waiting", "Requests queued in the engine.")
+        self.waiting_tokens = gauge("kvferry_waiting_tokens", "Prompt tokens queued and not yet computed.")
+        self.requests_running = gauge("kvferry_requests_running", "Requests scheduled in the last step.")
+        self.attempts = counter("kvferry_attempts", "Attempts ended, by outcome.", "outcome")
+        self.queue = histogram("kvferry_queue_seconds", "Seconds from arrival at the node to the first scheduled step.")
+        self.step = histogram("kvferry_step_seconds", "Seconds per engine step.", STEP_BUCKETS)
+        self.step_tokens = counter("kvferry_step_tokens", "Tokens computed, by phase (prefill, decode).", "phase")
+        self.preemptions = counter("kvferry_preemptions", "Requests preempted to be recomputed.")
+        self.kv_blocks = gauge("kvferry_kv_blocks", "KV blocks by state: free, active, cached, granted.", "state")
+        self.kv_blocks_total = gauge("kvferry_kv_blocks_total", "Size of the KV pool in blocks.")
+        self.prefix_queries = counter("kvferry_prefix_cache_queries_tokens", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_hits = counter("kvferry_prefix_cache_hits_tokens", "Prompt tokens found in the prefix cache.")
+        self.evictions = counter("kvferry_kv_blocks_evicted", "Cached blocks evicted.")
+        self.ships = counter("kvferry_ships", "Ships ended, by outcome.", "outcome")
+        self.ship_bytes = counter("kvferry_ship_bytes", "KV bytes shipped or received.")
+        self.ship_seconds = counter("kvferry_ship_seconds", "Seconds between a ship's first block and its acknowledgement.")
+        self.ship_exposed = counter(
+            "kvferry_ship_exposed_seconds", "Part of the ship seconds that came after the first token was sampled."
+        )
+        self.grants = counter("kvferry_grants", "Grants by outcome: granted, refused, expired, aborted.", "outcome")
+        self.grants_open = gauge("kvferry_grants_open", "Grants whose blocks are reserved and not yet committed.")
+        self.lease_renewals = counter("kvferry_lease_renewals", "Lease renewals by outcome.", "outcome")
+        self.index_rows = gauge("kvferry_index_rows", "Block index rows this node has published.")
+        self.index_pending = gauge("kvferry_index_pending", "Index updates not yet written.")

@@ -1,0 +1,86 @@
+"""Sampling parameters of one request, as they travel from the router to every node that works on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How output tokens are chosen. Names and ranges are those of the OpenAI API and of vLLM's extensions to it.
+
+    max_tokens / min_tokens  bounds on the number of output tokens; end-of-sequence and stop tokens cannot be drawn
+                             before min_tokens
+    temperature              0 is greedy
+    top_k                    0 or -1: off
+    logit_bias               (token id, bias) pairs added to the logits
+    seed                     with (position, vocabulary index) determines all noise; the router draws one if the client
+                             gave none, so that a retried attempt continues the same text
+    logprobs                 None: none; k >= 0: log-probability of the drawn token and of the k most likely ones
+    prompt_logprobs          the same for every prompt token (the whole prompt is then computed, no prefix is reused)
+    stop_token_ids           end the request and are not part of the text
+    eos_token_ids            the model's own; skipped when ignore_eos
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def ending_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end the request when drawn."""
+        return self.stop_token_ids if self.ignore_eos else self.eos_token_ids + self.stop_token_ids
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequest naming the first field that is out of its bounds."""
+        _within("max_tokens", self.max_tokens, 0, None)
+        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _within("temperature", self.temperature, 0.0, 2.0)
+        _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _within("top_k", self.top_k, -1, None)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        for token, bias in self.logit_bias:
+            _within("logit_bias", token, 0, vocab_size - 1)
+            _within("logit_bias", bias, -100.0, 100.0)
+        for token in self.stop_token_ids:
+            _within("stop_token_ids", token, 0, vocab_size - 1)
+
+
+def _within(
+    name: str, value: float, low: float | None, high: float | None, *, open_low: bool = False
+) -> None:
+    too_low = low is not None and (value <= low if open_low else value < low)
+    if value != value or too_low or (high is not None and value > high):
+        lower = "" if low is None else f"greater than {low}" if open_low else f"at least {low}"
+        upper = "" if high is None else f"at most {high}"
+        bounds = " and ".join(part for part in (lower, upper) if part)
+        raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)

@@ -1,0 +1,88 @@
+"""msgpack codec for the frozen dataclasses of `protocol.messages`, and the framing of streams of them.
+
+A message is an ExtType whose code is the class's number and whose payload is the list of its fields; tuples arrive as
+lists and are turned back by the class. Unknown codes and wrong field counts raise WireError: peers of another wire
+version are refused by fingerprint before any message travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+import msgpack
+
+from protocol.errors import KvferryError
+
+T = TypeVar("T")
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+_CODES: dict[type, int] = {}
+_CLASSES: dict[int, type] = {}
+
+
+class WireError(KvferryError):
+    """Bytes that are no message of this wire version."""
+
+    status, code = 400, "wire_error"
+
+
+def message(code: int) -> Any:
+    """Class decorator: give a frozen dataclass its number (0–127, never reused) on the wire."""
+
+    def register(cls: type[T]) -> type[T]:
+        assert is_dataclass(cls) and code not in _CLASSES, (cls, code)
+        _CODES[cls], _CLASSES[code] = code, cls
+        return cls
+
+    return register
+
+
+def pack(value: Any) -> bytes:
+    """Bytes of one message (or of plain lists, dicts, numbers, strings and bytes holding messages)."""
+    return bytes(msgpack.packb(value, default=_to_ext, use_bin_type=True))
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Any:
+    """The value that `pack` wrote. Raises WireError."""
+    try:
+        return msgpack.unpackb(data, ext_hook=_from_ext, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise WireError(f"not a message: {error}") from error
+
+
+class FrameReader:
+    """Messages out of a byte stream that was written as `pack(...)` after `pack(...)`."""
+
+    def __init__(self) -> None:
+        self._unpacker = msgpack.Unpacker(
+            ext_hook=_from_ext, raw=False, strict_map_key=False, max_buffer_size=MAX_FRAME_BYTES
+        )
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Add bytes; yield every message that is now whole. Raises WireError."""
+        try:
+            self._unpacker.feed(data)
+            yield from self._unpacker
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise WireError(f"broken stream: {error}") from error
+
+
+def _to_ext(value: Any) -> Any:
+    code = _CODES.get(type(value))
+    if code is None:
+        raise TypeError(f"{type(value).__name__} is not a message")
+    return msgpack.ExtType(code, pack([getattr(value, f.name) for f in fields(value)]))
+
+
+def _from_ext(code: int, data: bytes) -> Any:
+    cls = _CLASSES.get(code)
+    if cls is None:
+        raise ValueError(f"unknown message code {code}")
+    values = unpack(data)
+    return cls(*(_tupled(value) if isinstance(value, list) else value for value in values))
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(_tupled(item) for item in value) if isinstance(value, list) else value
