@@ -94,12 +94,16 @@ class WorkerMetrics:
         self.preemptions = counter("kvferry_preemptions", "Requests preempted to be recomputed.")
         self.kv_blocks = gauge("kvferry_kv_blocks", "KV blocks by state: free, active, cached, granted.", "state")
         self.kv_blocks_total = gauge("kvferry_kv_blocks_total", "Size of the KV pool in blocks.")
-        self.prefix_queries = counter("kvferry_prefix_cache_queries_tokens", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_queries = counter(
+            "kvferry_prefix_cache_queries_tokens", "Prompt tokens looked up in the prefix cache."
+        )
         self.prefix_hits = counter("kvferry_prefix_cache_hits_tokens", "Prompt tokens found in the prefix cache.")
         self.evictions = counter("kvferry_kv_blocks_evicted", "Cached blocks evicted.")
         self.ships = counter("kvferry_ships", "Ships ended, by outcome.", "outcome")
         self.ship_bytes = counter("kvferry_ship_bytes", "KV bytes shipped or received.")
-        self.ship_seconds = counter("kvferry_ship_seconds", "Seconds between a ship's first block and its acknowledgement.")
+        self.ship_seconds = counter(
+            "kvferry_ship_seconds", "Seconds between a ship's first block and its acknowledgement."
+        )
         self.ship_exposed = counter(
             "kvferry_ship_exposed_seconds", "Part of the ship seconds that came after the first token was sampled."
         )

@@ -75,9 +75,7 @@ class SamplingParams:
             _within("stop_token_ids", token, 0, vocab_size - 1)
 
 
-def _within(
-    name: str, value: float, low: float | None, high: float | None, *, open_low: bool = False
-) -> None:
+def _within(name: str, value: float, low: float | None, high: float | None, *, open_low: bool = False) -> None:
     too_low = low is not None and (value <= low if open_low else value < low)
     if value != value or too_low or (high is not None and value > high):
         lower = "" if low is None else f"greater than {low}" if open_low else f"at least {low}"

@@ -64,7 +64,9 @@ class WorkerSettings(CommonSettings):
     model_impl: str = setting("auto", "auto (own decoder where the family is known), kvferry or transformers")
     verify_checksums: float = setting(1.0, "share of shipped blocks whose checksum is verified, 0 to 1")
     ucx_transports: str = setting("", "UCX_TLS for the link; default: tcp,posix,self and what the device adds")
-    ucx_net_devices: str = setting("", "UCX_NET_DEVICES for the link; default: lo for a loopback host, else UCX's own choice")
+    ucx_net_devices: str = setting(
+        "", "UCX_NET_DEVICES for the link; default: lo for a loopback host, else UCX's own choice"
+    )
     grant_timeout: float = setting(30.0, "seconds a prefill waits for a grant")
     drain_timeout: float = setting(30.0, "seconds running requests may take to finish after SIGTERM")
 

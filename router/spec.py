@@ -1,0 +1,85 @@
+"""The seam inside the router: the API above it speaks text, the cluster below it speaks tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from protocol.messages import Reuse, TokenLogprobs
+from protocol.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """One sequence to generate. `deadline_s`: seconds it may still take."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    namespace: str = ""
+    deadline_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Next output tokens of a request, each exactly once and in order, whatever attempts and nodes they came from.
+    finish_reason (stop, length) comes with the last Output; `stop_token` is the ending token if one was drawn and is
+    then the last of token_ids. `prompt_logprobs` come with the first Output when asked for."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request went, for the header `x-kvferry-route`: node ids (prefill None: prefilled on decode; decode None:
+    finished on prefill)."""
+
+    prefill: str | None
+    decode: str | None
+    reuse: Reuse
+
+    def __str__(self) -> str:
+        return (
+            f"prefill={self.prefill or 'none'} decode={self.decode or 'none'} "
+            f"reused={self.reuse.cached_len} computed={self.reuse.computed}"
+        )
+
+
+class Journey(Protocol):
+    """One request under way. Iterate it for Outputs; it raises a KvferryError if the request cannot be finished.
+    `route` is set before the first Output is yielded."""
+
+    route: Route | None
+
+    def __aiter__(self) -> AsyncIterator[Output]: ...
+
+    async def cancel(self) -> None:
+        """Drop the request everywhere (client gone, stop string found). Returns at once if it already ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterInfo:
+    """What the live nodes agree on. `fingerprint` roots the block hashes."""
+
+    model: str
+    max_model_len: int
+    block_size: int
+    fingerprint: str
+
+
+class Cluster(Protocol):
+    """All nodes as the router sees them."""
+
+    def info(self) -> ClusterInfo | None:
+        """None until a node that can decode (or any at all, for max_tokens=1) has been seen."""
+
+    def ready(self) -> bool:
+        """Whether a request could be placed now."""
+
+    def start(self, spec: RequestSpec) -> Journey:
+        """Begin a request. Raises NoNodes or Overloaded at once when it cannot be placed."""
