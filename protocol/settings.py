@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def setting(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def setting(default: Any, help: str, *, hidden: bool = False) -> Any:
+    """A field of a settings class. A hidden one is for the supervisor, not for people: help and README leave it out."""
+    return field(default=default, metadata={"help": help, "hidden": hidden})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CommonSettings:
     """What every process of a cluster needs to know."""
 
@@ -23,9 +24,10 @@ class CommonSettings:
     cluster: str = setting("default", "name that separates clusters sharing one Redis")
     host: str = setting("127.0.0.1", "address to listen on")
     log_level: str = setting("info", "debug, info, warning or error")
+    status_fd: int = setting(-1, "descriptor on which to report loading and readiness; -1: none", hidden=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RouterSettings(CommonSettings):
     """Settings of `kvferry router`."""
 
@@ -38,7 +40,7 @@ class RouterSettings(CommonSettings):
     local_prefill_tokens: int = setting(0, "prompts with at most this many uncached tokens always prefill on decode")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerSettings(CommonSettings):
     """Settings of `kvferry prefill` and `kvferry decode`."""
 
@@ -71,7 +73,7 @@ class WorkerSettings(CommonSettings):
     drain_timeout: float = setting(30.0, "seconds running requests may take to finish after SIGTERM")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ServeSettings(RouterSettings, WorkerSettings):
     """Settings of `kvferry serve`: a whole local cluster. Router and worker settings are passed on to the children."""
 
