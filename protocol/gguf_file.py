@@ -1,0 +1,135 @@
+"""Header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): metadata and tensor table.
+
+The reader of the `gguf` package makes one numpy view per vocabulary entry, seconds for a large vocabulary; this one
+decodes the same header in tens of milliseconds, so that a router can afford it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import ConfigError
+
+MAGIC = b"GGUF"
+STRING, ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """shape is outermost first (rows of a matrix = output features); type is ggml's number of the quantisation; offset
+    is in bytes from the start of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """metadata values are Python scalars, strings and lists; tensors by name, in file order."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", ""))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Value of the architecture's own key: `get("block_count")` reads `llama.block_count`."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Parse the header. Raises ConfigError: unreadable, no GGUF, versions other than 2 and 3, big-endian, truncated, or
+    one part of a split file."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            header = _Cursor(data).header(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}", param="model") from error
+    except (struct.error, ValueError, KeyError, IndexError, OverflowError, MemoryError) as error:
+        raise ConfigError(f"{path} is not a whole GGUF file ({error}); download it again", param="model") from error
+    if header.metadata.get("split.count", 0) > 1:
+        raise ConfigError(f"{path} is one part of a split GGUF; join it with llama-gguf-split --merge", param="model")
+    return header
+
+
+class _Cursor:
+    """Reads the header's fields in order; struct.error or ValueError where the data ends or makes no sense."""
+
+    def __init__(self, data: mmap.mmap):
+        self._data = data
+        self._at = 0
+
+    def header(self, path: Path) -> GGUFFile:
+        if self._bytes(4) != MAGIC:
+            raise ValueError("wrong magic")
+        version, tensor_count, field_count = self._unpack("<IQQ")
+        if version not in (2, 3):
+            raise ValueError(f"GGUF version {version}, supported: 2 and 3 in little-endian order")
+        metadata = {}
+        for _ in range(field_count):
+            key = self._string()
+            metadata[key] = self._value(self._unpack("<I")[0])
+        infos = [self._tensor_info() for _ in range(tensor_count)]
+        alignment = int(metadata.get("general.alignment", 32))
+        start = -(-self._at // alignment) * alignment
+        tensors = {name: GGUFTensor(name, shape, kind, start + offset) for name, shape, kind, offset in infos}
+        return GGUFFile(path, metadata, tensors)
+
+    def _unpack(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return values
+
+    def _bytes(self, length: int) -> bytes:
+        end = self._at + length
+        if end > len(self._data):
+            raise ValueError("it ends inside its header")
+        found = self._data[self._at : end]
+        self._at = end
+        return found
+
+    def _string(self) -> str:
+        return self._bytes(self._unpack("<Q")[0]).decode("utf-8", "replace")
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind == ARRAY:
+            return self._array()
+        return self._unpack("<" + _SCALARS[kind])[0]
+
+    def _array(self) -> list[Any]:
+        kind, length = self._unpack("<IQ")
+        if kind == STRING:
+            return self._strings(length)
+        if kind == ARRAY:
+            return [self._array() for _ in range(length)]
+        code = _SCALARS[kind]
+        raw = self._bytes(length * struct.calcsize("<" + code))
+        return [value for (value,) in struct.iter_unpack("<" + code, raw)]
+
+    def _strings(self, length: int) -> list[str]:
+        data, at, size, found = self._data, self._at, struct.Struct("<Q").unpack_from, []
+        for _ in range(length):
+            end = at + 8 + size(data, at)[0]
+            found.append(data[at + 8 : end].decode("utf-8", "replace"))
+            at = end
+        self._at = at
+        return found
+
+    def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        (dims,) = self._unpack("<I")
+        shape = self._unpack(f"<{dims}Q")
+        kind, offset = self._unpack("<IQ")
+        return name, shape[::-1], kind, offset
