@@ -2,8 +2,8 @@
 
 A hold is (owner, reason, block). A block may carry many at once: requests share a prefix, and a ship still reads what
 its request no longer needs. A block whose last hold is gone may be reused; nothing else makes it reusable.
-Single-threaded: only the engine thread calls it. Misuse (releasing what is not held, holding twice) is a bug of ours and
-asserts, leaving the books untouched.
+Single-threaded: only the engine thread calls it. Misuse (releasing what is not held, holding twice) is a bug of ours
+and asserts, leaving the books untouched.
 """
 
 from __future__ import annotations
