@@ -1,0 +1,240 @@
+"""The operations in plain PyTorch: the meaning that every other row of the table is tested against, and the CPU path.
+
+What depends on the batch alone (gather indices, masks, rows of the rotary tables) is built by `BatchIndex` at the first
+layer that needs it and used by all others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kernels.plan import BatchPlan
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Sequences of a batch that one attention call serves: decodes of similar length, or one prefill chunk.
+
+    tokens   their query tokens in the batch
+    rows     int64 [2 * count * kv_heads * blocks]  rows of `block_rows` that hold their K, then their V
+    unseen   int64 or None: rows of the gathered tokens that lie behind a sequence's end; they may hold anything
+    length   positions gathered of each sequence, at most blocks * block_size
+    mask     additive, of the query's dtype, [count, 1, 1, length] or [query_len, length]; None: see `causal`
+    causal   query j sees position j and those before; else, without a mask, all
+    """
+
+    tokens: slice | torch.Tensor
+    count: int
+    rows: torch.Tensor
+    unseen: torch.Tensor | None
+    length: int
+    mask: torch.Tensor | None
+    causal: bool
+
+
+def block_rows(kv_layer: torch.Tensor) -> torch.Tensor:
+    """The layer's pool [num_blocks, 2, kv_heads, block_size, dim] as [rows, block_size * dim] over the same memory: a
+    row is one block of one head's K or V. Rows of other layers lie between. Needs a layout of DESIGN section 7: slots
+    and dims dense, outer strides multiples of a row."""
+    blocks, _, heads, slots, dim = kv_layer.shape
+    sb, skv, sh, _, _ = kv_layer.stride()
+    row = slots * dim
+    assert kv_layer.stride()[3:] == (dim, 1), "slots and dims of the KV pool must be dense"
+    assert not (sb % row or skv % row or sh % row), "outer strides of the KV pool must be multiples of a head's block"
+    count = ((blocks - 1) * sb + skv + (heads - 1) * sh) // row + 1
+    return kv_layer.as_strided((count, row), (row, 1))
+
+
+class BatchIndex:
+    """What the layers of one batch share, for pools of one geometry (the strides of `kv_layer`)."""
+
+    def __init__(self, plan: BatchPlan, kv_layer: torch.Tensor):
+        self.plan = plan
+        self.strides = kv_layer.stride()
+        self.device = kv_layer.device
+        _, _, self.kv_heads, self.block_size, self.dim = kv_layer.shape
+        row = self.block_size * self.dim
+        kv = torch.arange(2, device=self.device)[:, None] * (self.strides[1] // row)
+        head = torch.arange(self.kv_heads, device=self.device) * (self.strides[2] // row)
+        self._block_step = self.strides[0] // row
+        self._kv_head_rows = kv + head
+        self._groups: dict[tuple[int, torch.dtype], tuple[AttentionGroup, ...]] = {}
+        self._rope: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        block, slot = plan.slots // self.block_size, plan.slots % self.block_size
+        rows = (block * self._block_step)[None, :, None] + self._kv_head_rows[:, None, :]
+        self.write_rows = (rows * self.block_size + slot[None, :, None]).flatten(1)
+
+    def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, cos) and (-sin, sin) of the batch's positions, float32 [T, 1, rotary_dim]."""
+        found = self._rope.get(id(cos))
+        if found is None or found[0] is not cos:
+            c, s = cos[self.plan.positions], sin[self.plan.positions]
+            found = (cos, torch.cat((c, c), -1).unsqueeze(1), torch.cat((-s, s), -1).unsqueeze(1))
+            self._rope[id(cos)] = found
+        return found[1:]
+
+    def groups(self, window: int, dtype: torch.dtype) -> tuple[AttentionGroup, ...]:
+        """Groups that cover every query token once."""
+        key = (window, dtype)
+        if key not in self._groups:
+            decodes = [self._decodes(seqs, window, dtype) for seqs in self._similar_decodes(window)]
+            prefills = [self._prefill(s, window, dtype) for s in range(self.plan.num_decodes, self.plan.num_seqs)]
+            self._groups[key] = (*decodes, *prefills)
+        return self._groups[key]
+
+    def _first_block(self, seq: int, window: int) -> int:
+        """The first block that any query token of the sequence sees."""
+        computed_len = self.plan.total_lens[seq] - self.plan.query_lens[seq]
+        return max(0, computed_len - window + 1) // self.block_size if window else 0
+
+    def _visible(self, seq: int, window: int) -> int:
+        """Positions from the first visible block to the sequence's end."""
+        return self.plan.total_lens[seq] - self._first_block(seq, window) * self.block_size
+
+    def _similar_decodes(self, window: int) -> list[list[int]]:
+        """Decodes bucketed by visible blocks to the next power of two, so that padding at most doubles the reads."""
+        buckets: dict[int, list[int]] = {}
+        for seq in range(self.plan.num_decodes):
+            blocks = -(-self._visible(seq, window) // self.block_size)
+            buckets.setdefault((blocks - 1).bit_length(), []).append(seq)
+        return list(buckets.values())
+
+    def _rows(self, seqs: torch.Tensor | slice, first: torch.Tensor, blocks: int) -> torch.Tensor:
+        """Rows of `blocks` blocks from `first` [count] on, ordered [K or V, sequence, head, block]."""
+        table = self.plan.block_table[seqs].long()
+        columns = first[:, None] + torch.arange(blocks, device=self.device)
+        ids = table.gather(1, columns.clamp_(max=table.shape[1] - 1))
+        return (ids[None, :, None, :] * self._block_step + self._kv_head_rows[:, None, :, None]).flatten()
+
+    def _decodes(self, seqs: list[int], window: int, dtype: torch.dtype) -> AttentionGroup:
+        dense = seqs[-1] - seqs[0] + 1 == len(seqs)
+        tokens = slice(seqs[0], seqs[-1] + 1) if dense else torch.tensor(seqs, device=self.device)
+        first = torch.tensor([self._first_block(s, window) for s in seqs], device=self.device)
+        seen = [self._visible(s, window) for s in seqs]
+        blocks = -(-max(seen) // self.block_size)
+        rows = self._rows(tokens, first, blocks)
+        ends = torch.tensor(seen, device=self.device)[:, None]
+        unseen: torch.Tensor | None = None
+        if min(seen) < max(seen):
+            behind = torch.arange(blocks * self.block_size, device=self.device) >= ends
+            shape = (2, len(seqs), self.kv_heads, blocks * self.block_size)
+            unseen = behind[None, :, None, :].expand(shape).flatten().nonzero().squeeze(1)
+        position = torch.arange(max(seen), device=self.device)
+        hidden = position >= ends
+        if window:
+            hidden = hidden | (position < ends - window)
+        mask = _additive(hidden, dtype)[:, None, None, :] if unseen is not None or window else None
+        return AttentionGroup(tokens, len(seqs), rows, unseen, max(seen), mask, causal=False)
+
+    def _prefill(self, seq: int, window: int, dtype: torch.dtype) -> AttentionGroup:
+        start = sum(self.plan.query_lens[:seq])
+        query_len, length = self.plan.query_lens[seq], self._visible(seq, window)
+        first = torch.tensor([self._first_block(seq, window)], device=self.device)
+        rows = self._rows(slice(seq, seq + 1), first, -(-length // self.block_size))
+        causal = length == query_len and not 0 < window < length
+        mask: torch.Tensor | None = None
+        if not causal:
+            position = torch.arange(length, device=self.device)
+            own = position[length - query_len :, None]
+            hidden = position > own
+            if window:
+                hidden = hidden | (position <= own - window)
+            mask = _additive(hidden, dtype)
+        return AttentionGroup(slice(start, start + query_len), 1, rows, None, length, mask, causal)
+
+
+def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where seen, -inf where hidden: SDPA would otherwise convert a boolean mask in every layer."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+class ReferenceOps:
+    """Ops on any device and in any of the three dtypes. Holds the last batch's index; not thread-safe."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        self._index: BatchIndex | None = None
+
+    def _prepared(self, plan: BatchPlan, kv_layer: torch.Tensor) -> BatchIndex:
+        index = self._index
+        if index is None or index.plan is not plan or index.strides != kv_layer.stride():
+            index = self._index = BatchIndex(plan, kv_layer)
+        return index
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rope_and_cache(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        kv_layer: torch.Tensor,
+        plan: BatchPlan,
+    ) -> torch.Tensor:
+        index = self._prepared(plan, kv_layer)
+        if cos is not None and sin is not None:
+            both = _rotate(torch.cat((q, k), 1), *index.rope(cos, sin))
+            q, k = both[:, : q.shape[1]], both[:, q.shape[1] :]
+        dim = kv_layer.shape[-1]
+        slots = block_rows(kv_layer).view(-1, dim)
+        slots.index_copy_(0, index.write_rows[0], k.reshape(-1, dim))
+        slots.index_copy_(0, index.write_rows[1], v.reshape(-1, dim))
+        return q
+
+    def paged_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, window: int = 0
+    ) -> torch.Tensor:
+        groups = self._prepared(plan, kv_layer).groups(window, q.dtype)
+        memory = block_rows(kv_layer)
+        if len(groups) == 1:
+            return _attend(q, memory, kv_layer, groups[0], scale)
+        out = torch.empty_like(q)
+        for group in groups:
+            out[group.tokens] = _attend(q[group.tokens], memory, kv_layer, group, scale)
+        return out
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Half-split rotation of the first rotary_dim of x [T, heads, dim] in float32, rounded once."""
+    half, rotary_dim = cos.shape[-1] // 2, cos.shape[-1]
+    swapped = torch.cat((x[..., half:rotary_dim], x[..., :half]), -1)
+    turned = (x[..., :rotary_dim] * cos).addcmul_(swapped, sin).to(x.dtype)
+    return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), -1)
+
+
+def _attend(
+    q: torch.Tensor, memory: torch.Tensor, kv_layer: torch.Tensor, group: AttentionGroup, scale: float
+) -> torch.Tensor:
+    """Attention of the group's queries q [n, heads, dim]; returns [n, heads, dim]. Heads that share a K/V head are the
+    queries (decode) or the heads (prefill) of one SDPA batch entry, so K/V is never repeated."""
+    _, _, kv_heads, _, dim = kv_layer.shape
+    n, heads, _ = q.shape
+    gathered = memory.index_select(0, group.rows)
+    if group.unseen is not None:
+        gathered.view(-1, dim).index_fill_(0, group.unseen, 0)
+    k, v = gathered.view(2, group.count, kv_heads, -1, dim)[:, :, :, : group.length].unbind(0)
+    if group.count == n and not group.causal:
+        mask = group.mask
+        out = F.scaled_dot_product_attention(q.view(n, kv_heads, -1, dim), k, v, attn_mask=mask, scale=scale)
+        return out.reshape(n, heads, dim)
+    k, v = (x.transpose(0, 1).expand(-1, heads // kv_heads, -1, -1) for x in (k, v))
+    q = q.transpose(0, 1).view(kv_heads, -1, n, dim)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=group.causal, scale=scale)
+    return out.reshape(heads, n, dim).transpose(0, 1)
