@@ -1,0 +1,157 @@
+"""The block pool: which KV blocks are free, which hold reusable content, and what may be evicted.
+
+A block is free (no content), cached (content found by its hash, no hold), or held (by requests, grants, ships). The
+holds themselves live in the ledger. Chains are always held as a whole and released tail first, so in the eviction order
+a block stands before its parent: a node never drops a block before its descendants.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from engine.ports import Holds
+
+
+@dataclass(slots=True)
+class Block:
+    """`hash` is set while the block can be found; `children` counts findable blocks whose parent it is."""
+
+    hash: bytes | None = None
+    parent: int | None = None
+    children: int = 0
+
+
+class BlockPool:
+    """Allocation, prefix reuse and leaf-first eviction over `num_blocks` blocks. Owned by the engine thread."""
+
+    def __init__(self, num_blocks: int, holds: Holds, *, prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.holds = holds
+        self.prefix_caching = prefix_caching
+        self.evicted_total = 0
+        self._blocks = [Block() for _ in range(num_blocks)]
+        self._free = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._by_hash: dict[bytes, int] = {}
+        self._stored: list[bytes] = []
+        self._removed: list[bytes] = []
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached_blocks(self) -> int:
+        return len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be had now, evicting if need be."""
+        return len(self._free) + len(self._cached)
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Block ids of the longest leading run of `hashes` that is here. Takes no hold."""
+        found: list[int] = []
+        if self.prefix_caching:
+            for digest in hashes:
+                block_id = self._by_hash.get(digest)
+                if block_id is None:
+                    break
+                found.append(block_id)
+        return found
+
+    def acquire(self, owner: Hashable, reason: str, reused: Sequence[int], fresh: int) -> list[int] | None:
+        """Hold `reused` (from `match`, just now) and `fresh` new blocks for the owner; returns their ids in order, or
+        None, with nothing changed, when there is no room."""
+        idle = sum(block_id in self._cached for block_id in reused)
+        if fresh > self.available - idle:
+            return None
+        for block_id in reused:
+            self._cached.pop(block_id, None)
+        taken = [*reused, *(self._take() for _ in range(fresh))]
+        self.holds.hold(owner, reason, taken)
+        return taken
+
+    def release(self, owner: Hashable, reason: str, chain: Sequence[int]) -> None:
+        """Give up the owner's hold on a chain of blocks (in sequence order)."""
+        for block_id in self.holds.release(owner, reason, list(reversed(chain))):
+            self._let_go(block_id)
+
+    def register(
+        self, holders: Sequence[tuple[Hashable, str]], block_id: int, digest: bytes, parent: int | None
+    ) -> int:
+        """The block's content is complete: make it findable. If equal content is findable already, the holds (owner,
+        reason) move to that block, and its id is returned, so that every findable block's parent is findable too."""
+        if not self.prefix_caching:
+            return block_id
+        known = self._by_hash.get(digest)
+        if known == block_id:
+            return block_id
+        if known is not None:
+            self._cached.pop(known, None)
+            for owner, reason in holders:
+                self.holds.hold(owner, reason, [known])
+                self.release(owner, reason, [block_id])
+            return known
+        block = self._blocks[block_id]
+        assert block.hash is None, "a block's content changed while it was findable"
+        block.hash, block.parent = digest, parent
+        if parent is not None:
+            self._blocks[parent].children += 1
+        self._by_hash[digest] = block_id
+        self._stored.append(digest)
+        return block_id
+
+    def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """(hashes stored, hashes removed) since the last call, for the block index."""
+        changes = (self._stored, self._removed)
+        self._stored, self._removed = [], []
+        return changes
+
+    def findable(self) -> list[bytes]:
+        """All hashes that can be reused here, parents before children."""
+        return list(self._by_hash)
+
+    def check_integrity(self) -> None:
+        """Assert that every block is in exactly one state and every findable block's parent is findable."""
+        self.holds.check_integrity()
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & cached, "a block is free and cached"
+        children = [0] * self.num_blocks
+        for block_id, block in enumerate(self._blocks):
+            idle = block_id in free or block_id in cached
+            assert idle != self.holds.held(block_id), f"block {block_id} leaked or is free while held"
+            assert (block_id in cached) <= (block.hash is not None), f"cached block {block_id} cannot be found"
+            assert (block_id in free) <= (block.hash is None), f"free block {block_id} can be found"
+            if block.hash is not None:
+                assert self._by_hash[block.hash] == block_id, f"block {block_id} is not found by its hash"
+                if block.parent is not None:
+                    assert self._blocks[block.parent].hash is not None, f"block {block_id} outlived its parent"
+                    children[block.parent] += 1
+        assert children == [block.children for block in self._blocks], "children miscounted"
+
+    def _take(self) -> int:
+        if not self._free:
+            self._evict()
+        return self._free.popleft()
+
+    def _evict(self) -> None:
+        block_id, _ = self._cached.popitem(last=False)
+        block = self._blocks[block_id]
+        assert block.hash is not None and block.children == 0, "evicted before its descendants"  # noqa: PT018
+        del self._by_hash[block.hash]
+        self._removed.append(block.hash)
+        if block.parent is not None:
+            self._blocks[block.parent].children -= 1
+        block.hash = block.parent = None
+        self.evicted_total += 1
+        self._free.append(block_id)
+
+    def _let_go(self, block_id: int) -> None:
+        if self._blocks[block_id].hash is not None:
+            self._cached[block_id] = None
+        else:
+            self._free.append(block_id)

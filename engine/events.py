@@ -1,0 +1,91 @@
+"""What the engine tells the worker after each step. Plain values: they cross from the engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from engine.request import Key
+from protocol.errors import KvferryError
+from protocol.messages import TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """New output of an attempt. `queue_s` and `compute_s` are set with its first output on this node; `handover`: the
+    transfer whose commit takes the request on to its decode node."""
+
+    key: Key
+    router_id: str
+    delta: TokenDelta
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    handover: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An attempt ended with an error."""
+
+    key: Key
+    router_id: str
+    error: KvferryError
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Blocks of a ship are ready to be sent: (index in the prompt, block id)."""
+
+    transfer: int
+    blocks: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A reservation got its blocks: receives may be posted into `block_ids` (prompt blocks first_block and later)."""
+
+    owner: Hashable
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationFailed:
+    """A reservation was refused, or cancelled (`granted` then says whether it had its blocks, which stay held)."""
+
+    owner: Hashable
+    error: KvferryError
+    granted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksChanged:
+    """Blocks became findable or were evicted: news for the block index."""
+
+    stored: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request left the queue for the first time; its prompt was looked up in the prefix cache (tokens)."""
+
+    key: Key
+    queue_s: float
+    queried: int
+    hit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """Figures of one step: seconds, tokens computed by phase, sequences, preemptions and evictions."""
+
+    seconds: float
+    prefill_tokens: int
+    decode_tokens: int
+    sequences: int
+    preempted: int
+    evicted: int
+
+
+Event = Generated | Failed | Computed | Reserved | ReservationFailed | BlocksChanged | Admitted | Stepped

@@ -1,0 +1,104 @@
+"""The engine thread: drains the inbox, runs steps, hands out events. The only crossing into and out of the engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from engine.engine import Engine
+from engine.events import Event
+from protocol.errors import KvferryError, NodeLost
+
+log = logging.getLogger("kvferry.engine")
+
+SELF_CHECK_S = 10.0
+"""Least seconds between two self-checks of the books."""
+
+
+class EngineLoop:
+    """Owns an engine on a thread of its own. `on_events` is called on that thread with each batch of news, in order; it
+    must not block. `load` is the engine's load after the last step; `fault` says what a self-check found wrong."""
+
+    def __init__(self, engine: Engine, on_events: Callable[[Sequence[Event]], None]) -> None:
+        self._engine = engine
+        self._on_events = on_events
+        self._inbox: deque[Callable[[Engine], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._dirty = False
+        self._last_check = 0.0
+        self.load = engine.load()
+        self.fault: str | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the current step; what is under way is left as it is."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    def submit(self, call: Callable[[Engine], None]) -> None:
+        """Run `call(engine)` on the engine thread before the next step. From any thread."""
+        with self._wake:
+            self._inbox.append(call)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        stuck = False
+        while True:
+            with self._wake:
+                while not (self._stopping or self._inbox or (self._engine.has_work() and not stuck)):
+                    self._idle()
+                    self._wake.wait()
+                if self._stopping:
+                    return
+                calls = list(self._inbox)
+                self._inbox.clear()
+            stuck = not self._turn(calls)
+
+    def _turn(self, calls: Sequence[Callable[[Engine], None]]) -> bool:
+        """One round: inbox, step, outbox. False when nothing could run."""
+        for call in calls:
+            self._guarded(call)
+        ran = False
+        if self._engine.has_work():
+            try:
+                ran = self._engine.step()
+            except Exception as error:
+                log.exception("engine step failed")
+                wrapped = error if isinstance(error, KvferryError) else NodeLost(f"engine step failed: {error}")
+                self._engine.fail_all(wrapped)
+                ran = True
+        self._dirty = True
+        self.load = self._engine.load()
+        self._flush()
+        return ran
+
+    def _guarded(self, call: Callable[[Engine], None]) -> None:
+        try:
+            call(self._engine)
+        except Exception:
+            log.exception("engine command failed")
+
+    def _flush(self) -> None:
+        if self._engine.events:
+            events, self._engine.events = self._engine.events, []
+            self._on_events(events)
+
+    def _idle(self) -> None:
+        """Check the books when the engine falls idle, now and then."""
+        now = time.monotonic()
+        if self._dirty and now - self._last_check > SELF_CHECK_S:
+            self._dirty, self._last_check = False, now
+            try:
+                self._engine.check_integrity()
+            except AssertionError as error:
+                self.fault = f"self-check failed: {error}"
+                log.critical(self.fault, exc_info=True)

@@ -1,0 +1,30 @@
+"""What the engine needs from outside, as Protocols: a worker joins them to their implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Protocol
+
+REQUEST = "request"
+GRANT = "grant"
+SHIP = "ship"
+QUIESCE = "quiesce"
+
+
+class Holds(Protocol):
+    """The ledger of holds: the only authority on whether a block may be reused. Owned by the engine thread."""
+
+    def hold(self, owner: Hashable, reason: str, block_ids: Iterable[int]) -> None:
+        """The owner keeps these blocks for this reason."""
+
+    def release(self, owner: Hashable, reason: str, block_ids: Iterable[int] | None = None) -> list[int]:
+        """Give up holds; returns the blocks, in the order given, that nobody holds any more."""
+
+    def held(self, block_id: int) -> bool:
+        """Whether anybody holds the block."""
+
+    def move(self, owner: Hashable, old_reason: str, new_reason: str) -> None:
+        """Keep all of an owner's blocks, for another reason."""
+
+    def check_integrity(self) -> None:
+        """Assert that the books agree with themselves."""

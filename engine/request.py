@@ -1,0 +1,96 @@
+"""A request inside the engine, and a reservation of blocks for one that is still being prefilled elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from protocol.hashing import chain
+from protocol.messages import Job, TokenLogprobs
+
+Key = tuple[str, int]
+
+
+def key_of(job: Job) -> Key:
+    """(request id, attempt): the name of one try at a request."""
+    return (job.request_id, job.attempt)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One attempt under way on this engine.
+
+    token_ids     prompt and output so far
+    computed_len  how many of them have their K/V in the cache
+    cached_len    how many of the prompt were found in the cache when it was first admitted
+    block_ids     the chain that holds the K/V, held as a whole
+    hashes        of the full blocks of token_ids, extended as it grows
+    registered    how many leading blocks are findable
+    transfer      the ship its blocks go to (prefill), else None; `first_block`: decode holds the blocks before it
+    shipped       blocks handed to the sender so far
+    prefill_only  ends with its first output token
+    """
+
+    job: Job
+    root: bytes
+    block_size: int
+    prefill_only: bool = False
+    transfer: int | None = None
+    first_block: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    computed_len: int = 0
+    cached_len: int | None = None
+    block_ids: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    registered: int = 0
+    shipped: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    arrived: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.job.token_ids)
+        self.extend_hashes()
+
+    @property
+    def key(self) -> Key:
+        return key_of(self.job)
+
+    @property
+    def uncomputed(self) -> int:
+        return len(self.token_ids) - self.computed_len
+
+    @property
+    def output_len(self) -> int:
+        return len(self.token_ids) - self.job.prompt_len
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.job.params.prompt_logprobs is not None and self.output_len == 0
+
+    @property
+    def reusable_hashes(self) -> list[bytes]:
+        """Hashes of the blocks that may come from the cache: one token at least is always computed."""
+        if self.wants_prompt_logprobs:
+            return []
+        return self.hashes[: (len(self.token_ids) - 1) // self.block_size]
+
+    def extend_hashes(self) -> None:
+        """Hash the blocks that became full."""
+        if len(self.token_ids) // self.block_size > len(self.hashes):
+            self.hashes = chain(self.root, self.token_ids, self.block_size, self.hashes)
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Blocks promised to an attempt whose prefill runs elsewhere. `owner` names the grant on the link; the request has
+    no blocks until there is room. The first `first_block` blocks came from this node's own cache."""
+
+    owner: Hashable
+    request: Request
+    first_block: int = 0
+
+    @property
+    def job(self) -> Job:
+        return self.request.job
