@@ -1,1 +1,1 @@
-"""What all processes of a cluster agree on: messages, sampling parameters, hashes, layout, errors, settings, metrics."""
+"""What all processes of a cluster agree on: messages, sampling, block hashes, layout, errors, settings, metrics."""

@@ -7,7 +7,7 @@ KvferryError                 500 server_error
 │  ├─ ModelNotFound          404 model_not_found
 │  ├─ Unauthorized           401 invalid_api_key
 │  └─ NotFound               404 not_found
-├─ Retryable                 another attempt can help
+├─ Retryable                 503 unavailable: another attempt can help
 │  ├─ Overloaded             429 overloaded (carries retry_after seconds)
 │  ├─ NoNodes                503 no_nodes
 │  ├─ NodeLost               503 node_lost
@@ -69,7 +69,7 @@ class NotFound(InvalidRequest):
 
 
 class Retryable(KvferryError):
-    status, retryable = 503, True
+    status, code, retryable = 503, "unavailable", True
 
 
 class Overloaded(Retryable):

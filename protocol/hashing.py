@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Sequence
 
@@ -16,8 +17,11 @@ def root_hash(fingerprint: str, namespace: str = "") -> bytes:
 
 def block_hash(parent: bytes, token_ids: Sequence[int], extras: bytes = b"") -> bytes:
     """128 bits of SHA-256 over (parent, token ids as little-endian int32, tagged extras)."""
+    tokens = array("i", token_ids)
+    if sys.byteorder == "big":
+        tokens.byteswap()
     digest = hashlib.sha256(parent)
-    digest.update(array("i", token_ids).tobytes())
+    digest.update(tokens.tobytes())
     if extras:
         digest.update(b"\0extras\0" + extras)
     return digest.digest()[:HASH_BYTES]

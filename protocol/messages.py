@@ -17,7 +17,7 @@ message(1)(SamplingParams)
 @message(2)
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: of the token itself (with its rank, 1 = most likely) and of the most likely."""
+    """Log-probabilities at one position: of the token itself (rank 1 = most likely) and of the most likely ones."""
 
     token_id: int
     logprob: float
@@ -183,8 +183,9 @@ class GrantRequest:
 @message(31)
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Decode → prefill: receives are posted for prompt blocks first_block … first_block + block_count - 1; the earlier
-    ones decode already holds (`cached_len` = first_block * block_size tokens). `nonce` separates this connection's tags."""
+    """Decode → prefill: receives are posted for prompt blocks first_block … first_block + block_count - 1; decode
+    already holds the earlier ones (`cached_len` = first_block * block_size tokens). `nonce` separates the tags of
+    connections."""
 
     transfer: int
     first_block: int

@@ -1,15 +1,30 @@
 """Every metric of every process: names, help and labels in one place.
 
 Each process builds the set of its role on its own registry and serves it at `GET /metrics`. Names follow Prometheus'
-conventions: base units, `_total` on counters, `_seconds`, `_bytes`, `_tokens`.
+conventions: base units, `_total` on counters, `_seconds`, `_bytes`, `_tokens`. Label values that are known beforehand
+exist at zero from the start, so that a rate or a ratio over them has a series before the first event.
 """
 
 from __future__ import annotations
+
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+SOURCES = ("computed", "reused_prefill", "reused_decode", "fetched")
+PLACEMENT_KINDS = ("remote", "local")
+RUNGS = ("same_prefill", "other_prefill", "local_prefill", "other_decode")
+ROLES = ("prefill", "decode")
+NODE_STATES = ("ready", "draining")
+PHASES = ("prefill", "decode")
+BLOCK_STATES = ("free", "active", "cached", "granted")
+SHIP_OUTCOMES = ("done", "failed")
+GRANT_OUTCOMES = ("granted", "refused", "expired", "aborted")
+RENEWAL_OUTCOMES = ("ok", "failed")
 
 
 class RouterMetrics:
@@ -59,13 +74,18 @@ class RouterMetrics:
             registry=r,
         )
         self.ladder = Counter(
-            "kvferry_ladder_rungs", "Attempts started after a failure, by rung.", ["rung"], registry=r
+            "kvferry_ladder_rungs", "Attempts started after a failure, by rung of the ladder.", ["rung"], registry=r
         )
         self.nodes = Gauge("kvferry_nodes", "Live nodes by role and state.", ["role", "state"], registry=r)
         self.index_seconds = Histogram(
             "kvferry_index_lookup_seconds", "Seconds per longest-prefix lookup.", registry=r, buckets=STEP_BUCKETS
         )
         self.registry_up = Gauge("kvferry_registry_up", "1 while Redis answers.", registry=r)
+        _exist(self.requests, ENDPOINTS, ("200",))
+        _exist(self.prompt_tokens, SOURCES)
+        _exist(self.placements, PLACEMENT_KINDS)
+        _exist(self.ladder, RUNGS)
+        _exist(self.nodes, ROLES, NODE_STATES)
 
 
 class WorkerMetrics:
@@ -75,31 +95,39 @@ class WorkerMetrics:
         self.role = role
         self.registry = r = registry or CollectorRegistry()
 
-        def counter(name: str, help: str, *labels: str) -> Counter:
-            return Counter(name, help, ["role", *labels], registry=r)
+        def counter(name: str, help: str, **known: tuple[str, ...]) -> Counter:
+            metric = Counter(name, help, ["role", *known], registry=r)
+            _exist(metric, (role,), *known.values())
+            return metric
 
-        def gauge(name: str, help: str, *labels: str) -> Gauge:
-            return Gauge(name, help, ["role", *labels], registry=r)
+        def gauge(name: str, help: str, **known: tuple[str, ...]) -> Gauge:
+            metric = Gauge(name, help, ["role", *known], registry=r)
+            _exist(metric, (role,), *known.values())
+            return metric
 
         def histogram(name: str, help: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
-            return Histogram(name, help, ["role"], registry=r, buckets=buckets)
+            metric = Histogram(name, help, ["role"], registry=r, buckets=buckets)
+            _exist(metric, (role,))
+            return metric
 
         self.requests_waiting = gauge("kvferry_requests_waiting", "Requests queued in the engine.")
         self.waiting_tokens = gauge("kvferry_waiting_tokens", "Prompt tokens queued and not yet computed.")
         self.requests_running = gauge("kvferry_requests_running", "Requests scheduled in the last step.")
-        self.attempts = counter("kvferry_attempts", "Attempts ended, by outcome.", "outcome")
+        self.attempts = counter("kvferry_attempts", "Attempts ended, by outcome.", outcome=())
         self.queue = histogram("kvferry_queue_seconds", "Seconds from arrival at the node to the first scheduled step.")
         self.step = histogram("kvferry_step_seconds", "Seconds per engine step.", STEP_BUCKETS)
-        self.step_tokens = counter("kvferry_step_tokens", "Tokens computed, by phase (prefill, decode).", "phase")
+        self.step_tokens = counter("kvferry_step_tokens", "Tokens computed, by phase (prefill, decode).", phase=PHASES)
         self.preemptions = counter("kvferry_preemptions", "Requests preempted to be recomputed.")
-        self.kv_blocks = gauge("kvferry_kv_blocks", "KV blocks by state: free, active, cached, granted.", "state")
-        self.kv_blocks_total = gauge("kvferry_kv_blocks_total", "Size of the KV pool in blocks.")
+        self.kv_blocks = gauge(
+            "kvferry_kv_blocks", "KV blocks by state: free, active, cached, granted.", state=BLOCK_STATES
+        )
+        self.kv_blocks_total = gauge("kvferry_kv_pool_blocks", "Size of the KV pool in blocks.")
         self.prefix_queries = counter(
             "kvferry_prefix_cache_queries_tokens", "Prompt tokens looked up in the prefix cache."
         )
         self.prefix_hits = counter("kvferry_prefix_cache_hits_tokens", "Prompt tokens found in the prefix cache.")
         self.evictions = counter("kvferry_kv_blocks_evicted", "Cached blocks evicted.")
-        self.ships = counter("kvferry_ships", "Ships ended, by outcome.", "outcome")
+        self.ships = counter("kvferry_ships", "Ships ended, by outcome (done, failed).", outcome=SHIP_OUTCOMES)
         self.ship_bytes = counter("kvferry_ship_bytes", "KV bytes shipped or received.")
         self.ship_seconds = counter(
             "kvferry_ship_seconds", "Seconds between a ship's first block and its acknowledgement."
@@ -107,8 +135,18 @@ class WorkerMetrics:
         self.ship_exposed = counter(
             "kvferry_ship_exposed_seconds", "Part of the ship seconds that came after the first token was sampled."
         )
-        self.grants = counter("kvferry_grants", "Grants by outcome: granted, refused, expired, aborted.", "outcome")
+        self.grants = counter(
+            "kvferry_grants", "Grants by outcome: granted, refused, expired, aborted.", outcome=GRANT_OUTCOMES
+        )
         self.grants_open = gauge("kvferry_grants_open", "Grants whose blocks are reserved and not yet committed.")
-        self.lease_renewals = counter("kvferry_lease_renewals", "Lease renewals by outcome.", "outcome")
+        self.lease_renewals = counter(
+            "kvferry_lease_renewals", "Lease renewals by outcome (ok, failed).", outcome=RENEWAL_OUTCOMES
+        )
         self.index_rows = gauge("kvferry_index_rows", "Block index rows this node has published.")
         self.index_pending = gauge("kvferry_index_pending", "Index updates not yet written.")
+
+
+def _exist(metric: Counter | Gauge | Histogram, *values: tuple[str, ...]) -> None:
+    """Create the children of all combinations of these label values (none where a label has no known values)."""
+    for combination in product(*values):
+        metric.labels(*combination)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from protocol.errors import InvalidRequest
@@ -77,7 +78,7 @@ class SamplingParams:
 
 def _within(name: str, value: float, low: float | None, high: float | None, *, open_low: bool = False) -> None:
     too_low = low is not None and (value <= low if open_low else value < low)
-    if value != value or too_low or (high is not None and value > high):
+    if not math.isfinite(value) or too_low or (high is not None and value > high):
         lower = "" if low is None else f"greater than {low}" if open_low else f"at least {low}"
         upper = "" if high is None else f"at most {high}"
         bounds = " and ".join(part for part in (lower, upper) if part)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgpack
@@ -17,7 +18,10 @@ from protocol.errors import KvferryError
 
 T = TypeVar("T")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_DEPTH = 8
+"""Messages within messages. Each level is a call on the C stack, which hostile bytes could otherwise exhaust."""
 
+_UNREADABLE = (ValueError, TypeError, msgpack.UnpackException)
 _CODES: dict[type, int] = {}
 _CLASSES: dict[int, type] = {}
 
@@ -32,7 +36,8 @@ def message(code: int) -> Any:
     """Class decorator: give a frozen dataclass its number (0–127, never reused) on the wire."""
 
     def register(cls: type[T]) -> type[T]:
-        assert is_dataclass(cls) and code not in _CLASSES, (cls, code)
+        assert is_dataclass(cls), cls
+        assert code not in _CLASSES, (cls, code)
         _CODES[cls], _CLASSES[code] = code, cls
         return cls
 
@@ -46,9 +51,13 @@ def pack(value: Any) -> bytes:
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
     """The value that `pack` wrote. Raises WireError."""
+    return _unpack(data, 0)
+
+
+def _unpack(data: bytes | bytearray | memoryview, depth: int) -> Any:
     try:
-        return msgpack.unpackb(data, ext_hook=_from_ext, raw=False, strict_map_key=False)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        return msgpack.unpackb(data, ext_hook=partial(_from_ext, depth=depth), raw=False, strict_map_key=False)
+    except _UNREADABLE as error:
         raise WireError(f"not a message: {error}") from error
 
 
@@ -65,7 +74,7 @@ class FrameReader:
         try:
             self._unpacker.feed(data)
             yield from self._unpacker
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+        except _UNREADABLE as error:
             raise WireError(f"broken stream: {error}") from error
 
 
@@ -76,11 +85,15 @@ def _to_ext(value: Any) -> Any:
     return msgpack.ExtType(code, pack([getattr(value, f.name) for f in fields(value)]))
 
 
-def _from_ext(code: int, data: bytes) -> Any:
+def _from_ext(code: int, data: bytes, depth: int = 0) -> Any:
+    if depth >= MAX_DEPTH:
+        raise ValueError(f"messages nest deeper than {MAX_DEPTH}")
     cls = _CLASSES.get(code)
     if cls is None:
         raise ValueError(f"unknown message code {code}")
-    values = unpack(data)
+    values = _unpack(data, depth + 1)
+    if not isinstance(values, list) or len(values) != len(fields(cls)):
+        raise ValueError(f"a {cls.__name__} has {len(fields(cls))} fields")
     return cls(*(_tupled(value) if isinstance(value, list) else value for value in values))
 
 

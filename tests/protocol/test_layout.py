@@ -1,0 +1,43 @@
+"""Sizes of a block, and the fingerprint that keeps unlike pools apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol import layout
+from protocol.layout import KVLayout
+
+DEMO = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")
+
+
+def test_known_block_sizes() -> None:
+    assert DEMO.block_bytes == 368_640
+    llama_8b = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+    assert llama_8b.block_bytes == 2 * 2**20
+    assert replace(llama_8b, dtype="float32").block_bytes == 4 * 2**20
+
+
+@given(st.integers(0, 10**6), st.integers(1, 256))
+def test_blocks_for_is_the_least_number_that_holds_the_tokens(tokens: int, size: int) -> None:
+    blocks = replace(DEMO, block_size=size).blocks_for(tokens)
+    assert (blocks - 1) * size < tokens <= blocks * size
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_layers": 31}, {"num_kv_heads": 9}, {"head_dim": 32}, {"dtype": "float16"}, {"block_size": 32}]
+)
+def test_every_field_is_in_the_fingerprint(change: dict[str, object]) -> None:
+    assert replace(DEMO, **change).fingerprint("rev") != DEMO.fingerprint("rev")
+
+
+def test_revision_and_wire_version_are_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = DEMO.fingerprint("rev")
+    assert before == DEMO.fingerprint("rev")
+    assert len(before) == 32
+    assert DEMO.fingerprint("other") != before
+    monkeypatch.setattr(layout, "WIRE_VERSION", layout.WIRE_VERSION + 1)
+    assert DEMO.fingerprint("rev") != before

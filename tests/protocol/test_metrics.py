@@ -1,0 +1,71 @@
+"""Metrics: conventions of the names, and series that exist before the first event."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from prometheus_client import Counter, Gauge, Histogram, generate_latest
+
+from protocol.metrics import RouterMetrics, WorkerMetrics
+
+SETS = {"router": RouterMetrics, "prefill": lambda: WorkerMetrics("prefill"), "decode": lambda: WorkerMetrics("decode")}
+Metrics = RouterMetrics | WorkerMetrics
+
+
+@pytest.fixture(params=SETS)
+def metrics(request: pytest.FixtureRequest) -> Metrics:
+    return SETS[request.param]()
+
+
+def test_names_and_help(metrics: Metrics) -> None:
+    families = list(metrics.registry.collect())
+    assert len(families) >= 15
+    for family in families:
+        assert family.name.startswith("kvferry_")
+        assert family.documentation.endswith(".")
+        assert len(family.documentation) > 15
+        assert family.type in ("counter", "gauge", "histogram")
+        assert family.type == "counter" or not family.name.endswith("_total"), family.name
+
+
+def test_every_attribute_is_served_and_alive_before_the_first_event(metrics: Metrics) -> None:
+    """Only what has no known label values may have no series yet."""
+    served = {family.name: family.samples for family in metrics.registry.collect()}
+    empty = {name for name, samples in served.items() if not samples}
+    assert empty <= {"kvferry_reuse_miss_tokens", "kvferry_attempts"}
+    held = [m for m in vars(metrics).values() if isinstance(m, Counter | Gauge | Histogram)]
+    assert len(held) == len(served)
+
+
+def test_worker_series_carry_the_role_and_known_labels() -> None:
+    metrics = WorkerMetrics("prefill")
+    sample = metrics.registry.get_sample_value
+    assert sample("kvferry_grants_total", {"role": "prefill", "outcome": "refused"}) == 0
+    assert sample("kvferry_kv_blocks", {"role": "prefill", "state": "granted"}) == 0
+    assert sample("kvferry_queue_seconds_count", {"role": "prefill"}) == 0
+    metrics.grants.labels("prefill", "refused").inc()
+    assert sample("kvferry_grants_total", {"role": "prefill", "outcome": "refused"}) == 1
+    assert sample("kvferry_grants_total", {"role": "decode", "outcome": "refused"}) is None
+
+
+def test_router_series_exist_at_zero() -> None:
+    sample = RouterMetrics().registry.get_sample_value
+    assert sample("kvferry_ladder_rungs_total", {"rung": "local_prefill"}) == 0
+    assert sample("kvferry_nodes", {"role": "decode", "state": "draining"}) == 0
+    assert sample("kvferry_prompt_tokens_total", {"source": "reused_decode"}) == 0
+
+
+def test_two_sets_do_not_share_state() -> None:
+    one, two = RouterMetrics(), RouterMetrics()
+    one.output_tokens.inc(5)
+    assert two.registry.get_sample_value("kvferry_output_tokens_total") == 0
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on PATH")
+def test_promtool_finds_no_lint(metrics: Metrics) -> None:
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"], input=generate_latest(metrics.registry), capture_output=True, timeout=60
+    )
+    assert checked.returncode == 0, checked.stderr.decode()
