@@ -43,7 +43,7 @@ def block_rows(kv_layer: torch.Tensor) -> torch.Tensor:
     sb, skv, sh, _, _ = kv_layer.stride()
     row = slots * dim
     assert kv_layer.stride()[3:] == (dim, 1), "slots and dims of the KV pool must be dense"
-    assert not (sb % row or skv % row or sh % row), "outer strides of the KV pool must be multiples of a head's block"
+    assert all(step % row == 0 for step in (sb, skv, sh)), "outer strides of the KV pool must be multiples of a row"
     count = ((blocks - 1) * sb + skv + (heads - 1) * sh) // row + 1
     return kv_layer.as_strided((count, row), (row, 1))
 

@@ -1,0 +1,105 @@
+"""The operations as Triton kernels, for CUDA devices (and CPU tensors under Triton's interpreter, for tests).
+
+Importing this package imports Triton; nothing else in the project does. Kernels run on the current CUDA device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.plan import BatchPlan
+from kernels.triton import elementwise, rope
+from kernels.triton.decode import decode
+from kernels.triton.launch import Tile, decode_tile, kv_splits, prefill_tile
+from kernels.triton.prefill import prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a layer decides its launches."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    element_bytes: int
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Tiles and grid bounds of one batch's attention for one `Shape`."""
+
+    decode_tile: Tile
+    splits: int
+    prefill_tile: Tile
+    max_rows: int
+
+
+def plan_launch(plan: BatchPlan, shape: Shape, processors: int) -> Launch:
+    """Built once per batch and shape; reads only Python ints of the plan."""
+    group = shape.heads // shape.kv_heads
+    tile = decode_tile(group, shape.dim, shape.element_bytes)
+    longest = max(plan.total_lens[: plan.num_decodes], default=0)
+    seen = min(longest, shape.window) if shape.window else longest
+    splits = kv_splits(plan.num_decodes * shape.kv_heads, -(-seen // tile.keys), processors)
+    max_rows = max(plan.query_lens[plan.num_decodes :], default=0) * group
+    return Launch(tile, splits, prefill_tile(max_rows, shape.dim, shape.element_bytes), max_rows)
+
+
+class TritonOps:
+    """Ops on Triton kernels, in float32, bfloat16 and float16 with float32 accumulation. Holds the last batch's
+    launches; not thread-safe. `processors`: multiprocessors to fill, None: those of the device."""
+
+    name = "triton"
+
+    def __init__(self, processors: int | None = None) -> None:
+        self._processors = processors
+        self._plan: BatchPlan | None = None
+        self._launches: dict[Shape, Launch] = {}
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return elementwise.rms_norm(x, None, weight, eps)[0]
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return elementwise.rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return elementwise.silu_mul(gate_up)
+
+    def rope_and_cache(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        kv_layer: torch.Tensor,
+        plan: BatchPlan,
+    ) -> torch.Tensor:
+        return rope.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
+
+    def paged_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, window: int = 0
+    ) -> torch.Tensor:
+        launch = self._launch(q, kv_layer, plan, window)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if plan.num_decodes:
+            decode(q, kv_layer, out, plan, scale, window, launch.splits, launch.decode_tile)
+        if launch.max_rows:
+            prefill(q, kv_layer, out, plan, scale, window, launch.max_rows, launch.prefill_tile)
+        return out
+
+    def _launch(self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, window: int) -> Launch:
+        if self._plan is not plan:
+            self._plan, self._launches = plan, {}
+        shape = Shape(q.shape[1], kv_layer.shape[2], q.shape[2], q.element_size(), window)
+        if shape not in self._launches:
+            if self._processors is None:
+                on_gpu = q.device.type == "cuda"
+                self._processors = torch.cuda.get_device_properties(q.device).multi_processor_count if on_gpu else 1
+            self._launches[shape] = plan_launch(plan, shape, self._processors)
+        return self._launches[shape]

@@ -1,0 +1,127 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""Paged attention of one query token per sequence, its K/V split over several programs and merged afterwards."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.plan import BatchPlan
+from kernels.triton.launch import Tile, power_of_two
+from kernels.triton.softmax import attend
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def decode_kernel(
+    q,  # [num_seqs, heads, DIM]
+    kv,
+    out,  # [num_seqs, heads, DIM], contiguous; written if not SPLIT
+    partial,  # float32 [num_seqs, heads, splits, DIM], written if SPLIT
+    partial_log,  # float32 [num_seqs, heads, splits]: log2 of the sum of weights, -inf of an empty part
+    table,
+    total_len,
+    stride_q_token,
+    stride_q_head,
+    stride_block,
+    stride_kv,
+    stride_head,
+    stride_slot,
+    stride_table,
+    heads,
+    splits,
+    scale,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (sequence, K/V head, part): the heads of the group share each read of K and V."""
+    seq, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(total_len + seq)
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    share = tl.cdiv(tl.cdiv(length - first, KEYS), splits) * KEYS
+    begin = tl.minimum(first + part * share, length)
+    end = tl.minimum(begin + share, length)
+    whole = begin + (end - begin) // KEYS * KEYS
+
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + rows
+    live = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
+    query = tl.load(
+        q + seq.to(tl.int64) * stride_q_token + head[:, None] * stride_q_head + dims[None, :], mask=live, other=0.0
+    )
+    acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    position = tl.zeros([ROWS], dtype=tl.int32) + (length - 1)
+    pages = kv + kv_head.to(tl.int64) * stride_head
+    blocks = table + seq.to(tl.int64) * stride_table
+    acc, top, total = attend(
+        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, begin, whole, position, scale,
+        DIM, SLOTS, KEYS, BLOCK_D, 0, False, PRECISION,
+    )  # fmt: skip
+    acc, top, total = attend(
+        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, end, position, scale,
+        DIM, SLOTS, KEYS, BLOCK_D, 0, True, PRECISION,
+    )  # fmt: skip
+    mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    row = seq.to(tl.int64) * heads + head
+    if SPLIT:
+        row = row * splits + part
+        tl.store(partial + row[:, None] * DIM + dims[None, :], mean, mask=live)
+        tl.store(partial_log + row, top + tl.log2(total), mask=rows < GROUP)
+    else:
+        tl.store(out + row[:, None] * DIM + dims[None, :], mean.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def merge_kernel(partial, partial_log, out, SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Program (sequence * heads + head): the parts' means weighted by their sums of weights. The first part is never
+    empty, so the largest logarithm is finite."""
+    row = tl.program_id(0).to(tl.int64)
+    parts, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    log = tl.load(partial_log + row * SPLITS + parts)
+    weight = tl.exp2(log - tl.max(log, 0))
+    live = (parts >= 0)[:, None] & (dims < DIM)[None, :]
+    mean = tl.load(partial + (row * SPLITS + parts)[:, None] * DIM + dims[None, :], mask=live, other=0.0)
+    merged = tl.sum(mean * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out + row * DIM + dims, merged.to(out.dtype.element_ty), mask=dims < DIM)
+
+
+def decode(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    out: torch.Tensor,
+    plan: BatchPlan,
+    scale: float,
+    window: int,
+    splits: int,
+    tile: Tile,
+) -> None:
+    """Attention of the plan's decodes into the front of `out` [T, heads, dim], contiguous. `splits` parts per sequence,
+    a power of two."""
+    heads, dim = q.shape[1:]
+    _, _, kv_heads, slots, _ = kv_layer.shape
+    count = plan.num_decodes
+    parts = (count, heads, splits) if splits > 1 else (0, 0, 0)
+    partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
+    partial_log = torch.empty(parts, dtype=torch.float32, device=q.device)
+    decode_kernel[(count, kv_heads, splits)](
+        q, kv_layer, out, partial, partial_log, plan.block_table, plan.total_len,
+        q.stride(0), q.stride(1), *kv_layer.stride()[:4], plan.block_table.stride(0), heads, splits, scale * LOG2_E,
+        GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
+        WINDOW=window, SPLIT=splits > 1, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if splits > 1:
+        merge_kernel[(count * heads,)](
+            partial, partial_log, out, SPLITS=splits, DIM=dim, BLOCK_D=power_of_two(dim), num_warps=4
+        )

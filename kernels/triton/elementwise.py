@@ -1,0 +1,81 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""RMSNorm, with and without the residual before it, and SiLU times up."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.launch import power_of_two
+
+TILE = 2048
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    rows,
+    stride_x,
+    stride_residual,
+    eps,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """ROWS rows per program. With ADD the sum is rounded to its own dtype before it is normed, as `total` is read."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    live = (row < rows) & (dims < DIM)
+    value = tl.load(x + row * stride_x + dims, mask=live, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + row * stride_residual + dims, mask=live, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + row * DIM + dims, rounded, mask=live)
+        value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)
+    gain = tl.load(weight + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    tl.store(out + row * DIM + dims, (value * scale[:, None] * gain).to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, part of the row)."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = dims < DIM
+    gate = tl.load(gate_up + row * stride + dims, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + DIM + dims, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + row * DIM + dims, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=live)
+
+
+def rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual) of [..., d]; without a residual (rms_norm(x), x)."""
+    dim = x.shape[-1]
+    flat = x.reshape(-1, dim)
+    added = flat if residual is None else residual.reshape(-1, dim)
+    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
+    total = flat if residual is None else torch.empty_like(out)
+    block = power_of_two(dim)
+    rows = max(1, TILE // block)
+    rms_norm_kernel[(triton.cdiv(flat.shape[0], rows),)](
+        flat, added, weight, out, total, flat.shape[0], flat.stride(0), added.stride(0), eps,
+        DIM=dim, ROWS=rows, BLOCK_D=block, ADD=residual is not None, num_warps=8 if block > TILE else 4,
+    )  # fmt: skip
+    return out.view(x.shape), x if residual is None else total.view(x.shape)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [T, 2 * d], gate first."""
+    tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((tokens, dim), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(TILE, power_of_two(dim))
+    silu_mul_kernel[(tokens, triton.cdiv(dim, block))](
+        gate_up, out, gate_up.stride(0), DIM=dim, BLOCK=block, num_warps=4
+    )
+    return out

@@ -1,0 +1,54 @@
+"""How large the tiles are and how many programs share a sequence: pure functions of shapes, without Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_SPLITS = 64
+MIN_TILES_PER_SPLIT = 2
+PROGRAMS_PER_PROCESSOR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """rows: query rows of a program (query tokens times the heads that share a K/V head); keys: positions per step of
+    its loop; dim: head dim padded to a power of two. All are powers of two of at least 16, as tensor cores need."""
+
+    rows: int
+    keys: int
+    dim: int
+    warps: int
+    stages: int
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest power of two not below n and `least` (itself a power of two)."""
+    return max(least, 1 << max(0, n - 1).bit_length())
+
+
+def kv_splits(programs: int, keys: int, processors: int) -> int:
+    """Into how many parts to split each sequence's K/V in decode, a power of two: as many as give each of the device's
+    `processors` PROGRAMS_PER_PROCESSOR programs when there are `programs` pairs of sequence and K/V head, as long as
+    the longest sequence, `keys` tiles long, leaves each part MIN_TILES_PER_SPLIT tiles. (Flash-Decoding, Dao et al.
+    2023: without it a small batch leaves most of the device idle.)"""
+    wanted = processors * PROGRAMS_PER_PROCESSOR // max(1, programs)
+    most = max(1, min(wanted, keys // MIN_TILES_PER_SPLIT, MAX_SPLITS))
+    return 1 << (most.bit_length() - 1)
+
+
+def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
+    """Tile of a decode program: the heads that share a K/V head by `keys` positions."""
+    dim = power_of_two(head_dim, 16)
+    keys = 64 if dim * element_bytes <= 256 else 32
+    return Tile(power_of_two(group, 16), keys, dim, warps=4, stages=3)
+
+
+def prefill_tile(rows: int, head_dim: int, element_bytes: int) -> Tile:
+    """Tile of a prefill program when the longest chunk has `rows` rows. float32 runs without tensor cores, where large
+    tiles only spill."""
+    dim = power_of_two(head_dim, 16)
+    if element_bytes == 4:
+        return Tile(min(32, power_of_two(rows, 16)), 32 if dim <= 128 else 16, dim, warps=4, stages=2)
+    most = 128 if dim <= 128 else 64
+    size = min(most, power_of_two(rows, 16))
+    return Tile(size, 64 if dim <= 128 else 32, dim, warps=8 if size == 128 else 4, stages=3 if dim <= 128 else 2)

@@ -1,0 +1,105 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""Paged attention of prompt chunks: causal from the chunk's first position, over all that is cached before it."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.plan import BatchPlan
+from kernels.triton.decode import LOG2_E
+from kernels.triton.launch import Tile
+from kernels.triton.softmax import attend
+
+
+@triton.jit
+def prefill_kernel(
+    q,  # [T, heads, DIM]
+    kv,
+    out,  # [T, heads, DIM], contiguous
+    table,
+    query_start,
+    total_len,
+    stride_q_token,
+    stride_q_head,
+    stride_block,
+    stride_kv,
+    stride_head,
+    stride_slot,
+    stride_table,
+    first_seq,
+    heads,
+    scale,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (tile of rows, K/V head, sequence). Row r of a sequence is head r % GROUP of query token r // GROUP, so
+    the heads that share a K/V head share its reads at any group size. Later tiles, the longest, start first."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head, seq = tl.program_id(1), tl.program_id(2) + first_seq
+    start = tl.load(query_start + seq)
+    query_len = tl.load(query_start + seq + 1) - start
+    computed_len = tl.load(total_len + seq) - query_len
+    if tile * ROWS >= query_len * GROUP:
+        return
+
+    rows, dims = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    token, head = rows // GROUP, kv_head * GROUP + rows % GROUP
+    position = computed_len + token
+    oldest = computed_len + tile * ROWS // GROUP
+    newest = computed_len + tl.minimum((tile * ROWS + ROWS - 1) // GROUP, query_len - 1)
+    begin = computed_len * 0
+    whole = (oldest + 1) // KEYS * KEYS
+    if WINDOW > 0:
+        begin = tl.maximum(oldest - WINDOW + 1, 0)
+        whole = begin
+
+    live = (token < query_len)[:, None] & (dims < DIM)[None, :]
+    row = (start + token).to(tl.int64)
+    query = tl.load(q + row[:, None] * stride_q_token + head[:, None] * stride_q_head + dims[None, :], live, other=0.0)
+    acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    pages = kv + kv_head.to(tl.int64) * stride_head
+    blocks = table + seq.to(tl.int64) * stride_table
+    if WINDOW == 0:
+        acc, top, total = attend(
+            query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, begin, whole, position, scale,
+            DIM, SLOTS, KEYS, BLOCK_D, 0, False, PRECISION,
+        )  # fmt: skip
+    acc, top, total = attend(
+        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, newest + 1, position, scale,
+        DIM, SLOTS, KEYS, BLOCK_D, WINDOW, True, PRECISION,
+    )  # fmt: skip
+    mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    where = out + (row[:, None] * heads + head[:, None]) * DIM + dims[None, :]
+    tl.store(where, mean.to(out.dtype.element_ty), mask=live)
+
+
+def prefill(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    out: torch.Tensor,
+    plan: BatchPlan,
+    scale: float,
+    window: int,
+    max_rows: int,
+    tile: Tile,
+) -> None:
+    """Attention of the plan's chunks into the back of `out` [T, heads, dim], contiguous. `max_rows`: query tokens of
+    the longest chunk times the heads per K/V head."""
+    heads, dim = q.shape[1:]
+    _, _, kv_heads, slots, _ = kv_layer.shape
+    prefill_kernel[(triton.cdiv(max_rows, tile.rows), kv_heads, plan.num_seqs - plan.num_decodes)](
+        q, kv_layer, out, plan.block_table, plan.query_start, plan.total_len,
+        q.stride(0), q.stride(1), *kv_layer.stride()[:4], plan.block_table.stride(0), plan.num_decodes, heads,
+        scale * LOG2_E,
+        GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
+        WINDOW=window, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""Rotary embedding of queries and keys together with the write of K and V into the pool."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.plan import BatchPlan
+from kernels.triton.launch import power_of_two
+
+
+@triton.jit
+def rotate(
+    source,
+    target,
+    cos,  # the table's row of this token
+    sin,
+    stride_source,  # between heads
+    stride_target,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,  # rotary_dim / 2, 0: copy
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One token's heads from source to target, rotated in float32; dims from 2 * HALF on are copied."""
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    if HALF > 0:
+        dims = tl.arange(0, BLOCK_HALF)[None, :]
+        live = (head < HEADS) & (dims < HALF)
+        c = tl.load(cos + dims, mask=dims < HALF, other=0.0)
+        s = tl.load(sin + dims, mask=dims < HALF, other=0.0)
+        low = tl.load(source + head * stride_source + dims, mask=live, other=0.0).to(tl.float32)
+        high = tl.load(source + head * stride_source + dims + HALF, mask=live, other=0.0).to(tl.float32)
+        place = target + head * stride_target + dims
+        tl.store(place, (low * c - high * s).to(target.dtype.element_ty), mask=live)
+        tl.store(place + HALF, (high * c + low * s).to(target.dtype.element_ty), mask=live)
+    if DIM > 2 * HALF:
+        rest = 2 * HALF + tl.arange(0, BLOCK_D)[None, :]
+        live = (head < HEADS) & (rest < DIM)
+        value = tl.load(source + head * stride_source + rest, mask=live, other=0.0)
+        tl.store(target + head * stride_target + rest, value.to(target.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def rope_cache_kernel(
+    q,
+    k,
+    v,
+    q_out,  # [T, HEADS, DIM], contiguous
+    cos,  # float32 [max_len, HALF], contiguous
+    sin,
+    kv,
+    positions,
+    slot_ids,
+    stride_q_token,
+    stride_q_head,
+    stride_k_token,
+    stride_k_head,
+    stride_v_token,
+    stride_v_head,
+    stride_block,
+    stride_kv,
+    stride_head,
+    stride_slot,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_KV_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (token, 0: K and V, 1: Q); the second exists only where there is a rotation."""
+    token = tl.program_id(0).to(tl.int64)
+    turn = tl.load(positions + token) * HALF
+    if tl.program_id(1) == 0:
+        slot = tl.load(slot_ids + token)
+        place = kv + (slot // SLOTS) * stride_block + (slot % SLOTS) * stride_slot
+        rotate(
+            k + token * stride_k_token, place, cos + turn, sin + turn, stride_k_head, stride_head,
+            KV_HEADS, DIM, HALF, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+        rotate(
+            v + token * stride_v_token, place + stride_kv, cos, sin, stride_v_head, stride_head,
+            KV_HEADS, DIM, 0, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_D,
+        )  # fmt: skip
+    else:
+        rotate(
+            q + token * stride_q_token, q_out + token * HEADS * DIM, cos + turn, sin + turn, stride_q_head, DIM,
+            HEADS, DIM, HALF, BLOCK_HEADS, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+
+
+def rope_and_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    kv_layer: torch.Tensor,
+    plan: BatchPlan,
+) -> torch.Tensor:
+    """As in `Ops`. q, k and v may be slices of one projection: only their last dimension must be dense."""
+    tokens, heads, dim = q.shape
+    kv_heads, slots = kv_layer.shape[2:4]
+    turned = cos is not None and sin is not None
+    if cos is None or sin is None:
+        cos = sin = torch.empty(0, dtype=torch.float32, device=q.device)
+    half = cos.shape[-1] if turned else 0
+    q_out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device) if turned else q
+    rope_cache_kernel[(tokens, 2 if turned else 1)](
+        q, k, v, q_out, cos, sin, kv_layer, plan.positions, plan.slots,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *kv_layer.stride()[:4],
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, SLOTS=slots,
+        BLOCK_HEADS=power_of_two(heads), BLOCK_KV_HEADS=power_of_two(kv_heads), BLOCK_HALF=power_of_two(half),
+        BLOCK_REST=power_of_two(dim - 2 * half), BLOCK_D=power_of_two(dim), num_warps=4,
+    )  # fmt: skip
+    return q_out

@@ -1,0 +1,62 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""The inner loop that prefill and decode share: attention with a running softmax over pages of K/V.
+
+The running softmax is that of Milakov and Gimelshein (2018) as used by FlashAttention (Dao et al. 2022), in base two.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend(
+    q,  # [ROWS, BLOCK_D]
+    acc,  # float32 [ROWS, BLOCK_D], the weighted sum of V so far
+    top,  # float32 [ROWS], the largest score so far
+    total,  # float32 [ROWS], the sum of weights so far
+    kv,  # K of this layer and head; V lies stride_kv behind
+    table,  # int32, block ids of this sequence
+    stride_block,
+    stride_kv,
+    stride_slot,
+    begin,
+    end,
+    row_position,  # int32 [ROWS], position of each row's query token
+    scale,  # softmax scale * log2(e)
+    DIM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,  # False: [begin, end) is whole tiles that every row sees in full
+    PRECISION: tl.constexpr,
+):
+    """Adds the positions [begin, end) to (acc, top, total). A slot that no row may see is not read."""
+    dims = tl.arange(0, BLOCK_D)
+    for start in range(begin, end, KEYS):
+        position = start + tl.arange(0, KEYS)
+        if MASKED:
+            inside = position < end
+            block = tl.load(table + position // SLOTS, mask=inside, other=0)
+        else:
+            inside = position >= 0
+            block = tl.load(table + position // SLOTS)
+        live = inside[:, None] & (dims < DIM)[None, :]
+        offset = block.to(tl.int64) * stride_block + (position % SLOTS) * stride_slot
+        where = kv + offset[:, None] + dims[None, :]
+        k = tl.load(where, mask=live, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if MASKED:
+            seen = inside[None, :] & (position[None, :] <= row_position[:, None])
+            if WINDOW > 0:
+                seen = seen & (position[None, :] > row_position[:, None] - WINDOW)
+            score = tl.where(seen, score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(score - pivot[:, None])
+        decay = tl.exp2(top - pivot)
+        v = tl.load(where + stride_kv, mask=live, other=0.0)
+        acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+        total = total * decay + tl.sum(weight, 1)
+        top = new_top
+    return acc, top, total

@@ -1,0 +1,135 @@
+"""Batches over a shuffled, poisoned pool, and a dense float64 oracle that never sees the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.plan import BatchPlan
+
+LAYERS, LAYER = 3, 1
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def make_plan(
+    query_lens: Sequence[int], total_lens: Sequence[int], num_decodes: int, block_size: int = 16, seed: int = 0
+) -> tuple[BatchPlan, int]:
+    """(plan, blocks in the pool): blocks of the sequences lie in shuffled order, three belong to nobody."""
+    assert all(n == 1 for n in query_lens[:num_decodes])
+    counts = [-(-total // block_size) for total in total_lens]
+    num_blocks = sum(counts) + 3
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
+    table = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
+    positions, slots, start = [], [], [0]
+    for s, (query_len, total, count) in enumerate(zip(query_lens, total_lens, counts, strict=True)):
+        blocks = [order.pop() for _ in range(count)]
+        table[s, :count] = torch.tensor(blocks)
+        for position in range(total - query_len, total):
+            positions.append(position)
+            slots.append(blocks[position // block_size] * block_size + position % block_size)
+        start.append(start[-1] + query_len)
+    plan = BatchPlan(
+        positions=torch.tensor(positions),
+        slots=torch.tensor(slots),
+        block_table=table,
+        query_start=torch.tensor(start, dtype=torch.int32),
+        total_len=torch.tensor(total_lens, dtype=torch.int32),
+        query_lens=tuple(query_lens),
+        total_lens=tuple(total_lens),
+        num_decodes=num_decodes,
+        block_size=block_size,
+    )
+    return plan, num_blocks
+
+
+@dataclass(frozen=True)
+class Case:
+    """pool: every slot that no sequence has written is NaN. keys, values: [total_len, kv_heads, dim] by sequence."""
+
+    plan: BatchPlan
+    pool: torch.Tensor
+    q: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    @property
+    def kv_layer(self) -> torch.Tensor:
+        return self.pool[:, LAYER]
+
+    def to(self, device: str) -> Case:
+        plan = BatchPlan(
+            *(getattr(self.plan, n).to(device) for n in ("positions", "slots", "block_table")),
+            self.plan.query_start.to(device),
+            self.plan.total_len.to(device),
+            self.plan.query_lens,
+            self.plan.total_lens,
+            self.plan.num_decodes,
+            self.plan.block_size,
+        )
+        return Case(plan, self.pool.to(device), self.q.to(device), self.keys, self.values)
+
+
+def make_case(
+    query_lens: Sequence[int],
+    total_lens: Sequence[int],
+    num_decodes: int,
+    *,
+    heads: int = 6,
+    kv_heads: int = 2,
+    dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 16,
+    seed: int = 0,
+) -> Case:
+    plan, num_blocks = make_plan(query_lens, total_lens, num_decodes, block_size, seed)
+    random = torch.Generator().manual_seed(seed + 1)
+    pool = torch.full((num_blocks, LAYERS, 2, kv_heads, block_size, dim), float("nan"), dtype=dtype)
+    keys, values = [], []
+    for s, total in enumerate(total_lens):
+        pair = torch.randn(2, total, kv_heads, dim, generator=random).to(dtype)
+        for position in range(total):
+            block = int(plan.block_table[s, position // block_size])
+            pool[block, LAYER, :, :, position % block_size] = pair[:, position]
+        keys.append(pair[0])
+        values.append(pair[1])
+    q = torch.randn(sum(query_lens), heads, dim, generator=random).to(dtype)
+    return Case(plan, pool, q, keys, values)
+
+
+def dense_attention(case: Case, scale: float, window: int = 0) -> torch.Tensor:
+    """float64 [T, heads, dim], one query token and head at a time."""
+    out = torch.empty(case.q.shape, dtype=torch.float64)
+    token = 0
+    for query_len, keys, values in zip(case.plan.query_lens, case.keys, case.values, strict=True):
+        total, kv_heads, _ = keys.shape
+        for position in range(total - query_len, total):
+            oldest = max(0, position - window + 1) if window else 0
+            for head in range(case.q.shape[1]):
+                kv_head = head * kv_heads // case.q.shape[1]
+                seen = slice(oldest, position + 1)
+                weights = (keys[seen, kv_head].double() @ case.q[token, head].double() * scale).softmax(0)
+                out[token, head] = weights @ values[seen, kv_head].double()
+            token += 1
+    return out
+
+
+def rope_table(max_len: int, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) float32 [max_len, rotary_dim / 2] with base 10,000."""
+    frequency = 10_000.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
+    angle = torch.arange(max_len)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate_complex(x: torch.Tensor, positions: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+    """The rotation as a product of complex numbers in float64: dimension i and i + rotary_dim / 2 are one number."""
+    half = rotary_dim // 2
+    frequency = 10_000.0 ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    turn = torch.polar(torch.ones(len(positions), half, dtype=torch.float64), positions[:, None] * frequency)
+    number = torch.complex(x[..., :half].double(), x[..., half:rotary_dim].double()) * turn[:, None]
+    return torch.cat((number.real, number.imag, x[..., rotary_dim:].double()), -1)
