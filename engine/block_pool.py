@@ -111,7 +111,7 @@ class BlockPool:
         return changes
 
     def findable(self) -> list[bytes]:
-        """All hashes that can be reused here, parents before children."""
+        """All hashes that can be reused here, parents before children. From any thread: the copy is one bytecode."""
         return list(self._by_hash)
 
     def check_integrity(self) -> None:

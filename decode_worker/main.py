@@ -1,0 +1,12 @@
+"""Entry point of `kvferry decode`."""
+
+from __future__ import annotations
+
+from decode_worker.service import DecodeService
+from node.process import serve_node
+from protocol.settings import WorkerSettings
+
+
+async def serve_decode(settings: WorkerSettings) -> None:
+    """Run a decode node until SIGTERM or SIGINT. Raises ConfigError when it cannot start."""
+    await serve_node(settings, DecodeService)

@@ -1,0 +1,158 @@
+"""From settings to an engine: device, model, KV pool, limits. Runs once at start, before any request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+
+from engine.block_pool import BlockPool
+from engine.engine import Engine, EngineConfig
+from engine.models import load_model
+from engine.models.base import ModelInfo
+from engine.runner import Runner
+from engine.scheduler import Limits
+from kernels.ops import select
+from kv_transfer.ledger import Ledger
+from protocol.errors import ConfigError
+from protocol.layout import KVLayout
+from protocol.model_source import resolve
+from protocol.settings import WorkerSettings
+
+log = logging.getLogger("kvferry.node")
+
+GIB = 1024**3
+CPU_POOL_GIB = 1.0
+GPU_POOL_SHARE = 0.8
+MEMORY_MARGIN = 0.95
+"""Share of the available memory that the pool may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A ready engine and what the node announces about it."""
+
+    engine: Engine
+    kv: torch.Tensor
+    info: ModelInfo
+    layout: KVLayout
+    fingerprint: str
+    max_model_len: int
+
+
+class PoolMemory:
+    """The KV pool as the link sees it: implements kv_transfer.ports.BlockMemory."""
+
+    def __init__(self, kv: torch.Tensor) -> None:
+        self._bytes = kv.view(torch.uint8).flatten(1)
+        self._on_cpu = kv.device.type == "cpu"
+        self._array: np.ndarray = self._bytes.numpy() if self._on_cpu else np.empty(0)
+
+    def block(self, block_id: int) -> object:
+        """Writable contiguous bytes of the block: numpy on a CPU, the CUDA array interface on a GPU."""
+        return self._array[block_id] if self._on_cpu else self._bytes[block_id]
+
+
+def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None = None) -> Assembled:
+    """Load the model and make the pool. Raises ConfigError naming the flag to change."""
+    device = choose_device(settings.device)
+    source = resolve(settings.model)
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    ops = select(settings.attention, device)
+    model = load_model(source, device=device, dtype=dtype, ops=ops, impl=settings.model_impl, progress=progress)
+    layout = model.info.layout(model.dtype, settings.block_size)
+    num_blocks = pool_blocks(settings, layout, device)
+    kv = make_pool(layout, num_blocks, model.dtype, device)
+    max_model_len = longest_sequence(settings, model.info, num_blocks)
+    fingerprint = layout.fingerprint(model.info.revision)
+    config = EngineConfig(fingerprint, settings.block_size, max_model_len, step_limits(settings, device))
+    pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=settings.enable_prefix_caching)
+    engine = Engine(config, Runner(model, kv, settings.block_size), pool)
+    log.info(
+        "%s in %s on %s, %d KV blocks of %d tokens (%.2f GiB), ops %s",
+        model.info.name,
+        layout.dtype,
+        device,
+        num_blocks,
+        settings.block_size,
+        num_blocks * layout.block_bytes / GIB,
+        ops.name,
+    )
+    return Assembled(engine, kv, model.info, layout, fingerprint, max_model_len)
+
+
+def choose_device(name: str) -> torch.device:
+    """auto: CUDA if there is a device, else CPU. Raises ConfigError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}", param="device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("no CUDA device is available; use --device cpu", param="device")
+    return device
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that the pool could take on the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def pool_blocks(settings: WorkerSettings, layout: KVLayout, device: torch.device) -> int:
+    """Blocks of the pool. Raises ConfigError when they do not fit into memory."""
+    available = available_bytes(device)
+    if settings.kv_blocks:
+        blocks, flag = settings.kv_blocks, "kv_blocks"
+    else:
+        default = GPU_POOL_SHARE * available if device.type == "cuda" else CPU_POOL_GIB * GIB
+        wanted = settings.kv_cache_gib * GIB if settings.kv_cache_gib else default
+        blocks, flag = int(wanted // layout.block_bytes), "kv_cache_gib"
+    name = flag.replace("_", "-")
+    if blocks * layout.block_bytes > MEMORY_MARGIN * available:
+        raise ConfigError(
+            f"the KV pool would take {blocks * layout.block_bytes / GIB:.2f} GiB but {available / GIB:.2f} GiB of memory"
+            f" are available; lower --{name}",
+            param=flag,
+        )
+    if blocks < 2:
+        raise ConfigError(
+            f"the KV pool has room for {blocks} blocks of {layout.block_bytes} bytes; raise --{name}", param=flag
+        )
+    return blocks
+
+
+def make_pool(layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros [block, layer, 2, kv_head, slot, dim], every page touched: page faults would stall the first transfers."""
+    try:
+        return torch.empty((num_blocks, *layout.block_shape), dtype=dtype, device=device).zero_()
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        raise ConfigError("out of memory for the KV pool; lower --kv-cache-gib", param="kv_cache_gib") from error
+
+
+def longest_sequence(settings: WorkerSettings, info: ModelInfo, num_blocks: int) -> int:
+    """Longest prompt plus output (tokens) that model and pool allow. Raises ConfigError when more was asked for."""
+    room = num_blocks * settings.block_size
+    wanted = settings.max_model_len
+    if wanted > info.max_model_len:
+        raise ConfigError(f"the model takes at most {info.max_model_len} tokens; lower --max-model-len to that")
+    if wanted > room:
+        raise ConfigError(f"the KV pool holds {room} tokens; lower --max-model-len or raise --kv-cache-gib")
+    if not wanted and room < info.max_model_len:
+        log.warning("sequences are limited to the KV pool's %d tokens (the model takes %d)", room, info.max_model_len)
+    return wanted or min(info.max_model_len, room)
+
+
+def step_limits(settings: WorkerSettings, device: torch.device) -> Limits:
+    """Budgets of one step; a step always has room for one token of every running request."""
+    on_gpu = device.type == "cuda"
+    budget = settings.max_num_batched_tokens or (8192 if on_gpu else 256)
+    beside = settings.max_prefill_tokens_while_decoding or (2048 if on_gpu else 64)
+    budget = max(budget, settings.max_num_seqs)
+    return Limits(budget, min(beside, budget), settings.max_num_seqs)

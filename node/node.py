@@ -1,0 +1,224 @@
+"""One running node: engine, lease, index and HTTP joined, with the role's service on top.
+
+Threads: the engine thread, the link thread (owned by the service's link) and the asyncio loop, on which everything here
+runs. A node is loading, ready, or draining.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from fastapi import FastAPI
+
+from engine.events import Admitted, BlocksChanged, Event, Stepped
+from engine.loop import EngineLoop
+from kv_transfer.index import IndexWriter
+from kv_transfer.redis_store import RedisStore
+from kv_transfer.registry import LeaseKeeper
+from node.assembly import Assembled, assemble
+from node.http import bind, make_app, make_server, serve_metrics
+from node.rates import RateMeter, warm_up
+from node.status import Status
+from protocol.errors import Draining
+from protocol.messages import Load, NodeLease
+from protocol.metrics import WorkerMetrics
+from protocol.settings import WorkerSettings
+
+log = logging.getLogger("kvferry.node")
+
+
+class Service(Protocol):
+    """The role's half of a node. `on_event` is called on the asyncio loop."""
+
+    link_address: str
+
+    def on_event(self, event: Event) -> None: ...
+
+    def busy(self) -> bool:
+        """Whether attempts are under way (a draining node waits for them)."""
+
+    def stop(self) -> None:
+        """Close the link and every open response."""
+
+
+class Node:
+    """Settings to a serving process. `run` returns after SIGTERM or SIGINT and an orderly drain."""
+
+    def __init__(self, settings: WorkerSettings, make_service: Callable[[Node], Service]) -> None:
+        self.settings = settings
+        self.metrics = WorkerMetrics(settings.role)
+        self.epoch = time.time_ns() // 1000
+        self.app: FastAPI = make_app(self._health, lambda: self._state == "ready")
+        self.loop = asyncio.get_running_loop()
+        self.parts: Assembled
+        self.engine: EngineLoop
+        self._make_service = make_service
+        self._service: Service | None = None
+        self._state = "loading"
+        self._progress = 0.0
+        self._status = Status.from_fd(settings.status_fd)
+        self._socket: socket.socket = bind(settings.host, settings.port)
+        self._store = RedisStore(settings.redis_url, settings.cluster)
+        self._rates: RateMeter
+        self._writer: IndexWriter
+        self._keeper: LeaseKeeper
+
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    @property
+    def host(self) -> str:
+        return self.settings.advertise_host or self.settings.host
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def node_id(self) -> str:
+        return self.settings.node_id or f"{self.settings.role}-{socket.gethostname()}-{self.port}"
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Load, serve until `stopping` is set, drain. Raises ConfigError when the node cannot start."""
+        serve_metrics(self.app, self.metrics.registry, self._refresh)
+        server = make_server(self.app)
+        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        try:
+            await self._load()
+            log.info("%s ready at %s, link %s", self.node_id, self.http_url, self.lease().link_address)
+            self._status.ready(self.http_url)
+            await stopping.wait()
+            await self._drain()
+        finally:
+            server.should_exit = True
+            await serving
+
+    def require_ready(self) -> None:
+        """Raise Draining unless new work may begin."""
+        if self._state != "ready":
+            raise Draining(f"{self.node_id} is {self._state}")
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Run on the asyncio loop, from any thread; ignored once the loop is closed."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(call)
+
+    def shipped(self, num_bytes: int, seconds: float) -> None:
+        """A ship to or from this node ended: count it and learn from it."""
+        self.metrics.ship_bytes.labels(self.settings.role).inc(num_bytes)
+        self.metrics.ship_seconds.labels(self.settings.role).inc(seconds)
+        self._rates.shipped(num_bytes, seconds)
+
+    def lease(self) -> NodeLease:
+        """The node's row in the registry, as of now."""
+        assert self._service is not None
+        return NodeLease(
+            node_id=self.node_id,
+            role=self.settings.role,
+            epoch=self.epoch,
+            state=self._state,
+            http_url=self.http_url,
+            link_address=self._service.link_address,
+            fingerprint=self.parts.fingerprint,
+            model=self.parts.info.name,
+            max_model_len=self.parts.max_model_len,
+            block_size=self.parts.layout.block_size,
+            block_bytes=self.parts.layout.block_bytes,
+            load=self.engine.load,
+            rates=self._rates.rates,
+        )
+
+    async def _load(self) -> None:
+        self.parts = await asyncio.to_thread(assemble, self.settings, self._on_progress)
+        self._rates = RateMeter(await asyncio.to_thread(warm_up, self.parts.engine))
+        self.engine = EngineLoop(self.parts.engine, self._on_events)
+        self._service = self._make_service(self)
+        self._writer = IndexWriter(self._store, self.node_id, self.epoch, self.parts.engine.pool.findable)
+        self._keeper = LeaseKeeper(self._store, self.lease, on_restored=self._writer.republish)
+        self.engine.start()
+        self._state = "ready"
+        await self._writer.start()
+        await self._keeper.start()
+
+    async def _drain(self) -> None:
+        """Take nothing new, let what runs finish, leave the registry, stop."""
+        self._state = "draining"
+        assert self._service is not None
+        await self._keeper.announce_now()
+        deadline = time.monotonic() + self.settings.drain_timeout
+        while self._service.busy() and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        await self._keeper.stop()
+        await self._writer.stop()
+        self._service.stop()
+        await asyncio.to_thread(self.engine.stop)
+        await self._store.close()
+
+    def _on_progress(self, share: float) -> None:
+        self._progress = share
+        self._status.loading(share)
+
+    def _on_events(self, events: Sequence[Event]) -> None:
+        self.call_soon(lambda: self._dispatch(events))
+
+    def _dispatch(self, events: Sequence[Event]) -> None:
+        assert self._service is not None
+        for event in events:
+            if isinstance(event, BlocksChanged):
+                self._writer.note(event.stored, event.removed)
+            elif isinstance(event, Stepped):
+                self._stepped(event)
+            elif isinstance(event, Admitted):
+                self._admitted(event)
+            else:
+                self._service.on_event(event)
+
+    def _stepped(self, event: Stepped) -> None:
+        m, role = self.metrics, self.settings.role
+        self._rates.stepped(event)
+        m.step.labels(role).observe(event.seconds)
+        m.step_tokens.labels(role, "prefill").inc(event.prefill_tokens)
+        m.step_tokens.labels(role, "decode").inc(event.decode_tokens)
+        m.preemptions.labels(role).inc(event.preempted)
+        m.evictions.labels(role).inc(event.evicted)
+
+    def _admitted(self, event: Admitted) -> None:
+        m, role = self.metrics, self.settings.role
+        m.queue.labels(role).observe(event.queue_s)
+        m.prefix_queries.labels(role).inc(event.queried)
+        m.prefix_hits.labels(role).inc(event.hit)
+
+    def _health(self) -> tuple[int, dict[str, object]]:
+        fault = self.engine.fault if self._state != "loading" else None
+        body: dict[str, object] = {"status": self._state, "progress": self._progress}
+        return (200, body) if fault is None else (503, {**body, "fault": fault})
+
+    def _refresh(self) -> None:
+        """Set the gauges that mirror the engine's books."""
+        if self._state == "loading":
+            return
+        m, role, load = self.metrics, self.settings.role, self.engine.load
+        m.requests_waiting.labels(role).set(load.waiting_requests)
+        m.waiting_tokens.labels(role).set(load.waiting_tokens)
+        m.requests_running.labels(role).set(load.running_requests)
+        m.kv_blocks_total.labels(role).set(load.total_blocks)
+        for state, count in block_books(load).items():
+            m.kv_blocks.labels(role, state).set(count)
+        m.index_rows.labels(role).set(self._writer.rows)
+        m.index_pending.labels(role).set(self._writer.pending)
+
+
+def block_books(load: Load) -> dict[str, int]:
+    """Blocks by state; they add up to the pool's size."""
+    return {
+        "free": load.free_blocks,
+        "active": load.active_blocks,
+        "cached": load.cached_blocks,
+        "granted": load.granted_blocks,
+    }

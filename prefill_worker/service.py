@@ -1,0 +1,197 @@
+"""The prefill role: takes attempts over HTTP, asks decode for a grant, computes, ships, commits.
+
+An attempt's life: offered to its decode node → granted → in the engine → first token to the router, commit to decode →
+acknowledged. Without a target it only passes through the engine. All state here belongs to the asyncio loop; the sender
+calls from the link thread and is passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request, Response
+
+from engine.events import Computed, Event, Failed, Generated
+from engine.request import Key, key_of
+from kv_transfer.ports import ShipStats
+from kv_transfer.sender import Sender
+from kv_transfer.ucx import UcxLink
+from node.assembly import PoolMemory
+from node.frames import FrameResponse
+from node.http import read_message
+from node.node import Node
+from protocol.errors import Cancelled, InvalidRequest, KvferryError
+from protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, PrefillRequest, ShipDone
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One open `POST /attempts/prefill`. `outbox` feeds its response; None ends it."""
+
+    job: Job
+    transfer: int | None = None
+    outbox: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+
+
+class PrefillService:
+    """Joins the engine and the sender of a prefill node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._role = node.settings.role
+        self._attempts: dict[Key, Attempt] = {}
+        self._ships: dict[int, Attempt] = {}
+        self._link = UcxLink.from_settings(node.settings, node.parts.kv.device.type)
+        memory = PoolMemory(node.parts.kv)
+        self._sender = Sender(
+            self._link,
+            memory,
+            _OnLoop(self, node),
+            grant_timeout_s=node.settings.grant_timeout,
+            verify=node.settings.verify_checksums,
+        )
+        self._link.start(self._sender)
+        self.link_address = node.host + ":" + self._link.address.rsplit(":", 1)[1]
+        node.app.post("/attempts/prefill")(self.post_prefill)
+        node.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
+
+    async def post_prefill(self, request: Request) -> Response:
+        """Begin an attempt; the response streams FirstToken, then ShipDone, or AttemptFailed."""
+        self._node.require_ready()
+        attempt = self._begin(await read_message(request, PrefillRequest))
+        return FrameResponse(_drain(attempt), on_close=lambda: self._abandon(attempt))
+
+    async def post_cancel(self, request: Request) -> None:
+        """Drop all attempts of a request up to the given one."""
+        cancel = await read_message(request, CancelRequest)
+        self._node.engine.submit(lambda engine: engine.cancel(cancel.request_id, cancel.attempt))
+        for attempt in list(self._attempts.values()):
+            if attempt.job.request_id == cancel.request_id and attempt.job.attempt <= cancel.attempt:
+                self._fail(attempt, Cancelled("the request was cancelled"))
+
+    def busy(self) -> bool:
+        return bool(self._attempts or self._ships)
+
+    def stop(self) -> None:
+        for attempt in list(self._attempts.values()):
+            self._fail(attempt, Cancelled("the node is stopping"))
+        self._link.stop()
+
+    def on_event(self, event: Event) -> None:
+        """News from the engine."""
+        if isinstance(event, Computed):
+            self._sender.ship(event.transfer, event.blocks)
+        elif isinstance(event, Generated):
+            self._generated(event)
+        elif isinstance(event, Failed):
+            attempt = self._attempts.get(event.key)
+            if attempt is not None:
+                self._fail(attempt, event.error)
+
+    def granted(self, transfer: int, first_block: int) -> None:
+        """Decode reserved its blocks: now the prompt may be computed."""
+        attempt = self._ships.get(transfer)
+        if attempt is not None and key_of(attempt.job) in self._attempts:
+            job = attempt.job
+            self._node.engine.submit(
+                lambda engine: engine.add(job, transfer=transfer, first_block=first_block, prefill_only=True)
+            )
+
+    def done(self, transfer: int, stats: ShipStats) -> None:
+        """Decode has everything and owns the request now."""
+        self._node.shipped(stats.bytes, stats.ship_s)
+        self._node.metrics.ships.labels(self._role, "done").inc()
+        self._node.metrics.ship_exposed.labels(self._role).inc(stats.exposed_s)
+        attempt = self._ships.get(transfer)
+        if attempt is not None and self._attempts.pop(key_of(attempt.job), None) is not None:
+            job = attempt.job
+            attempt.outbox.put_nowait(
+                ShipDone(job.request_id, job.attempt, stats.blocks, stats.bytes, stats.ship_s, stats.exposed_s)
+            )
+            self._end(attempt, "done")
+
+    def failed(self, transfer: int, error: KvferryError) -> None:
+        """The ship broke, or was aborted by us (the attempt has ended already then)."""
+        self._node.metrics.ships.labels(self._role, "failed").inc()
+        attempt = self._ships.get(transfer)
+        if attempt is not None and key_of(attempt.job) in self._attempts:
+            self._fail(attempt, error)
+
+    def quiet(self, transfer: int) -> None:
+        """No send touches the ship's blocks any more."""
+        self._ships.pop(transfer, None)
+        self._node.engine.submit(lambda engine: engine.ship_quiet(transfer))
+
+    def _begin(self, message: PrefillRequest) -> Attempt:
+        job = message.job
+        if key_of(job) in self._attempts:
+            raise InvalidRequest(f"attempt {job.attempt} of {job.request_id} is already here", param="attempt")
+        if message.target is None and job.params.max_tokens > 1:
+            raise InvalidRequest("a prefill without a decode target makes one token", param="max_tokens")
+        attempt = self._attempts[key_of(job)] = Attempt(job)
+        if message.target is None:
+            self._node.engine.submit(lambda engine: engine.add(job, prefill_only=True))
+        else:
+            attempt.transfer = self._sender.offer(message.target, job)
+            self._ships[attempt.transfer] = attempt
+        return attempt
+
+    def _generated(self, event: Generated) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None:
+            return
+        attempt.outbox.put_nowait(FirstToken(event.delta, event.queue_s, event.compute_s))
+        if event.handover is not None:
+            self._sender.commit(event.handover, event.delta)
+            return
+        del self._attempts[event.key]
+        if attempt.transfer is not None:
+            self._sender.abort(attempt.transfer, "the request ended with its first token")
+        self._end(attempt, "done")
+
+    def _fail(self, attempt: Attempt, error: KvferryError) -> None:
+        """End an attempt with an error: tell the router, the engine and the sender."""
+        job = attempt.job
+        if self._attempts.pop(key_of(job), None) is None:
+            return
+        attempt.outbox.put_nowait(AttemptFailed(job.request_id, job.attempt, error.code, error.message))
+        self._end(attempt, "cancelled" if isinstance(error, Cancelled) else "failed")
+        self._node.engine.submit(lambda engine: engine.cancel(job.request_id, job.attempt))
+        if attempt.transfer is not None:
+            self._sender.abort(attempt.transfer, error.message)
+
+    def _end(self, attempt: Attempt, outcome: str) -> None:
+        self._node.metrics.attempts.labels(self._role, outcome).inc()
+        attempt.outbox.put_nowait(None)
+
+    def _abandon(self, attempt: Attempt) -> None:
+        """The response ended; if the attempt has not, the router went away."""
+        self._fail(attempt, Cancelled("the router closed the connection"))
+
+
+class _OnLoop:
+    """Passes the sender's news from the link thread to the asyncio loop, in order."""
+
+    def __init__(self, service: PrefillService, node: Node) -> None:
+        self._service = service
+        self._node = node
+
+    def granted(self, transfer: int, first_block: int) -> None:
+        self._node.call_soon(lambda: self._service.granted(transfer, first_block))
+
+    def done(self, transfer: int, stats: ShipStats) -> None:
+        self._node.call_soon(lambda: self._service.done(transfer, stats))
+
+    def failed(self, transfer: int, error: KvferryError) -> None:
+        self._node.call_soon(lambda: self._service.failed(transfer, error))
+
+    def quiet(self, transfer: int) -> None:
+        self._node.call_soon(lambda: self._service.quiet(transfer))
+
+
+async def _drain(attempt: Attempt) -> AsyncIterator[Any]:
+    while (message := await attempt.outbox.get()) is not None:
+        yield message
