@@ -1,0 +1,42 @@
+"""Log-probabilities as clients see them: of the model's own distribution, before penalties and temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from protocol.messages import TokenLogprobs
+from protocol.sampling import MAX_LOGPROBS
+
+_ROWS_AT_ONCE = 64
+
+
+def score_prompt(logits: torch.Tensor, next_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Log-probabilities of given tokens: row i of float32 logits [n, vocab] scores next_ids[i], with the `top` most
+    likely tokens beside it. Extra memory is bounded whatever n is."""
+    assert logits.shape[0] == len(next_ids), (logits.shape, len(next_ids))
+    scored: list[TokenLogprobs] = []
+    for start in range(0, len(next_ids), _ROWS_AT_ONCE):
+        ids = next_ids[start : start + _ROWS_AT_ONCE]
+        scored += token_logprobs(logits[start : start + len(ids)].log_softmax(dim=-1), ids, [top] * len(ids))
+    return scored
+
+
+def token_logprobs(logprobs: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[TokenLogprobs]:
+    """Entries for token_ids[i] in row i of `logprobs` [n, vocab], each with the top[i] (at most MAX_LOGPROBS) most
+    likely tokens. Rank is 1 + the number of strictly likelier tokens; equally likely ones are listed by id."""
+    ids = torch.tensor(token_ids, dtype=torch.int64, device=logprobs.device)[:, None]
+    own = logprobs.gather(1, ids)
+    ranks = (logprobs > own).sum(dim=-1).add_(1).tolist()
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(token_ids)
+    if any(top):
+        # A fixed count: which of several equal tokens is found must not depend on what other rows ask for.
+        best = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[1]))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ranked = (sorted(zip(*pair, strict=True), key=lambda entry: (-entry[1], entry[0])) for pair in pairs)
+        tops = [tuple(row[:count]) for row, count in zip(ranked, top, strict=True)]
+    return [
+        TokenLogprobs(token, value, rank, row)
+        for token, value, rank, row in zip(token_ids, own.squeeze(1).tolist(), ranks, tops, strict=True)
+    ]
