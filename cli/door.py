@@ -1,0 +1,54 @@
+"""What a process does at its door, before it imports anything large: threads, log, one line per mistake.
+
+Everything that comes from the environment or goes into it passes here or through `cli.options`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from pathlib import Path
+
+ERROR_PREFIX = "kvferry: error: "
+"""Starts the one line on stderr that explains exit status 2; the supervisor looks for it in its children's output."""
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def available_cores(quota_file: Path = _CPU_QUOTA) -> int:
+    """Cores this process may use: its affinity, or less where a container's quota says so (cgroup v2 `cpu.max`)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = quota_file.read_text().split()
+        return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return cores
+
+
+def worker_threads(requested: int) -> int:
+    """`--threads` of one worker; the only place that decides what 0 means. Every worker gets all cores: prefill and
+    decode seldom compute at once on a small machine, and idle workers use none."""
+    return requested or available_cores()
+
+
+def set_threads(threads: int) -> None:
+    """Size the thread pools of torch's libraries. Must run before torch is imported: they read this once."""
+    for name in _THREAD_VARIABLES:
+        os.environ[name] = str(threads)
+
+
+def set_up_log(level: str) -> None:
+    """One line per record on stderr."""
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", stream=sys.stderr, force=True
+    )
+    for noisy in ("httpx", "httpcore", "urllib3", "filelock"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def complain(message: str) -> None:
+    """Write a user's mistake as one line."""
+    print(ERROR_PREFIX + " ".join(message.split()), file=sys.stderr, flush=True)

@@ -1,0 +1,137 @@
+"""The `kvferry` command. Each subcommand parses its settings once and imports what it runs only then."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Coroutine, Sequence
+from importlib import metadata
+from typing import Any
+
+import click
+
+from cli.door import complain, set_threads, set_up_log, worker_threads
+from cli.options import settings_options
+from protocol.errors import ConfigError, KvferryError
+from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
+
+SERVE_FIXED = {"role": "decode", "node_id": "", "link_port": 0, "advertise_host": "", "status_fd": -1}
+"""Worker settings that `serve` chooses for each child and therefore does not offer."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def kvferry() -> None:
+    """Serve large language models with prefill and decode on separate pools of workers."""
+
+
+@kvferry.command()
+@settings_options(ServeSettings, SERVE_FIXED)
+def serve(settings: ServeSettings) -> None:
+    """Run a whole cluster on this machine: Valkey, router, prefill and decode processes."""
+    set_up_log(settings.log_level)
+    from cli.serve import check, serve_cluster
+
+    asyncio.run(serve_cluster(check(settings)))
+
+
+@kvferry.command()
+@settings_options(RouterSettings)
+def router(settings: RouterSettings) -> None:
+    """Run one router: the OpenAI API in front of all nodes of a cluster."""
+    set_up_log(settings.log_level)
+    from router.main import serve_router
+
+    _run(serve_router(settings))
+
+
+@kvferry.command()
+@settings_options(WorkerSettings, {"role": "prefill"})
+def prefill(settings: WorkerSettings) -> None:
+    """Run one prefill node: computes prompts and ships their KV blocks."""
+    settings = _enter_worker(settings)
+    from prefill_worker.main import serve_prefill
+
+    _run(serve_prefill(settings))
+
+
+@kvferry.command()
+@settings_options(WorkerSettings, {"role": "decode"})
+def decode(settings: WorkerSettings) -> None:
+    """Run one decode node: receives KV blocks and generates tokens."""
+    settings = _enter_worker(settings)
+    from decode_worker.main import serve_decode
+
+    _run(serve_decode(settings))
+
+
+@kvferry.command()
+@settings_options(ServeSettings, SERVE_FIXED)
+def doctor(settings: ServeSettings) -> None:
+    """Check this machine for what a cluster needs, and say what to do about each failure.
+
+    Takes the flags of `serve`, so that what it checks is what `serve` would do."""
+    settings = dataclasses.replace(settings, threads=worker_threads(settings.threads))
+    set_threads(settings.threads)
+    set_up_log("error")
+    from cli.doctor import all_checks, report
+
+    sys.exit(report(all_checks(settings)))
+
+
+@kvferry.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(f"kvferry {package_version()}")
+
+
+def package_version() -> str:
+    try:
+        return metadata.version("kvferry")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit status. A mistake of the user is one line on stderr and status 2."""
+    try:
+        status = kvferry.main(args=argv, prog_name="kvferry", standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        complain(f"{error.format_message()} (see kvferry {_command_of(error)}--help)")
+        return error.exit_code
+    except KvferryError as error:
+        complain(error.message)
+        return 2 if isinstance(error, ConfigError) else 1
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run())
+
+
+def _command_of(error: click.ClickException) -> str:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f"{context.info_name} " if context is not None and context.parent is not None else ""
+
+
+def _enter_worker(settings: WorkerSettings) -> WorkerSettings:
+    settings = dataclasses.replace(settings, threads=worker_threads(settings.threads))
+    set_threads(settings.threads)
+    set_up_log(settings.log_level)
+    return settings
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    import uvloop
+
+    uvloop.run(main)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The adapter between the settings dataclasses and the command line: one flag and one variable per field.
+
+Types come from the defaults, text, choices and bounds from the fields' metadata (`protocol.settings.setting`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from protocol.settings import CommonSettings
+
+Settings = TypeVar("Settings", bound=CommonSettings)
+Decorated = Callable[..., Any]
+
+ENV_PREFIX = "KVFERRY_"
+
+
+def flag(name: str) -> str:
+    """`max_num_seqs` → `--max-num-seqs`."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """`max_num_seqs` → `KVFERRY_MAX_NUM_SEQS`."""
+    return ENV_PREFIX + name.upper()
+
+
+def settings_options(cls: type[Settings], fixed: Mapping[str, Any] | None = None) -> Callable[[Decorated], Decorated]:
+    """Decorate a click command `f(settings: cls)`. Fields in `fixed` are no flags; they get these values."""
+    given = dict(fixed or {})
+    fields = [field for field in dataclasses.fields(cls) if field.name not in given]
+
+    def decorate(function: Decorated) -> Decorated:
+        def command(**values: Any) -> Any:
+            return function(cls(**given, **values))
+
+        command.__doc__ = function.__doc__
+        command.__name__ = function.__name__
+        for field in reversed(fields):
+            command = _option(field)(command)
+        return command
+
+    return decorate
+
+
+def to_argv(settings: CommonSettings, skip: Collection[str] = ()) -> list[str]:
+    """The flags that make a command parse these settings: those that differ from the defaults of their class, without
+    the fields in `skip`."""
+    argv: list[str] = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if field.name in skip or value == field.default:
+            continue
+        if isinstance(value, bool):
+            argv.append(flag(field.name) if value else flag(f"no_{field.name}"))
+        else:
+            argv += [flag(field.name), str(value)]
+    return argv
+
+
+def _option(field: dataclasses.Field[Any]) -> Callable[[Decorated], Decorated]:
+    names = flag(field.name)
+    if isinstance(field.default, bool):
+        names += "/" + flag(f"no_{field.name}")
+    return click.option(
+        names,
+        field.name,
+        type=_type(field),
+        default=field.default,
+        envvar=variable(field.name),
+        help=field.metadata["help"],
+        hidden=field.metadata["hidden"],
+        show_default=field.default != "",
+        show_envvar=True,
+    )
+
+
+def _type(field: dataclasses.Field[Any]) -> Any:
+    kind, meta = type(field.default), field.metadata
+    if meta["choices"]:
+        return click.Choice(meta["choices"])
+    if kind is int and (meta["least"], meta["most"]) != (None, None):
+        return click.IntRange(meta["least"], meta["most"])
+    if kind is float:
+        return _Number(meta["least"], meta["most"])
+    return kind
+
+
+class _Number(click.FloatRange):
+    """A float within bounds; `nan` is within none."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number

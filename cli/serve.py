@@ -1,0 +1,176 @@
+"""`kvferry serve`: a whole cluster on this machine, from nothing to one ready line."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cli import preflight
+from cli.child import Child, Command
+from cli.door import worker_threads
+from cli.options import to_argv, variable
+from cli.progress import Progress, progress_on
+from cli.supervisor import Supervisor
+from protocol.errors import ConfigError
+from protocol.settings import CommonSettings, RouterSettings, ServeSettings, WorkerSettings
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+DRAIN_S = 3.0
+"""Longest drain of a child: all of them are to be gone five seconds after the signal."""
+
+Settings = TypeVar("Settings", bound=CommonSettings)
+Program = Callable[[str], Sequence[str]]
+"""From a subcommand (`router`) to the start of the command line that runs it."""
+
+
+def kvferry_program(subcommand: str) -> list[str]:
+    """The console script beside this interpreter, so that `ps` shows the command; from a bare checkout, the module."""
+    script = Path(sys.executable).with_name("kvferry")
+    return [str(script), subcommand] if script.exists() else [sys.executable, "-m", "cli.main", subcommand]
+
+
+def check(settings: ServeSettings) -> ServeSettings:
+    """Everything that can fail before a process is started. Returns the settings with the port that the router will
+    have. Raises ConfigError."""
+    from protocol.model_source import resolve
+
+    port = preflight.free_port(settings.host, settings.port)
+    preflight.worker_packages()
+    preflight.readable(settings.chat_template, "chat-template")
+    if settings.redis_url:
+        preflight.redis_answers(settings.redis_url)
+    else:
+        preflight.valkey_binary()
+    resolve(settings.model)
+    return dataclasses.replace(settings, port=port)
+
+
+def valkey_command(port: int) -> Command:
+    """An embedded Valkey that keeps nothing on disk."""
+    options = {"--port": port, "--bind": LOOPBACK, "--save": "", "--appendonly": "no", "--loglevel": "warning"}
+    words = [str(word) for option in options.items() for word in option]
+    return Command("valkey", (str(preflight.valkey_binary()), *words), reports=False, ends_last=True)
+
+
+def cluster_commands(settings: ServeSettings, program: Program) -> list[Command]:
+    """Router, prefill and decode processes. `settings.redis_url` must be set; only the router listens beyond this
+    machine, and only if --host says so."""
+    router = _narrow(RouterSettings, settings)
+    commands = [_command("router", "router", router, program)]
+    for role, count in (("prefill", settings.prefill), ("decode", settings.decode)):
+        for index in range(count):
+            worker = dataclasses.replace(
+                _narrow(WorkerSettings, settings),
+                role=role,
+                node_id=f"{role}-{index}",
+                host=LOOPBACK,
+                port=0,
+                threads=worker_threads(settings.threads),
+                drain_timeout=min(settings.drain_timeout, DRAIN_S),
+            )
+            commands.append(_command(f"{role}-{index}", role, worker, program))
+    return commands
+
+
+async def serve_cluster(settings: ServeSettings, program: Program = kvferry_program) -> None:
+    """Run the cluster that `check` allowed until SIGINT, SIGTERM or SIGHUP. When this returns or raises, no child runs.
+    Raises ConfigError or KvferryError when the cluster cannot be had."""
+    progress = progress_on()
+    supervisor = Supervisor(progress.echo, lambda child: _show(progress, child))
+    ending = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, ending.set)
+    life = asyncio.create_task(_live(supervisor, settings, program, progress))
+    signalled = asyncio.create_task(ending.wait())
+    try:
+        fates: list[asyncio.Future[Any]] = [life, signalled, supervisor.failure]
+        await asyncio.wait(fates, return_when=asyncio.FIRST_COMPLETED)
+        if not signalled.done():
+            await (supervisor.failure if supervisor.failure.done() else life)
+    finally:
+        progress.close()
+        life.cancel()
+        signalled.cancel()
+        await supervisor.stop()
+
+
+async def _live(supervisor: Supervisor, settings: ServeSettings, program: Program, progress: Progress) -> None:
+    if not settings.redis_url:
+        port = preflight.free_port(LOOPBACK, 0)
+        settings = dataclasses.replace(settings, redis_url=f"redis://{LOOPBACK}:{port}/0")
+        supervisor.start(valkey_command(port))
+        await _until_redis_answers(settings.redis_url)
+    children = [supervisor.start(command) for command in cluster_commands(settings, program)]
+    for child in children:
+        _show(progress, child)
+    await supervisor.ready(children)
+    url = children[0].url
+    assert url is not None
+    model = await _until_router_serves(url, settings.api_key)
+    progress.close()
+    print(ready_line(_dialable(settings), model, settings.api_key), flush=True)
+    await asyncio.Event().wait()
+
+
+def ready_line(url: str, model: str, api_key: str) -> str:
+    """The one line that says where the cluster is and how to talk to it."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
+    key = ["-H", "Authorization: Bearer YOUR_API_KEY"] if api_key else []
+    curl = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json", *key, "-d", body]
+    return f"kvferry is ready at {url}/v1 - try: {shlex.join(curl)}"
+
+
+async def _until_redis_answers(url: str, tries: int = 100) -> None:
+    for left in reversed(range(tries)):
+        try:
+            await asyncio.to_thread(preflight.redis_answers, url)
+            return
+        except ConfigError as error:
+            if not left:
+                raise ConfigError(f"the embedded Valkey does not answer ({error}); give --redis-url") from error
+        await asyncio.sleep(0.1)
+
+
+async def _until_router_serves(url: str, api_key: str) -> str:
+    """Wait until the router could place a request. Returns the name of the model it serves."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=5.0, trust_env=False) as client:
+        while True:
+            try:
+                if (await client.get("/ready")).status_code == 200:
+                    return str((await client.get("/v1/models")).json()["data"][0]["id"])
+            except httpx.TransportError as error:
+                log.debug("the router does not answer yet: %s", error)
+            await asyncio.sleep(0.1)
+
+
+def _narrow(cls: type[Settings], settings: ServeSettings) -> Settings:
+    return cls(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)})
+
+
+def _command(name: str, subcommand: str, settings: CommonSettings, program: Program) -> Command:
+    env = {}
+    if isinstance(settings, RouterSettings) and settings.api_key:
+        env[variable("api_key")] = settings.api_key
+    return Command(name, (*program(subcommand), *to_argv(settings, skip={"api_key", "role", "status_fd"})), env)
+
+
+def _dialable(settings: ServeSettings) -> str:
+    host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(settings.host, settings.host)
+    return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{settings.port}"
+
+
+def _show(progress: Progress, child: Child) -> None:
+    progress.update(child.name, child.progress, child.ready.is_set())

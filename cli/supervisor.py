@@ -1,0 +1,127 @@
+"""Keeps the processes of a local cluster running: starts them, restarts what dies, ends them all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cli.child import Child, Command
+from protocol.errors import ConfigError, KvferryError
+
+log = logging.getLogger(__name__)
+
+START_TRIES = 3
+"""Ends in a row, without ever having been ready, after which a child's start is given up."""
+LAST_GRACE_S = 0.4
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Seconds to wait before a restart: doubling from first_s to most_s, from the start again after healthy_s."""
+
+    first_s: float = 0.5
+    most_s: float = 10.0
+    healthy_s: float = 60.0
+    delay_s: float = 0.0
+
+    def after(self, healthy_s: float) -> float:
+        """The next delay, for a process that was healthy this long before it ended."""
+        fresh = not self.delay_s or healthy_s >= self.healthy_s
+        self.delay_s = self.first_s if fresh else min(2 * self.delay_s, self.most_s)
+        return self.delay_s
+
+
+class Supervisor:
+    """Owner of all children. `failure` gets the exception for which the cluster cannot be had: ConfigError when a child
+    ended with status 2 before it was ever ready, KvferryError when its start failed START_TRIES times."""
+
+    def __init__(
+        self,
+        echo: Callable[[str], None],
+        changed: Callable[[Child], None],
+        backoff: Callable[[], Backoff] = Backoff,
+    ) -> None:
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._echo = echo
+        self._changed = changed
+        self._backoff = backoff
+        self._tasks: dict[Child, asyncio.Task[None]] = {}
+        self._stopping = False
+
+    def start(self, command: Command) -> Child:
+        """Keep this command running until `stop`."""
+        child = Child(command, self._echo, self._changed)
+        task = asyncio.create_task(self._keep(child), name=command.name)
+        task.add_done_callback(self._ended)
+        self._tasks[child] = task
+        return child
+
+    async def ready(self, children: Iterable[Child]) -> None:
+        """Returns when each of them has reported that it serves."""
+        await asyncio.gather(*(child.ready.wait() for child in children))
+
+    async def stop(self, grace_s: float = 4.0) -> None:
+        """End all children: SIGTERM, and SIGKILL for those that still run after grace_s; then those that others need.
+        From the first call on nothing is restarted."""
+        self._stopping = True
+        await self._end([child for child in self._tasks if not child.command.ends_last], grace_s)
+        await self._end([child for child in self._tasks if child.command.ends_last], LAST_GRACE_S)
+
+    async def _end(self, children: Sequence[Child], grace_s: float) -> None:
+        tasks = [self._tasks[child] for child in children]
+        for child in children:
+            child.signal(signal.SIGTERM)
+            if child.pid is None:
+                self._tasks[child].cancel()
+        await _settle(tasks, grace_s)
+        for child in children:
+            child.signal(signal.SIGKILL)
+        await _settle(tasks, LAST_GRACE_S)
+        for task in tasks:
+            task.cancel()
+
+    async def _keep(self, child: Child) -> None:
+        backoff = self._backoff()
+        tries = 0
+        while not self._stopping:
+            status = await child.run_once()
+            if self._stopping:
+                return
+            tries += 1
+            if not child.ever_ready and child.command.reports:
+                _check_start(child, status, tries)
+            delay = backoff.after(child.healthy_s())
+            log.warning("%s ended (%s); restarting it in %.1f s", child.name, describe(status), delay)
+            await asyncio.sleep(delay)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.failure.done():
+            self.failure.set_exception(error)
+
+
+def describe(status: int) -> str:
+    """An exit status in words."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return name + (": out of memory?" if name == "SIGKILL" else "")
+
+
+def _check_start(child: Child, status: int, tries: int) -> None:
+    if status == 2:
+        raise ConfigError(f"{child.name}: {child.complaint or 'ended with exit status 2; see its output above'}")
+    if tries >= START_TRIES:
+        raise KvferryError(f"{child.name} does not start: {describe(status)}, {tries} times; see its output above")
+
+
+async def _settle(tasks: Sequence[asyncio.Task[None]], timeout_s: float) -> None:
+    if tasks:
+        await asyncio.wait(tasks, timeout=timeout_s)
