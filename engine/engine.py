@@ -23,11 +23,11 @@ from engine.events import (
     Stepped,
 )
 from engine.ports import GRANT, QUIESCE, REQUEST, SHIP
-from engine.request import Request, Reservation
+from engine.request import Request, Reservation, key_of
 from engine.runner import Runner
 from engine.sampler import Sampled
 from engine.scheduler import Limits, Scheduler, Slice
-from protocol.errors import Cancelled, ContextLengthExceeded, KvferryError
+from protocol.errors import Cancelled, ContextLengthExceeded, GrantRefused, KvferryError
 from protocol.hashing import root_hash
 from protocol.messages import Job, Load, Reuse, TokenDelta, TokenLogprobs
 
@@ -59,11 +59,13 @@ class Engine:
         self._preempted = self._evicted = 0
 
     def add(self, job: Job, *, transfer: int | None = None, first_block: int = 0, prefill_only: bool = False) -> None:
-        """Queue an attempt. With a transfer its blocks from `first_block` on are announced as they are computed, and
-        `ship_quiet` must follow. Refusals come as a Failed event."""
+        """Queue an attempt; one that is here already stays as it is. With a transfer its blocks from `first_block` on
+        are announced as they are computed, and `ship_quiet` must follow. Refusals come as a Failed event."""
+        if self.scheduler.knows(key_of(job)):
+            return
         error = self._refusal(job)
         if error is not None:
-            self.events.append(Failed((job.request_id, job.attempt), job.router_id, error))
+            self.events.append(Failed(key_of(job), job.router_id, error))
             return
         request = self._request(job)
         request.transfer, request.first_block, request.prefill_only = transfer, first_block, prefill_only
@@ -73,6 +75,8 @@ class Engine:
         """Queue a reservation for an attempt prefilled elsewhere; a Reserved or ReservationFailed event answers. The
         blocks stay held until `start` or `grant_quiet`."""
         error = self._refusal(job)
+        if error is None and self.scheduler.knows(key_of(job)):
+            error = GrantRefused(f"attempt {job.attempt} of {job.request_id} is here already")
         if error is not None:
             self.events.append(ReservationFailed(owner, error))
             return

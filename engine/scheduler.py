@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
 from engine.ports import GRANT, REQUEST, SHIP
-from engine.request import Key, Request, Reservation
+from engine.request import Key, Request, Reservation, key_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +98,10 @@ class Scheduler:
         self.pool.release(request.key, REQUEST, request.block_ids)
         request.block_ids = []
 
-    def find(self, key: Key) -> Request | None:
-        """The request of that attempt, queued or running."""
-        return next((r for r in self._requests() if r.key == key), None)
-
-    def _requests(self) -> Iterable[Request]:
-        yield from self.running
-        yield from (e for e in self.waiting if isinstance(e, Request))
+    def knows(self, key: Key) -> bool:
+        """Whether that attempt is queued, reserved or running."""
+        entries = (*self.running, *self.waiting, *self.reserved.values())
+        return any(key_of(entry.job) == key for entry in entries)
 
     def _grow_decodes(self) -> list[Slice]:
         decodes: list[Slice] = []

@@ -1,0 +1,123 @@
+"""The block pool against random use: books balance, reuse is right, leaves go first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.block_pool import BlockPool
+from engine.ports import REQUEST
+from kv_transfer.ledger import Ledger
+from protocol.hashing import chain
+
+BS = 2
+
+
+def make_pool(num_blocks: int = 6) -> BlockPool:
+    return BlockPool(num_blocks, Ledger(num_blocks))
+
+
+def run_through(pool: BlockPool, owner: str, token_ids: list[int]) -> list[int] | None:
+    """Acquire, compute and register a sequence; returns its chain, still held."""
+    hashes = chain(b"root", token_ids, BS)
+    reused = pool.match(hashes)
+    blocks = pool.acquire(owner, REQUEST, reused, -(-len(token_ids) // BS) - len(reused))
+    if blocks is None:
+        return None
+    for i in range(len(reused), len(hashes)):
+        blocks[i] = pool.register([(owner, REQUEST)], blocks[i], hashes[i], blocks[i - 1] if i else None)
+    return blocks
+
+
+def test_a_released_prefix_is_found_again() -> None:
+    pool = make_pool()
+    first = run_through(pool, "a", [1, 2, 3, 4])
+    assert first is not None
+    pool.release("a", REQUEST, first)
+    again = run_through(pool, "b", [1, 2, 3, 4, 5, 6])
+    assert again is not None
+    assert again[:2] == first
+    pool.release("b", REQUEST, again)
+    pool.check_integrity()
+
+
+def test_no_room_changes_nothing() -> None:
+    pool = make_pool(3)
+    held = run_through(pool, "a", [1, 2, 3, 4])
+    assert held is not None
+    assert pool.acquire("b", REQUEST, pool.match(chain(b"root", [1, 2], BS)), 2) is None
+    assert pool.available == 1
+    pool.check_integrity()
+
+
+def test_eviction_takes_leaves_before_their_parents() -> None:
+    pool = make_pool(4)
+    held = run_through(pool, "a", [1, 2, 3, 4, 5, 6])
+    assert held is not None
+    pool.release("a", REQUEST, held)
+    other = run_through(pool, "b", [9, 9, 9, 9])
+    assert other is not None
+    assert pool.match(chain(b"root", [1, 2, 3, 4, 5, 6], BS)) == held[:2]
+    pool.release("b", REQUEST, other)
+    pool.check_integrity()
+
+
+def test_equal_content_computed_twice_becomes_one_block() -> None:
+    pool = make_pool(8)
+    tokens = [1, 2, 3, 4]
+    hashes = chain(b"root", tokens, BS)
+    a = pool.acquire("a", REQUEST, [], 2)
+    b = pool.acquire("b", REQUEST, [], 2)
+    assert a is not None
+    assert b is not None
+    for owner, blocks in (("a", a), ("b", b)):
+        for i in range(2):
+            blocks[i] = pool.register([(owner, REQUEST)], blocks[i], hashes[i], blocks[i - 1] if i else None)
+    assert a == b
+    pool.release("a", REQUEST, a)
+    pool.check_integrity()
+    pool.release("b", REQUEST, b)
+    pool.check_integrity()
+    assert pool.cached_blocks == 2
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    pool = BlockPool(4, Ledger(4), prefix_caching=False)
+    held = run_through(pool, "a", [1, 2, 3, 4])
+    assert held is not None
+    pool.release("a", REQUEST, held)
+    assert pool.match(chain(b"root", [1, 2], BS)) == []
+    assert pool.free_blocks == 4
+
+
+def test_releasing_what_is_not_held_is_our_bug() -> None:
+    pool = make_pool()
+    with pytest.raises(AssertionError):
+        pool.release("nobody", REQUEST, [0])
+
+
+sequences = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+
+
+@given(st.lists(st.tuples(sequences, st.booleans()), max_size=40), st.integers(2, 9))
+def test_books_balance_and_changes_mirror_the_pool(steps: list[tuple[list[int], bool]], size: int) -> None:
+    pool = make_pool(size)
+    held: dict[str, list[int]] = {}
+    mirror: set[bytes] = set()
+    for number, (tokens, keep) in enumerate(steps):
+        owner = f"r{number}"
+        blocks = run_through(pool, owner, tokens)
+        if blocks is not None:
+            held[owner] = blocks
+        if held and not keep:
+            oldest = next(iter(held))
+            pool.release(oldest, REQUEST, held.pop(oldest))
+        stored, removed = pool.drain_changes()
+        mirror = (mirror | set(stored)) - set(removed) if not set(stored) & set(removed) else set(pool.findable())
+        assert mirror == set(pool.findable())
+        pool.check_integrity()
+    for owner, blocks in held.items():
+        pool.release(owner, REQUEST, blocks)
+    pool.check_integrity()
+    assert pool.available == size

@@ -1,0 +1,292 @@
+"""The engine on a toy model: every path gives the same tokens, and the books balance afterwards."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import VOCAB, expected, make_engine, make_job
+
+from engine.engine import Engine
+from engine.events import Computed, Failed, Generated, ReservationFailed, Reserved
+from engine.ports import GRANT
+from protocol.errors import Cancelled, TransferFailed
+from protocol.messages import TokenDelta
+
+
+def run(engine: Engine, limit: int = 2000) -> dict[str, list[int]]:
+    """Step until nothing is left; outputs by request id. Events stay for inspection."""
+    steps = 0
+    while engine.has_work():
+        assert engine.step(), "the engine is stuck"
+        steps += 1
+        assert steps < limit
+    return outputs(engine)
+
+
+def outputs(engine: Engine) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for event in engine.events:
+        if isinstance(event, Generated):
+            assert event.delta.index == len(found[event.key[0]])
+            found[event.key[0]] += event.delta.token_ids
+    return found
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 60])
+@pytest.mark.parametrize("budget", [1, 5, 64])
+def test_greedy_output_for_any_chunking(length: int, budget: int) -> None:
+    engine = make_engine(budget=budget, beside=budget, seqs=1)
+    engine.add(make_job("a", prompt(length)))
+    assert run(engine)["a"] == expected(prompt(length), 8)
+    engine.check_integrity()
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    engine = make_engine()
+    engine.add(make_job("a", prompt(40)))
+    run(engine)
+    engine.events.clear()
+    engine.add(make_job("b", [*prompt(40), 1, 2]))
+    assert run(engine)["b"] == expected([*prompt(40), 1, 2], 8)
+    first = next(e for e in engine.events if isinstance(e, Generated))
+    assert first.delta.reuse is not None
+    assert (first.delta.reuse.reused_decode, first.delta.reuse.computed) == (40, 2)
+    engine.check_integrity()
+
+
+def test_running_streams_get_a_token_in_every_step_beside_a_long_prompt() -> None:
+    engine = make_engine(budget=16, beside=4)
+    engine.add(make_job("stream", prompt(5), max_tokens=40))
+    engine.step()
+    engine.add(make_job("long", prompt(100, 1), max_tokens=2))
+    engine.events.clear()
+    for step in range(20):
+        engine.step()
+        made = [e for e in engine.events if isinstance(e, Generated) and e.key[0] == "stream"]
+        assert len(made) == step + 1
+
+
+def test_preempted_requests_are_recomputed_and_finish_the_same() -> None:
+    engine = make_engine(num_blocks=12, budget=64, beside=64)
+    prompts = {f"r{i}": prompt(10, i) for i in range(4)}
+    for name, tokens in prompts.items():
+        engine.add(make_job(name, tokens, max_tokens=20))
+    made = run(engine)
+    assert engine.scheduler.preempted_total > 0
+    assert {name: made[name] for name in prompts} == {n: expected(t, 20) for n, t in prompts.items()}
+    engine.check_integrity()
+
+
+def test_stop_tokens_and_lengths_end_requests() -> None:
+    tokens = prompt(6)
+    third = expected(tokens, 3)[2]
+    engine = make_engine()
+    engine.add(make_job("stop", tokens, stop_token_ids=(third,)))
+    engine.add(make_job("ignored", tokens, eos_token_ids=(third,), ignore_eos=True))
+    made = run(engine)
+    assert len(made["stop"]) == expected(tokens, 3).index(third) + 1
+    assert len(made["ignored"]) == 8
+    last = {e.key[0]: e.delta for e in engine.events if isinstance(e, Generated)}
+    assert (last["stop"].finish_reason, last["stop"].stop_token) == ("stop", third)
+    assert (last["ignored"].finish_reason, last["ignored"].stop_token) == ("length", None)
+
+
+def test_an_attempt_that_resumes_counts_on_from_the_tokens_delivered() -> None:
+    tokens = prompt(9)
+    delivered = expected(tokens, 3)
+    job = make_job("a", tokens, max_tokens=8, attempt=1)
+    resumed = type(job)("a", 1, (*tokens, *delivered), len(tokens), job.params, "router")
+    engine = make_engine()
+    engine.add(resumed)
+    while engine.has_work():
+        engine.step()
+    deltas = [e.delta for e in engine.events if isinstance(e, Generated)]
+    assert [d.index for d in deltas] == [3, 4, 5, 6, 7]
+    assert [d.token_ids[0] for d in deltas] == expected(tokens, 8)[3:]
+
+
+def test_prompt_logprobs_cover_the_prompt_even_when_it_is_cached_and_chunked() -> None:
+    tokens = prompt(23)
+    engine = make_engine(budget=5, beside=5, seqs=4)
+    engine.add(make_job("warm", tokens))
+    run(engine)
+    engine.events.clear()
+    engine.add(make_job("scored", tokens, max_tokens=1, prompt_logprobs=2))
+    run(engine)
+    scored = next(e.delta.prompt_logprobs for e in engine.events if isinstance(e, Generated))
+    assert scored is not None
+    assert scored[0] is None
+    assert [entry.token_id for entry in scored[1:] if entry] == tokens[1:]
+    assert all(entry is not None and len(entry.top) == 2 for entry in scored[1:])
+    engine.check_integrity()
+
+
+def test_too_long_and_cancelled_jobs_are_refused() -> None:
+    engine = make_engine()
+    engine.add(make_job("long", prompt(300)))
+    engine.cancel("gone", 0)
+    engine.add(make_job("gone", prompt(3)))
+    engine.add(make_job("gone", prompt(3), attempt=1))
+    failed = {e.key: e.error.code for e in engine.events if isinstance(e, Failed)}
+    assert failed == {("long", 0): "context_length_exceeded", ("gone", 0): "cancelled"}
+    assert len(run(engine)["gone"]) == 8
+
+
+def test_the_same_attempt_twice_runs_once() -> None:
+    engine = make_engine()
+    engine.add(make_job("a", prompt(3)))
+    engine.add(make_job("a", prompt(3)))
+    assert run(engine)["a"] == expected(prompt(3), 8)
+    engine.check_integrity()
+
+
+def test_a_failing_step_fails_what_runs_and_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    engine.add(make_job("a", prompt(9)))
+    monkeypatch.setattr(engine.runner, "run", lambda slices: (_ for _ in ()).throw(RuntimeError("boom")))
+    with pytest.raises(RuntimeError):
+        engine.step()
+    engine.fail_all(TransferFailed("boom"))
+    engine.check_integrity()
+    assert any(isinstance(e, Failed) for e in engine.events)
+
+
+def ship(prefill: Engine, decode: Engine, name: str, tokens: list[int], max_tokens: int = 8) -> None:
+    """Move one request the way sender and receiver do, block by block through copies."""
+    job = make_job(name, tokens, max_tokens)
+    decode.reserve(name, job)
+    decode.step()
+    grant = next(e for e in decode.events if isinstance(e, Reserved) and e.owner == name)
+    transfer = abs(hash(name)) % 2**20
+    prefill.add(job, transfer=transfer, first_block=grant.first_block, prefill_only=True)
+    run(prefill)
+    shipped = [b for e in prefill.events if isinstance(e, Computed) and e.transfer == transfer for b in e.blocks]
+    assert [i for i, _ in shipped] == list(range(grant.first_block, grant.first_block + len(grant.block_ids)))
+    for (_, source), target in zip(shipped, grant.block_ids, strict=True):
+        decode.runner.kv[target].copy_(prefill.runner.kv[source])
+    first = next(e for e in prefill.events if isinstance(e, Generated) and e.key[0] == name)
+    assert first.handover == transfer
+    decode.start(name, first.delta)
+    prefill.ship_quiet(transfer)
+
+
+def test_disaggregated_output_equals_local_output_and_ships_only_what_is_missing() -> None:
+    prefill, decode = make_engine(), make_engine()
+    ship(prefill, decode, "a", prompt(30))
+    while decode.has_work():
+        decode.step()
+    ship(prefill, decode, "b", [*prompt(30), 5, 6, 7])
+    while decode.has_work():
+        decode.step()
+    for name, tokens in (("a", prompt(30)), ("b", [*prompt(30), 5, 6, 7])):
+        made = [e.delta for e in decode.events if isinstance(e, Generated) and e.key[0] == name]
+        assert [d.index for d in made] == list(range(1, 8))
+        assert [d.token_ids[0] for d in made] == expected(tokens, 8)[1:]
+    grants = {e.owner: e.first_block for e in decode.events if isinstance(e, Reserved)}
+    assert grants == {"a": 0, "b": 7}
+    prefill.check_integrity()
+    decode.check_integrity()
+
+
+def test_a_cancelled_grant_keeps_its_blocks_until_it_is_quiet() -> None:
+    engine = make_engine(num_blocks=8)
+    engine.reserve("g", make_job("a", prompt(20)))
+    engine.step()
+    assert engine.load().granted_blocks == 5
+    engine.cancel("a", 0)
+    failed = [e for e in engine.events if isinstance(e, ReservationFailed)]
+    assert [(e.granted, e.error.code) for e in failed] == [(True, "cancelled")]
+    assert engine.pool.available == 3
+    engine.start("g", TokenDelta("a", 0, 0, (1,)))
+    assert not engine.has_work()
+    engine.grant_quiet("g")
+    assert engine.pool.available == 8
+    engine.check_integrity()
+
+
+def test_reservations_wait_for_room_in_order_and_can_be_withdrawn() -> None:
+    engine = make_engine(num_blocks=8)
+    engine.reserve("g1", make_job("a", prompt(20)))
+    engine.reserve("g2", make_job("b", prompt(20, 1)))
+    engine.reserve("g3", make_job("c", prompt(4, 2)))
+    engine.step()
+    assert [e.owner for e in engine.events if isinstance(e, Reserved)] == ["g1"]
+    engine.withdraw("g2", TransferFailed("peer lost"))
+    engine.step()
+    assert [e.owner for e in engine.events if isinstance(e, Reserved)] == ["g1", "g3"]
+    for owner in ("g1", "g3"):
+        engine.withdraw(owner, TransferFailed("peer lost"))
+        engine.grant_quiet(owner)
+    engine.check_integrity()
+    assert engine.pool.holds.owners(GRANT) == []  # type: ignore[attr-defined]
+
+
+def test_a_lost_router_loses_all_its_requests_only() -> None:
+    engine = make_engine()
+    engine.add(make_job("a", prompt(9)))
+    other = make_job("b", prompt(9, 1))
+    engine.add(type(other)("b", 0, other.token_ids, 9, other.params, "other"))
+    engine.step()
+    engine.cancel_router("router")
+    made = run(engine)
+    assert made["b"] == expected(prompt(9, 1), 8)
+    assert len(made["a"]) < 8
+    engine.check_integrity()
+
+
+operations = st.lists(
+    st.tuples(st.sampled_from(["add", "step", "cancel", "reserve", "land", "fail"]), st.integers(0, 5)), max_size=60
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(operations, st.integers(6, 20), st.booleans())
+def test_books_balance_under_any_interleaving(ops: list[tuple[str, int]], blocks: int, caching: bool) -> None:
+    engine = make_engine(num_blocks=blocks, seqs=4, caching=caching)
+    granted: set[str] = set()
+    serial = 0
+    for op, n in ops:
+        name = f"r{n}"
+        if op == "add":
+            serial += 1
+            engine.add(make_job(name, prompt(1 + 3 * n, n % 2), max_tokens=6, attempt=serial))
+        elif op == "reserve":
+            serial += 1
+            owner = f"g{serial}"
+            engine.reserve(owner, make_job(name, prompt(2 + 3 * n, n % 2), max_tokens=6, attempt=serial))
+        elif op == "step":
+            engine.step()
+        elif op == "cancel":
+            engine.cancel(name, serial)
+        elif granted and op == "land":
+            engine.start(granted.pop(), TokenDelta("x", 0, 0, (n,)))
+        elif granted and op == "fail":
+            owner = granted.pop()
+            engine.withdraw(owner, TransferFailed("lost"))
+            engine.grant_quiet(owner)
+        for event in engine.events:
+            if isinstance(event, Reserved):
+                granted.add(str(event.owner))
+            elif isinstance(event, ReservationFailed) and event.granted and event.owner in granted:
+                granted.discard(str(event.owner))
+                engine.grant_quiet(event.owner)
+        engine.events.clear()
+        load = engine.load()
+        assert load.free_blocks + load.active_blocks + load.cached_blocks + load.granted_blocks == blocks
+        engine.pool.check_integrity()
+    engine.fail_all(Cancelled("end"))
+    engine.cancel_router("router")
+    for event in engine.events:
+        if isinstance(event, ReservationFailed):
+            engine.grant_quiet(event.owner)
+    engine.check_integrity()
+    assert torch.isfinite(engine.runner.kv).all()

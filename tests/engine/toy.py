@@ -1,0 +1,77 @@
+"""A toy model that needs a correct KV cache: the next token is a function of every token read back through the paged
+cache, so a wrong slot, table or length changes the output. And an engine around it."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.block_pool import BlockPool
+from engine.engine import Engine, EngineConfig
+from engine.models.base import ModelInfo
+from engine.runner import Runner
+from engine.scheduler import Limits
+from kernels.plan import BatchPlan
+from kv_transfer.ledger import Ledger
+from protocol.messages import Job
+from protocol.sampling import SamplingParams
+
+VOCAB = 101
+FINGERPRINT = "toy"
+
+
+def toy_next(token_ids: list[int]) -> int:
+    """The token that the toy model's logits favour after `token_ids`."""
+    value = 7
+    for token in token_ids:
+        value = (value * 31 + token + 1) % 9973
+    return value % VOCAB
+
+
+class ToyModel:
+    """Keeps each token's id in the cache as its K and V, reads them back to choose the next one."""
+
+    info = ModelInfo("toy", "toy", 1, 1, 1, VOCAB, 512)
+    dtype = torch.float32
+    device = torch.device("cpu")
+
+    def forward(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        blocks, slots = plan.slots // plan.block_size, plan.slots % plan.block_size
+        kv[blocks, 0, :, 0, slots, 0] = token_ids.float()[:, None]
+        hidden = torch.zeros(plan.num_tokens, 1)
+        row = 0
+        for s, (query, total) in enumerate(zip(plan.query_lens, plan.total_lens, strict=True)):
+            table = plan.block_table[s].tolist()
+            seen = [int(kv[table[p // plan.block_size], 0, 1, 0, p % plan.block_size, 0]) for p in range(total)]
+            for position in range(total - query, total):
+                hidden[row] = toy_next(seen[: position + 1])
+                row += 1
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        favoured = hidden[:, 0].long()
+        near = torch.arange(VOCAB).float()[None] * 0.01
+        return near + 10.0 * torch.nn.functional.one_hot(favoured, VOCAB).float()
+
+
+def make_engine(
+    num_blocks: int = 64, *, block_size: int = 4, budget: int = 16, beside: int = 8, seqs: int = 8, caching: bool = True
+) -> Engine:
+    """An engine around the toy model with small limits."""
+    kv = torch.full((num_blocks, 1, 2, 1, block_size, 1), -1.0)
+    config = EngineConfig(FINGERPRINT, block_size, 256, Limits(budget, beside, seqs))
+    pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=caching)
+    return Engine(config, Runner(ToyModel(), kv, block_size), pool)
+
+
+def make_job(name: str, token_ids: list[int], max_tokens: int = 8, *, attempt: int = 0, **params: object) -> Job:
+    """A greedy job."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **params)  # type: ignore[arg-type]
+    return Job(name, attempt, tuple(token_ids), len(token_ids), sampling, "router")
+
+
+def expected(token_ids: list[int], count: int) -> list[int]:
+    """The toy model's greedy continuation."""
+    tokens = list(token_ids)
+    for _ in range(count):
+        tokens.append(toy_next(tokens))
+    return tokens[len(token_ids) :]
