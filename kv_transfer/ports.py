@@ -1,5 +1,5 @@
-"""What sender and receiver need from the worker that joins them to an engine. All calls come on the link thread; a worker
-passes them on to the engine's inbox and answers through `link.submit`."""
+"""What sender and receiver need from the worker that joins them to an engine. All calls come on the link thread; a
+worker passes them on to the engine's inbox; the methods that answer may be called from any thread."""
 
 from __future__ import annotations
 

@@ -1,0 +1,91 @@
+"""Link ends for tests that need real processes: a recording handler, and children driven over a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import numpy as np
+
+SPAWN = mp.get_context("spawn")
+
+
+class Recorder:
+    """A LinkHandler that keeps what it hears and runs `on_message` where given."""
+
+    def __init__(self, on_message: Callable[[object, bytes], None] | None = None):
+        self.messages: list[tuple[object, bytes]] = []
+        self.lost: list[tuple[object, Exception]] = []
+        self.on_message = on_message
+
+    def message(self, peer, data):
+        self.messages.append((peer, data))
+        if self.on_message:
+            self.on_message(peer, data)
+
+    def peer_lost(self, peer, error):
+        self.lost.append((peer, error))
+
+
+def wait_for(condition: Callable[[], object], timeout: float = 10.0, what: str = "condition") -> None:
+    """Poll until the condition holds; fail the test after `timeout` seconds."""
+    limit = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < limit, f"{what} not reached in {timeout} s"
+        time.sleep(0.002)
+
+
+def pattern(index: int, size: int) -> np.ndarray:
+    """Bytes that differ from block to block and within a block."""
+    return np.random.default_rng(index).integers(0, 256, size, dtype=np.uint8)
+
+
+@contextmanager
+def child(target: Callable, *args):
+    """Run target(pipe, *args) in a spawned process; yields (process, pipe) and ends it whatever happens."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=_guarded, args=(target, theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.join(10)
+
+
+def _guarded(target, pipe, *args):
+    try:
+        target(pipe, *args)
+    except Exception:
+        traceback.print_exc()
+        raise
+
+
+def send_blocks(pipe, address: str, count: int, size: int, options: dict) -> None:
+    """Child: connect, send a greeting, then `count` blocks with tags 1 << 40 | index; answer commands from the pipe:
+    ("send", first, last) posts those blocks, ("message", bytes) sends it, ("stop",) ends."""
+    from kv_transfer.ucx import UcxLink
+
+    link = UcxLink("127.0.0.1", **options)
+    recorder = Recorder()
+    link.start(recorder)
+    blocks = [pattern(i, size) for i in range(count)]
+    done: list[Exception | None] = []
+    peers: list[object] = []
+    link.submit(lambda: peers.append(link.connect(address)))
+    wait_for(lambda: peers)
+    pipe.send("ready")
+    while (command := pipe.recv())[0] != "stop":
+        if command[0] == "send":
+            for i in range(command[1], command[2]):
+                link.submit(lambda i=i: link.send_block(peers[0], 1 << 40 | i, blocks[i], done.append))
+        elif command[0] == "message":
+            link.submit(lambda data=command[1]: link.send(peers[0], data))
+        elif command[0] == "wait":
+            wait_for(lambda n=command[1]: len(done) == n, 20, "sends")
+            pipe.send([str(e) for e in done if e])
+    link.stop()

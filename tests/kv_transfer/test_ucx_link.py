@@ -1,0 +1,216 @@
+"""The UCX link between real processes: blocks, control messages, death and freezing of the peer, idling."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from link_processes import Recorder, child, pattern, send_blocks, wait_for
+
+from kv_transfer.ucx import UcxLink
+from protocol.errors import ConfigError, NodeLost
+
+BLOCK = 368_640
+
+
+@pytest.fixture
+def links():
+    """Make started links; all are stopped at the end."""
+    made: list[UcxLink] = []
+
+    def make(handler, **options) -> UcxLink:
+        made.append(UcxLink("127.0.0.1", **options))
+        made[-1].start(handler)
+        return made[-1]
+
+    yield make
+    for link in made:
+        link.stop()
+    assert not [t for t in threading.enumerate() if t.name == "kv-link"]
+
+
+def receive(link, peer, blocks, done, first=0):
+    for i, block in enumerate(blocks, first):
+        link.submit(lambda i=i, block=block: link.receive_block(peer, 1 << 40 | i, block, done.append))
+
+
+def test_200_blocks_of_360_kib_arrive_bitwise_equal(links):
+    recorder, done = Recorder(), []
+    link = links(recorder)
+    with child(send_blocks, link.address, 200, BLOCK, {}) as (_, pipe):
+        assert pipe.recv() == "ready"
+        pipe.send(("message", b"hello"))
+        wait_for(lambda: recorder.messages, what="greeting")
+        blocks = np.zeros((200, BLOCK), dtype=np.uint8)
+        receive(link, recorder.messages[0][0], blocks, done)
+        pipe.send(("send", 0, 200))
+        pipe.send(("wait", 200))
+        assert pipe.recv() == []
+        wait_for(lambda: len(done) == 200, what="receives")
+        assert done == [None] * 200
+        for i in range(200):
+            assert np.array_equal(blocks[i], pattern(i, BLOCK)), i
+        pipe.send(("stop",))
+        wait_for(lambda: recorder.lost, 2, "farewell")
+
+
+def test_control_messages_of_any_size_keep_their_order(links):
+    sizes = [0, 1, 7_999, 8_000, 8_001, 700_000, 3, 4 << 20, 12]
+    left, right = Recorder(), Recorder()
+    a, b = links(left), links(right)
+    messages = [bytes([i]) * size for i, size in enumerate(sizes)]
+
+    def go():
+        peer = a.connect(b.address)
+        for data in messages:
+            a.send(peer, data)
+
+    right.on_message = lambda peer, data: b.send(peer, data)
+    a.submit(go)
+    wait_for(lambda: len(left.messages) == len(messages), what="echo")
+    assert [data for _, data in right.messages] == messages
+    assert [data for _, data in left.messages] == messages
+
+
+def test_sigkill_of_the_sender_fails_all_receives_and_goes_quiet(links):
+    recorder, done, quiet = Recorder(), [], []
+    link = links(recorder)
+    with child(send_blocks, link.address, 64, BLOCK, {}) as (process, pipe):
+        assert pipe.recv() == "ready"
+        pipe.send(("message", b"hello"))
+        wait_for(lambda: recorder.messages)
+        peer = recorder.messages[0][0]
+        blocks = np.zeros((64, BLOCK), dtype=np.uint8)
+        receive(link, peer, blocks, done)
+        pipe.send(("send", 0, 40))
+        wait_for(lambda: done, what="first block")
+        os.kill(process.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        wait_for(lambda: recorder.lost, 2, "loss")
+        link.submit(lambda: link.disconnect(peer, lambda: quiet.append(blocks.copy())))
+        wait_for(lambda: quiet, 2, "quiet")
+        assert time.monotonic() - killed < 2
+        assert len(done) == 64
+        assert sum(error is None for error in done) <= 40
+        time.sleep(0.2)
+        assert np.array_equal(quiet[0], blocks)
+        assert len(recorder.lost) == 1
+
+
+def test_a_frozen_peer_is_noticed_by_its_silence(links):
+    recorder = Recorder()
+    options = {"ping_interval": 0.1, "silence_limit": 0.8}
+    link = links(recorder, **options)
+    with child(send_blocks, link.address, 1, BLOCK, options) as (process, pipe):
+        assert pipe.recv() == "ready"
+        pipe.send(("message", b"hello"))
+        wait_for(lambda: recorder.messages)
+        time.sleep(1.2)
+        assert not recorder.lost
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            wait_for(lambda: recorder.lost, 4, "silence")
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        assert isinstance(recorder.lost[0][1], NodeLost)
+        assert "silent" in str(recorder.lost[0][1])
+
+
+def test_an_address_nobody_listens_on_is_a_lost_peer_and_fails_its_operations(links):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    recorder, done = Recorder(), []
+    link = links(recorder)
+
+    def go():
+        peer = link.connect(address)
+        link.send(peer, b"anyone?")
+        link.send_block(peer, 1 << 40, np.zeros(8, dtype=np.uint8), done.append)
+
+    link.submit(go)
+    wait_for(lambda: recorder.lost, 5)
+    assert address in str(recorder.lost[0][1])
+    assert len(done) == 1
+    assert isinstance(done[0], NodeLost)
+
+
+def test_disconnect_completes_receives_with_an_error_then_is_quiet_and_tells_the_other_side(links):
+    left, right, order = Recorder(), Recorder(), []
+    a, b = links(left), links(right)
+    a.submit(lambda: a.send(a.connect(b.address), b"hi"))
+    wait_for(lambda: right.messages)
+    peer = right.messages[0][0]
+    buffer = np.zeros(BLOCK, dtype=np.uint8)
+    b.submit(lambda: b.receive_block(peer, 1 << 40, buffer, lambda error: order.append(type(error).__name__)))
+    b.submit(lambda: b.disconnect(peer, lambda: order.append("quiet")))
+    wait_for(lambda: len(order) == 2)
+    assert order == ["NodeLost", "quiet"]
+    assert not right.lost
+    wait_for(lambda: left.lost, 2)
+
+
+def test_buffers_that_ucx_would_treat_wrongly_are_refused(links):
+    left, right, refused = Recorder(), Recorder(), []
+    a, b = links(left), links(right)
+    a.submit(lambda: a.send(a.connect(b.address), b"hi"))
+    wait_for(lambda: right.messages)
+    peer = right.messages[0][0]
+    wrong = [
+        (b.send_block, np.zeros((8, 8), dtype=np.uint8)[:, 1]),
+        (b.receive_block, np.zeros((8, 8), dtype=np.uint8)[:, 1]),
+        (b.receive_block, b"read only"),
+    ]
+
+    def go():
+        for post, buffer in wrong:
+            try:
+                post(peer, 1 << 40, buffer, lambda error: None)
+            except ValueError as error:
+                refused.append(str(error))
+
+    b.submit(go)
+    wait_for(lambda: len(refused) == 3)
+
+
+def test_eight_peers_connect_at_once_and_each_keeps_its_own_channel(links):
+    server = Recorder()
+    link = links(server)
+    server.on_message = link.send
+    recorders = [Recorder() for _ in range(8)]
+    for i, recorder in enumerate(recorders):
+        client = links(recorder)
+        client.submit(lambda client=client, i=i: client.send(client.connect(link.address), b"%d" % i))
+    wait_for(lambda: all(r.messages for r in recorders), 20, "echoes")
+    assert [r.messages[0][1] for r in recorders] == [b"%d" % i for i in range(8)]
+
+
+def test_an_idle_link_uses_less_than_3_percent_of_a_core(links):
+    left, right = Recorder(), Recorder()
+    a, b = links(left), links(right)
+    a.submit(lambda: a.send(a.connect(b.address), b"hi"))
+    wait_for(lambda: right.messages)
+    time.sleep(0.3)
+    cpu, wall = time.process_time(), time.monotonic()
+    time.sleep(2.0)
+    share = (time.process_time() - cpu) / (time.monotonic() - wall)
+    assert share / 2 < 0.03, share
+    assert not left.lost
+    assert not right.lost
+
+
+def test_a_taken_port_is_a_config_error_with_a_remedy(links):
+    link = links(Recorder())
+    port = int(link.address.rpartition(":")[2])
+    with pytest.raises(ConfigError, match="--link-port"):
+        UcxLink("127.0.0.1", port).start(Recorder())
+
+
+def test_transports_without_tcp_are_refused():
+    with pytest.raises(ConfigError, match="must contain tcp"):
+        UcxLink("127.0.0.1", transports="posix,self")
