@@ -1,0 +1,107 @@
+"""HTTP to the nodes. The one place of the router that knows httpx; its errors become ours here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+
+from protocol.errors import KvferryError, NodeLost, from_body
+from protocol.messages import CancelRequest, GenerateRequest, NodeLease, PrefillRequest, StepFrame
+from protocol.wire import FrameReader, pack
+
+KEEPALIVE_S = 2.0
+"""Idle connections are dropped before the nodes' server does it (5 s), so that none is used as it closes."""
+
+
+class NodeClient:
+    """Calls to nodes by lease. Every call raises NodeLost when the node cannot be reached or stops answering, and the
+    node's own KvferryError when it refuses. `transport` replaces the network in tests."""
+
+    def __init__(
+        self,
+        router_id: str,
+        *,
+        connect_s: float = 2.0,
+        answer_s: float = 10.0,
+        silence_s: float = 3.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.router_id = router_id
+        self._connect_s, self._silence_s = connect_s, silence_s
+        self._http = httpx.AsyncClient(
+            trust_env=False,
+            timeout=httpx.Timeout(answer_s, connect=connect_s, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_S),
+            headers={"content-type": "application/msgpack"},
+            transport=transport,
+        )
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def prefill(self, node: NodeLease, request: PrefillRequest, deliver: Callable[[Any], None]) -> None:
+        """Send the attempt and deliver the messages of its answer as they come; returns when the answer ends. It may
+        stay silent while the request waits in the node's queue, so there is no read timeout here."""
+        timeout = httpx.Timeout(None, connect=self._connect_s)
+        with _translated(node):
+            async with self._http.stream(
+                "POST", f"{node.http_url}/attempts/prefill", content=pack(request), timeout=timeout
+            ) as response:
+                await _check(response)
+                await _read(response, deliver)
+
+    async def generate(self, node: NodeLease, request: GenerateRequest) -> None:
+        await self._post(node, "/attempts/generate", request)
+
+    async def cancel(self, node: NodeLease, request: CancelRequest) -> None:
+        await self._post(node, "/attempts/cancel", request)
+
+    async def stream(self, node: NodeLease, opened: Callable[[], None], deliver: Callable[[StepFrame], None]) -> None:
+        """Read the node's token stream for this router: `opened` once it is accepted, `deliver` for every frame. Ends
+        only with an error: NodeLost when it breaks or stays silent for `silence_s` (heartbeats come every 0.5 s)."""
+        timeout = httpx.Timeout(self._silence_s, connect=self._connect_s)
+        with _translated(node):
+            async with self._http.stream(
+                "GET", f"{node.http_url}/streams/{self.router_id}", timeout=timeout
+            ) as response:
+                await _check(response)
+                opened()
+                await _read(response, deliver)
+        raise NodeLost(f"{node.node_id} closed the token stream")
+
+    async def _post(self, node: NodeLease, path: str, request: Any) -> None:
+        with _translated(node):
+            response = await self._http.post(f"{node.http_url}{path}", content=pack(request))
+            await _check(response)
+
+
+async def _read(response: httpx.Response, deliver: Callable[[Any], None]) -> None:
+    reader = FrameReader()
+    async for data in response.aiter_raw():
+        for message in reader.feed(data):
+            deliver(message)
+
+
+async def _check(response: httpx.Response) -> None:
+    if response.status_code < 400:
+        return
+    body = await response.aread()
+    try:
+        error = from_body(json.loads(body), f"HTTP status {response.status_code}")
+    except ValueError:
+        error = KvferryError(f"HTTP status {response.status_code}")
+    with contextlib.suppress(KeyError, ValueError):
+        error.retry_after = float(response.headers["retry-after"])
+    raise error
+
+
+@contextlib.contextmanager
+def _translated(node: NodeLease) -> Iterator[None]:
+    try:
+        yield
+    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
+        raise NodeLost(f"{node.node_id}: {type(error).__name__} {error}".strip()) from error

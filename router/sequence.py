@@ -1,0 +1,54 @@
+"""Output tokens of one request in order, each once, out of deltas that come from several nodes in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from protocol.messages import TokenDelta
+
+
+class Sequence:
+    """`tokens` are those handed out so far, `finished` whether the last one was among them. Deltas of one attempt may
+    come early, twice or overlapping; `restart` forgets what came early when another attempt takes over."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.finished = False
+        self._early: dict[int, TokenDelta] = {}
+
+    def restart(self) -> None:
+        self._early.clear()
+
+    def push(self, delta: TokenDelta) -> Iterator[TokenDelta]:
+        """Take a delta; yield those that are now due, trimmed to begin where the last one ended."""
+        known = self._early.get(delta.index)
+        if known is None or _worth(known) < _worth(delta):
+            self._early[delta.index] = delta
+        while self._early and not self.finished:
+            index = min(self._early)
+            if index > len(self.tokens):
+                return
+            due = _tail(self._early.pop(index), len(self.tokens) - index)
+            if due is not None:
+                self.tokens += due.token_ids
+                self.finished = due.finish_reason is not None
+                yield due
+
+
+def _worth(delta: TokenDelta) -> tuple[int, bool]:
+    return (len(delta.token_ids), delta.finish_reason is not None)
+
+
+def _tail(delta: TokenDelta, skip: int) -> TokenDelta | None:
+    """The delta without its first `skip` tokens; None if nothing new is left."""
+    if skip == 0:
+        return delta
+    if skip > len(delta.token_ids) or (skip == len(delta.token_ids) and delta.finish_reason is None):
+        return None
+    return replace(
+        delta,
+        index=delta.index + skip,
+        token_ids=delta.token_ids[skip:],
+        logprobs=None if delta.logprobs is None else delta.logprobs[skip:],
+    )
