@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from protocol.errors import ConfigError
-from protocol.gguf_file import read_gguf
+from protocol.gguf_file import GGUFFile, read_gguf
 
 DEMO_MODEL = "smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
@@ -60,7 +60,19 @@ def resolve(model: str, *, weights: bool = True) -> ModelSource:
 
 def read_facts(source: ModelSource) -> ModelFacts:
     """Facts from config.json and generation_config.json, or from GGUF metadata. Raises ConfigError."""
-    return _gguf_facts(source.path) if source.kind == "gguf" else _hf_facts(source.path)
+    return gguf_facts(read_gguf(source.path)) if source.kind == "gguf" else _hf_facts(source.path)
+
+
+def gguf_facts(file: GGUFFile) -> ModelFacts:
+    """Facts of a GGUF header that is already read. Raises ConfigError."""
+    meta, embedding = file.metadata, file.tensors.get("token_embd.weight")
+    names = ("eos_token_id", "eot_token_id", "eom_token_id")
+    eos = dict.fromkeys(id for name in names for id in _ids(meta.get(f"tokenizer.ggml.{name}")))
+    vocab = embedding.shape[0] if embedding is not None else len(meta.get("tokenizer.ggml.tokens") or ())
+    length = int(file.get("context_length", 0))
+    if not vocab or not length:
+        raise ConfigError(f"{file.path} names no vocabulary or no context length", param="model")
+    return ModelFacts(vocab, length, tuple(eos), meta.get("tokenizer.ggml.bos_token_id"), file.architecture)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -84,7 +96,8 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def context_length(config: dict[str, Any]) -> int:
     """Longest sequence a config.json promises, in tokens; 0: it promises nothing. yarn and linear stretch the original
-    length by their factor; llama3 and longrope already state the stretched one; dynamic serves the original one."""
+    length by their factor; llama3 already states the stretched one; dynamic and longrope are served up to the original
+    one, since beyond it their frequencies depend on how long a sequence has become, which cached keys cannot follow."""
     names = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length", "max_seq_len")
     length = next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -93,6 +106,9 @@ def context_length(config: dict[str, Any]) -> int:
         return int(length * factor)
     if kind == "yarn":
         return max(length, int((rope.get("original_max_position_embeddings") or length) * factor))
+    if kind == "longrope":
+        original = config.get("original_max_position_embeddings")
+        return int(rope.get("original_max_position_embeddings") or original or length)
     return length
 
 
@@ -205,18 +221,6 @@ def _hf_facts(path: Path) -> ModelFacts:
     bos = next((id for place in places for id in _ids(place.get("bos_token_id"))), None)
     architecture = next(iter(config.get("architectures") or ()), config.get("model_type", ""))
     return ModelFacts(text["vocab_size"], context_length(text), tuple(eos), bos, architecture)
-
-
-def _gguf_facts(path: Path) -> ModelFacts:
-    file = read_gguf(path)
-    meta = file.metadata
-    names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    eos = dict.fromkeys(id for name in names for id in _ids(meta.get(f"tokenizer.ggml.{name}")))
-    vocab = len(meta.get("tokenizer.ggml.tokens") or ()) or int(file.get("vocab_size", 0))
-    length = int(file.get("context_length", 0))
-    if not vocab or not length:
-        raise ConfigError(f"{path} names no vocabulary or no context length", param="model")
-    return ModelFacts(vocab, length, tuple(eos), meta.get("tokenizer.ggml.bos_token_id"), file.architecture)
 
 
 def _ids(value: Any) -> list[int]:

@@ -1,1 +1,5 @@
-"""Decoder models and their weights."""
+"""Models: our own decoder of the Llama family, and transformers' models behind the same seam."""
+
+from engine.models.loader import load_model
+
+__all__ = ["load_model"]

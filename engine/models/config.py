@@ -1,0 +1,242 @@
+"""What a decoder of the Llama family is made of, parsed from a config.json (old and new spellings) or a GGUF header."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from protocol.errors import ConfigError
+from protocol.gguf_file import GGUFFile
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a model_type fixes beyond its config: defaults of omitted fields, and which layers carry what."""
+
+    theta: float = 10000.0
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    gguf_permuted: bool = False
+    """q and k rows of a GGUF are reordered for interleaved rotation."""
+
+
+FAMILIES = {
+    "llama": Family(gguf_permuted=True),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "smollm3": Family(theta=2000000.0, tie_embeddings=True, gguf_permuted=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding. kind is one of ROPE_KINDS; original_max_len is the context before stretching; the other fields
+    are of the kinds that name them, with Hugging Face's meanings and defaults."""
+
+    theta: float
+    dim: int
+    original_max_len: int
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """rotated[i]: layer i applies rope; windows[i]: its sliding window, 0 for full attention."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: RopeConfig
+    rotated: tuple[bool, ...]
+    windows: tuple[int, ...]
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+def unsupported(config: dict[str, Any]) -> str | None:
+    """Why our decoder cannot run this config.json (transformers may still); None: it can."""
+    if config.get("model_type") not in FAMILIES:
+        return f"architecture {config.get('model_type')!r} is not one of {', '.join(FAMILIES)}"
+    if config.get("quantization_config"):
+        return f"quantisation {config['quantization_config'].get('quant_method', 'unnamed')!r} of the checkpoint"
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        return f"activation {config['hidden_act']!r}"
+    rope = _rope_dict(config)
+    if any(isinstance(value, dict) for value in rope.values()):
+        return "rope parameters that differ between layers"
+    if _rope_kind(rope) not in ROPE_KINDS:
+        return f"rope scaling {_rope_kind(rope)!r}"
+    return None
+
+
+def parse_config(config: dict[str, Any]) -> DecoderConfig:
+    """DecoderConfig of a config.json. Raises ConfigError naming what is unsupported or missing."""
+    reason = unsupported(config)
+    if reason is not None:
+        raise ConfigError(f"kvferry's own decoder does not support {reason}", param="model")
+    try:
+        return _parse(config)
+    except KeyError as error:
+        raise ConfigError(f"config.json lacks {error.args[0]}", param="model") from error
+
+
+def _parse(config: dict[str, Any]) -> DecoderConfig:
+    family = FAMILIES[config["model_type"]]
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    bias = bool(config.get("attention_bias", False))
+    rotated = _rotated_layers(config, layers)
+    return DecoderConfig(
+        model_type=config["model_type"],
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        tie_embeddings=bool(config.get("tie_word_embeddings", family.tie_embeddings)),
+        qkv_bias=family.qkv_bias or bias,
+        o_bias=bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=family.qk_norm,
+        rope=_parse_rope(config, family, head_dim),
+        rotated=rotated,
+        windows=_windows(config, rotated),
+    )
+
+
+def _rotated_layers(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
+    if config["model_type"] != "smollm3":
+        return (True,) * layers
+    interval = config.get("no_rope_layer_interval", 4)
+    marks = config.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
+    return tuple(bool(mark) for mark in marks[:layers])
+
+
+def _windows(config: dict[str, Any], rotated: tuple[bool, ...]) -> tuple[int, ...]:
+    window, kind = config.get("sliding_window") or 0, config["model_type"]
+    full = (0,) * len(rotated)
+    if kind == "llama" or not window:
+        return full
+    if kind == "mistral":
+        return (window,) * len(rotated)
+    if not config.get("use_sliding_window", False):
+        return full
+    types = config.get("layer_types")
+    if types:
+        sliding = [layer == "sliding_attention" for layer in types]
+    elif kind == "smollm3":
+        sliding = [not turns for turns in rotated]
+    else:
+        sliding = [i >= config.get("max_window_layers", 28) for i in range(len(rotated))]
+    return tuple(window if slides else 0 for slides in sliding)
+
+
+def _rope_dict(config: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 moved rope_theta and rope_scaling into rope_parameters; older checkpoints keep the old names."""
+    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
+def _rope_kind(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def _parse_rope(config: dict[str, Any], family: Family, head_dim: int) -> RopeConfig:
+    rope = _rope_dict(config)
+    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    longest = config["max_position_embeddings"]
+    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest
+    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale")
+    given = {name: rope[name] for name in (*optional, "mscale_all_dim", "truncate") if rope.get(name) is not None}
+    return RopeConfig(
+        theta=float(rope.get("rope_theta") or config.get("rope_theta") or family.theta),
+        dim=int(head_dim * partial),
+        original_max_len=original,
+        kind=_rope_kind(rope),
+        factor=float(rope.get("factor") or longest / original),
+        **given,
+    )
+
+
+def parse_gguf(file: GGUFFile) -> DecoderConfig:
+    """DecoderConfig of a GGUF header. Raises ConfigError naming what is unsupported or missing."""
+    config = parse_config(_gguf_as_hf(file))
+    names = file.tensors
+    return replace(
+        config,
+        tie_embeddings="output.weight" not in names,
+        qkv_bias="blk.0.attn_q.bias" in names,
+        o_bias="blk.0.attn_output.bias" in names,
+        mlp_bias="blk.0.ffn_down.bias" in names,
+    )
+
+
+def _gguf_as_hf(file: GGUFFile) -> dict[str, Any]:
+    """The header's values under the names of a config.json."""
+    if file.get("expert_count"):
+        raise ConfigError(f"{file.path.name}: mixture-of-experts GGUF files are not supported", param="model")
+    heads, kv_heads = file.get("attention.head_count"), file.get("attention.head_count_kv")
+    if isinstance(heads, list) or isinstance(kv_heads, list):
+        raise ConfigError(f"{file.path.name}: head counts that differ between layers are not supported", param="model")
+    embedding = file.tensors.get("token_embd.weight")
+    values = {
+        "model_type": file.architecture,
+        "vocab_size": embedding.shape[0] if embedding is not None else None,
+        "hidden_size": file.get("embedding_length"),
+        "intermediate_size": file.get("feed_forward_length"),
+        "num_hidden_layers": file.get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": file.get("attention.key_length"),
+        "rms_norm_eps": file.get("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": file.get("context_length"),
+        "rope_theta": file.get("rope.freq_base"),
+        "rope_scaling": _gguf_rope(file),
+        "sliding_window": file.get("attention.sliding_window"),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _gguf_rope(file: GGUFFile) -> dict[str, Any]:
+    """Rope settings; a rotary dimension that differs from the head's becomes a partial factor."""
+    heads, hidden = file.get("attention.head_count", 1), file.get("embedding_length", 1)
+    head_dim = file.get("attention.key_length") or hidden // heads
+    rope: dict[str, Any] = {"partial_rotary_factor": file.get("rope.dimension_count", head_dim) / head_dim}
+    kind = file.get("rope.scaling.type", "none")
+    if kind == "none":
+        return rope
+    factor = file.get("rope.scaling.factor", 1.0)
+    original = file.get("rope.scaling.original_context_length")
+    return rope | {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}

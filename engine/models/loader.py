@@ -1,0 +1,109 @@
+"""From a model source to a model on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.base import Model, ModelInfo
+from engine.models.config import FAMILIES, DecoderConfig, parse_config, parse_gguf, unsupported
+from engine.models.decoder import Decoder, ParameterLoader, Progress
+from engine.models.rope import rope_tables
+from engine.models.weights import GGUFWeights, Weights, open_directory
+from kernels.ops import Ops
+from protocol.errors import ConfigError
+from protocol.gguf_file import read_gguf
+from protocol.model_source import ModelSource, gguf_facts, read_facts, read_json
+
+IMPLEMENTATIONS = ("auto", "kvferry", "transformers")
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    ops: Ops,
+    impl: str = "auto",
+    progress: Progress | None = None,
+) -> Model:
+    """The model of `source` in `dtype` (None: `auto_dtype`). impl: kvferry (own decoder), transformers, or auto (own
+    decoder where it supports the architecture). progress receives the loaded fraction, 0 to 1. Raises ConfigError
+    naming what is missing or unsupported."""
+    if impl not in IMPLEMENTATIONS:
+        raise ConfigError(f"model_impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}", param="model_impl")
+    if dtype is None:
+        dtype = auto_dtype(device)
+    opened = None if impl == "transformers" else _open(source, must=impl == "kvferry")
+    if opened is None:
+        from engine.models.hf import load_hf
+
+        return load_hf(source, device=device, dtype=dtype, ops=ops, progress=progress)
+    return _load_decoder(source, opened, device, dtype, ops, progress)
+
+
+def auto_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device multiplies it natively (there it is several times faster), else float32."""
+    if device.type == "cuda":
+        return torch.bfloat16
+    known = torch.cpu.get_capabilities()
+    return torch.bfloat16 if known.get("avx512_bf16") or known.get("amx_bf16") else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint of a known family, before its tensors are read. rope_divisors: of a GGUF that carries them."""
+
+    config: DecoderConfig
+    weights: Weights
+    max_model_len: int
+    rope_divisors: torch.Tensor | None = None
+
+
+def _open(source: ModelSource, must: bool) -> Opened | None:
+    """The checkpoint for our own decoder; None where it is not supported and need not be."""
+    return _open_gguf(source, must) if source.kind == "gguf" else _open_directory(source, must)
+
+
+def _open_directory(source: ModelSource, must: bool) -> Opened | None:
+    config = read_json(source.path / "config.json")
+    if not must and unsupported(config) is not None:
+        return None
+    length = read_facts(source).max_model_len
+    if not length:
+        raise ConfigError(f"{source.path}/config.json names no max_position_embeddings", param="model")
+    return Opened(parse_config(config), open_directory(source.path), length)
+
+
+def _open_gguf(source: ModelSource, must: bool) -> Opened | None:
+    file = read_gguf(source.path)
+    if not must and file.architecture not in FAMILIES:
+        return None
+    config = parse_gguf(file)
+    permuted = FAMILIES[config.model_type].gguf_permuted
+    weights = GGUFWeights(file, (config.num_heads, config.num_kv_heads) if permuted else None)
+    return Opened(config, weights, gguf_facts(file).max_model_len, weights.rope_divisors())
+
+
+def _load_decoder(
+    source: ModelSource,
+    opened: Opened,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: Ops,
+    progress: Progress | None,
+) -> Decoder:
+    config = opened.config
+    info = ModelInfo(
+        name=source.name,
+        revision=source.revision,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_model_len=opened.max_model_len,
+    )
+    parameters = ParameterLoader(config, opened.weights, device, dtype, progress).load()
+    rope = rope_tables(config.rope, opened.max_model_len, device, opened.rope_divisors)
+    return Decoder(config, info, parameters, rope, ops)

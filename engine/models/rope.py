@@ -1,0 +1,74 @@
+"""Tables of the rotary embedding (Su et al. 2021) and its stretchings to longer contexts.
+
+linear: Chen et al. 2023. llama3: the frequency-wise scaling of Llama 3.1. yarn: Peng et al. 2023. dynamic: its
+frequencies would depend on how long a sequence has become, which cached keys cannot follow; the model is served up to
+its original length, where dynamic equals default.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from engine.models.config import RopeConfig
+
+
+def rope_tables(
+    rope: RopeConfig, length: int, device: torch.device, divisors: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin), float32 [length, rope.dim / 2]. divisors [rope.dim / 2]: per-frequency factors that a GGUF carries in
+    place of llama3's settings."""
+    frequencies, scale = _frequencies(rope)
+    if divisors is not None:
+        frequencies = frequencies / divisors.float().cpu()
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    return (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
+
+
+def _frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies float32 [dim / 2] and the factor that cos and sin are multiplied with."""
+    plain = 1.0 / rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
+    if rope.kind == "linear":
+        return plain / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(plain, rope), 1.0
+    if rope.kind == "yarn":
+        return _yarn(plain, rope), _yarn_attention(rope)
+    return plain, 1.0
+
+
+def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Wavelengths beyond original / low_freq_factor are stretched by factor, those below original / high_freq_factor
+    are kept, between them the two blend linearly in frequency."""
+    turns = rope.original_max_len * plain / (2 * math.pi)
+    keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return (1 - keep) * plain / rope.factor + keep * plain
+
+
+def _yarn(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Dimensions that turn more than beta_fast times over the original context are kept, those that turn less than
+    beta_slow times are stretched, between them a ramp (the paper's equations 17-23, in dimension index)."""
+
+    def dimension(turns: float) -> float:
+        return rope.dim * math.log(rope.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    index = torch.arange(rope.dim // 2, dtype=torch.float32)
+    stretch = ((index - low) / ((high - low) or 0.001)).clamp(0, 1)
+    return plain / rope.factor * stretch + plain * (1 - stretch)
+
+
+def _yarn_attention(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)

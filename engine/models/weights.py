@@ -1,0 +1,164 @@
+"""Tensors of a checkpoint by their Hugging Face names, whatever file holds them."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from engine.models.dequantise import dequantise, stored_bytes
+from protocol.errors import ConfigError
+from protocol.gguf_file import GGUFFile, GGUFTensor
+from protocol.model_source import weight_files
+
+_GGUF_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
+
+
+class Weights(Protocol):
+    """Where a decoder's tensors come from."""
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Write the tensor into `out` (contiguous, any dtype and device). Raises ConfigError: missing, of another
+        shape, of an unsupported type, or unreadable."""
+
+
+def open_directory(path: Path) -> Weights:
+    """Weights of a directory in Hugging Face's layout: safetensors, or pytorch_model*.bin."""
+    files = weight_files(path)
+    if files and files[0].suffix == ".safetensors":
+        return SafetensorsWeights(files)
+    return TorchWeights(files)
+
+
+class SafetensorsWeights:
+    """Memory-mapped .safetensors files; every shard's own header tells what it holds."""
+
+    def __init__(self, files: list[Path]):
+        from safetensors import SafetensorError, safe_open
+
+        self._handles: dict[str, Any] = {}
+        for file in files:
+            try:
+                handle = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"cannot read {file}: {error}; download it again", param="model") from error
+            self._handles.update(dict.fromkeys(list(handle.keys()), handle))
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        if name not in self._handles:
+            raise _missing(name)
+        tensor: torch.Tensor = self._handles[name].get_tensor(name)
+        _check_shape(name, tuple(tensor.shape), out)
+        out.copy_(tensor)
+
+
+class TorchWeights:
+    """pytorch_model*.bin files, read without running code from them."""
+
+    def __init__(self, files: list[Path]):
+        self._tensors: dict[str, torch.Tensor] = {}
+        for file in files:
+            try:
+                self._tensors.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+            except (OSError, RuntimeError, ValueError, EOFError) as error:
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                raise ConfigError(f"cannot read {file}: {reason}", param="model") from error
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        if name not in self._tensors:
+            raise _missing(name)
+        _check_shape(name, tuple(self._tensors[name].shape), out)
+        out.copy_(self._tensors[name])
+
+
+class GGUFWeights:
+    """A GGUF file; tensors are dequantised as they are read, through one buffer for their stored bytes.
+
+    permuted_heads: (query heads, K/V heads) of files whose q and k rows are reordered for interleaved rotation, else
+    None.
+    """
+
+    def __init__(self, file: GGUFFile, permuted_heads: tuple[int, int] | None):
+        self._file = file
+        self._permuted = permuted_heads
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        tensor = self._file.tensors.get(_gguf_name(name))
+        if tensor is None:
+            raise _missing(f"{_gguf_name(name)} ({name})")
+        _check_shape(tensor.name, tensor.shape, out)
+        dequantise(self._bytes(tensor), tensor.type, out)
+        if self._permuted is not None and any(part in name for part in _ROTATED):
+            half_split_rows(out, self._permuted[0 if "q_proj" in name else 1])
+
+    def rope_divisors(self) -> torch.Tensor | None:
+        """Per-frequency divisors of the rotary embedding that the file carries (Llama 3), or None."""
+        tensor = self._file.tensors.get("rope_freqs.weight")
+        if tensor is None:
+            return None
+        out = torch.empty(tensor.shape)
+        dequantise(self._bytes(tensor), tensor.type, out)
+        return out
+
+    def _bytes(self, tensor: GGUFTensor) -> torch.Tensor:
+        """The tensor's stored bytes, valid until the next call."""
+        length = stored_bytes(tensor.type, math.prod(tensor.shape))
+        if length > len(self._buffer):
+            self._buffer = torch.empty(length, dtype=torch.uint8)
+        found = self._buffer[:length]
+        try:
+            with self._file.path.open("rb") as file:
+                file.seek(tensor.offset)
+                read = file.readinto(memoryview(found.numpy()))
+        except OSError as error:
+            raise ConfigError(f"cannot read {self._file.path}: {error.strerror or error}", param="model") from error
+        if read != length:
+            raise ConfigError(f"{self._file.path} ends inside {tensor.name}; download it again", param="model")
+        return found
+
+
+def half_split_rows(rows: torch.Tensor, heads: int) -> None:
+    """Reorder in place the rows of a q or k projection (or the entries of its bias) from each head's interleaved order
+    (0, d/2, 1, d/2 + 1, ...) to the half-split order (0, 1, ..., d - 1)."""
+    tail = rows.shape[1:]
+    for head in rows.view(heads, -1, *tail):
+        head.copy_(head.view(-1, 2, *tail).transpose(0, 1).reshape(head.shape))
+
+
+def _gguf_name(name: str) -> str:
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return _GGUF_TOP[name]
+    return f"blk.{layer[1]}.{_GGUF_LAYER[layer[2]]}.{layer[3]}"
+
+
+def _missing(name: str) -> ConfigError:
+    return ConfigError(f"the model's files lack the tensor {name}", param="model")
+
+
+def _check_shape(name: str, found: tuple[int, ...], out: torch.Tensor) -> None:
+    if found != tuple(out.shape):
+        raise ConfigError(f"tensor {name} has shape {found}, the config says {tuple(out.shape)}", param="model")
