@@ -8,11 +8,11 @@ import json
 import os
 import signal
 import time
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
+from typing import IO
 
 from cli.door import ERROR_PREFIX
 from cli.options import variable
@@ -53,7 +53,7 @@ class Child:
         self.complaint = ""
         self._echo = echo
         self._changed = changed
-        self._process: Process | None = None
+        self._process: Popen[bytes] | None = None
         self._ready_at = 0.0
 
     @property
@@ -66,69 +66,72 @@ class Child:
 
     async def run_once(self) -> int:
         """Start the command and wait for its end. Returns the exit status, negative for a signal. `complaint` then is
-        the line that explains status 2; it is not echoed."""
+        the line that explains status 2; it is not echoed. Cancelling kills the process."""
         self.progress, self.url, self.complaint = 0.0, None, ""
         self.ready.clear()
-        reports, write = os.pipe()
-        try:
-            process = self._process = await asyncio.create_subprocess_exec(
-                *self.command.argv,
-                env=self._environment(write),
-                stdin=DEVNULL,
-                stdout=PIPE,
-                stderr=STDOUT,
-                limit=_LINE_LIMIT,
-                pass_fds=(write,),
-                preexec_fn=partial(_die_with, os.getpid()),
-            )
-        except BaseException:
-            os.close(reports)
-            raise
-        finally:
-            os.close(write)
-        return await self._until_end(process, reports)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it to the process, if it runs."""
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.send_signal(number)
-
-    async def _until_end(self, process: Process, reports: int) -> int:
-        assert process.stdout is not None
+        process, output, reports = self._spawn()
         ears = [
-            asyncio.create_task(self._hear_output(process.stdout)),
-            asyncio.create_task(self._hear_reports(reports)),
+            asyncio.create_task(self._hear(output, self._take_output)),
+            asyncio.create_task(self._hear(reports, self._take_report)),
         ]
         try:
-            status = await process.wait()
+            self._process = process
+            status = await _end_of(process)
             await asyncio.wait(ears, timeout=_LAST_WORDS_S)
             if self.complaint and status != 2:
                 self._echo(f"[{self.name}] {ERROR_PREFIX}{self.complaint}")
             return status
         finally:
             self._process = None
+            process.kill()
+            process.wait()
             for ear in ears:
                 ear.cancel()
             await asyncio.gather(*ears, return_exceptions=True)
 
-    async def _hear_output(self, output: asyncio.StreamReader) -> None:
-        async for text in _lines(output):
-            if text.startswith(ERROR_PREFIX) and not self.ever_ready:
-                self.complaint = text.removeprefix(ERROR_PREFIX)
-            else:
-                self._echo(f"[{self.name}] {text}")
+    def signal(self, number: signal.Signals) -> None:
+        """Send it to the process, if it runs."""
+        if self._process is not None:
+            self._process.send_signal(number)
 
-    async def _hear_reports(self, descriptor: int) -> None:
-        reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
-        )
+    def _spawn(self) -> tuple[Popen[bytes], IO[bytes], IO[bytes]]:
+        """The process, its output and its reports."""
+        read, write = os.pipe()
+        reports = os.fdopen(read, "rb", buffering=0)
+        try:
+            process = Popen(
+                self.command.argv,
+                bufsize=0,
+                env=self._environment(write),
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=STDOUT,
+                pass_fds=(write,),
+                preexec_fn=partial(_die_with, os.getpid()),
+            )
+        except BaseException:
+            reports.close()
+            raise
+        finally:
+            os.close(write)
+        assert process.stdout is not None
+        return process, process.stdout, reports
+
+    async def _hear(self, pipe: IO[bytes], take: Callable[[str], None]) -> None:
+        reader = asyncio.StreamReader(limit=_LINE_LIMIT)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
         try:
             async for text in _lines(reader):
-                self._take_report(text)
+                take(text)
         finally:
             transport.close()
+
+    def _take_output(self, text: str) -> None:
+        if text.startswith(ERROR_PREFIX) and not self.ever_ready:
+            self.complaint = text.removeprefix(ERROR_PREFIX)
+        else:
+            self._echo(f"[{self.name}] {text}")
 
     def _take_report(self, text: str) -> None:
         try:
@@ -150,6 +153,19 @@ class Child:
         if self.command.reports:
             env[variable("status_fd")] = str(status_fd)
         return env
+
+
+async def _end_of(process: Popen[bytes]) -> int:
+    """The exit status, as soon as the process itself ended: whoever inherited its pipes may still hold them."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    descriptor = os.pidfd_open(process.pid)
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+        return process.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:

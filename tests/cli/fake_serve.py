@@ -1,0 +1,22 @@
+"""`kvferry serve` with fake children, as a process of its own: fake_serve.py [flags of serve]."""
+
+import sys
+from pathlib import Path
+
+import cli.main
+import cli.serve
+
+FAKE_CHILD = str(Path(__file__).with_name("fake_child.py"))
+serve_cluster = cli.serve.serve_cluster
+
+
+def fake_program(subcommand: str) -> list[str]:
+    return [sys.executable, FAKE_CHILD, subcommand]
+
+
+async def serve_fakes(settings):
+    await serve_cluster(settings, fake_program)
+
+
+cli.serve.serve_cluster = serve_fakes
+sys.exit(cli.main.run(["serve", *sys.argv[1:]]))

@@ -1,0 +1,238 @@
+"""The supervisor as a process, with a script standing in for router and workers, and a real embedded Valkey."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cli.serve import cluster_commands, kvferry_program, ready_line
+from protocol.settings import ServeSettings
+
+ROOT = Path(__file__).parents[2]
+
+
+class Cluster:
+    """A running fake_serve.py; `gone` ends it and everything it started."""
+
+    def __init__(self, folder: Path, *flags: str, **env: str) -> None:
+        self.folder = folder
+        self._out, self._err = (folder / "stdout").open("w"), (folder / "stderr").open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("fake_serve.py")), *flags],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "FAKE_DIR": str(folder), **env},
+            stdout=self._out,
+            stderr=self._err,
+            start_new_session=True,
+        )
+        self.family: list[psutil.Process] = []
+
+    @property
+    def stdout(self) -> str:
+        return (self.folder / "stdout").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    def pids(self, name: str) -> list[int]:
+        file = self.folder / f"{name}.pids"
+        return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+    def seen(self, name: str) -> dict:
+        return json.loads((self.folder / f"{name}.argv").read_text())
+
+    def until_ready(self) -> None:
+        eventually(lambda: "kvferry is ready" in self.stdout or self.process.poll() is not None, 20)
+        assert "kvferry is ready" in self.stdout, self.stderr
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+
+    def gone(self) -> None:
+        for process in [*self.family, *([self.process] if self.process.poll() is None else [])]:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait(5)
+        self._out.close()
+        self._err.close()
+
+
+def eventually(holds: Callable[[], bool], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.02)
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    clusters: list[Cluster] = []
+
+    def starter(*flags: str, **env: str) -> Cluster:
+        clusters.append(Cluster(tmp_path, "--port", "0", *flags, **env))
+        return clusters[-1]
+
+    yield starter
+    for cluster in clusters:
+        cluster.gone()
+
+
+def test_one_ready_line_then_a_clean_end(start, tmp_path):
+    (tmp_path / "decode-0.mode").write_text("stubborn")
+    cluster = start("--prefill", "2", "--api-key", "s3cret", KVFERRY_MAX_NUM_SEQS="7", KVFERRY_NODE_ID="stray")
+    cluster.until_ready()
+    (line,) = cluster.stdout.splitlines()
+    assert "http://127.0.0.1:" in line
+    assert "curl" in line
+    assert '"model": "fake-model"' in line
+    assert "s3cret" not in line
+    assert "[prefill-1] prefill-1 says hello" in cluster.stderr
+    assert "decode-0: ready" in cluster.stderr
+    names = [" ".join(process.cmdline()) for process in cluster.family]
+    assert len([name for name in names if "fake_child.py" in name]) == 4
+    assert any("valkey-server" in name for name in names)
+    assert not any("s3cret" in name for name in names)
+    group = os.getpgid(cluster.process.pid)
+    assert {os.getpgid(process.pid) for process in cluster.family} == {group}
+
+    router, prefill = cluster.seen("router"), cluster.seen("prefill-1")
+    assert router["env"]["KVFERRY_API_KEY"] == "s3cret"
+    assert set(prefill["env"]) == {"KVFERRY_STATUS_FD"}
+    assert prefill["argv"][prefill["argv"].index("--max-num-seqs") + 1] == "7"
+    assert prefill["argv"][0] == "prefill"
+    assert "--port" not in prefill["argv"]
+
+    began = time.monotonic()
+    cluster.process.send_signal(signal.SIGTERM)
+    assert cluster.process.wait(6) == 0
+    assert time.monotonic() - began < 5
+    assert not [process for process in cluster.family if alive(process)]
+
+
+def test_ctrl_c_reaches_the_whole_group_and_nothing_is_restarted(start):
+    cluster = start()
+    cluster.until_ready()
+    os.killpg(os.getpgid(cluster.process.pid), signal.SIGINT)
+    assert cluster.process.wait(5) == 0
+    assert not [process for process in cluster.family if alive(process)]
+    assert len(cluster.pids("prefill-0")) == 1
+
+
+def test_a_killed_supervisor_takes_its_children_along(start, tmp_path):
+    (tmp_path / "prefill-0.mode").write_text("stubborn")
+    cluster = start()
+    cluster.until_ready()
+    cluster.process.kill()
+    cluster.process.wait(5)
+    eventually(lambda: not [process for process in cluster.family if alive(process)], 5)
+
+
+def test_a_dead_child_is_restarted(start):
+    cluster = start("--prefill", "0")
+    cluster.until_ready()
+    os.kill(cluster.pids("decode-0")[0], signal.SIGKILL)
+    eventually(lambda: len(cluster.pids("decode-0")) == 2, 5)
+    cluster.family = psutil.Process(cluster.process.pid).children(recursive=True)
+    assert "decode-0 ended (SIGKILL: out of memory?); restarting it in 0.5 s" in cluster.stderr
+    assert cluster.pids("router")[0] in {process.pid for process in cluster.family}
+    assert cluster.stdout.count("kvferry is ready") == 1
+
+
+def test_a_refusal_at_start_ends_the_cluster_with_its_line(start, tmp_path):
+    (tmp_path / "prefill-0.mode").write_text("refuse")
+    cluster = start()
+    assert cluster.process.wait(20) == 2
+    errors = [line for line in cluster.stderr.splitlines() if "error:" in line]
+    assert errors == ["kvferry: error: prefill-0: out of memory for the KV pool; lower --kv-cache-gib"]
+    assert cluster.stdout == ""
+    for name in ("router", "prefill-0", "decode-0"):
+        assert not [pid for pid in cluster.pids(name) if psutil.pid_exists(pid)]
+
+
+def test_a_child_that_never_starts_is_given_up(start, tmp_path):
+    (tmp_path / "decode-0.mode").write_text("crash")
+    cluster = start()
+    assert cluster.process.wait(20) == 1
+    assert "kvferry: error: decode-0 does not start: exit status 3, 3 times" in cluster.stderr
+    assert len(cluster.pids("decode-0")) == 3
+
+
+def test_mistakes_are_one_line_and_status_2_before_anything_starts(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        cases = {
+            ("--port", port): "--port",
+            ("--port", "0", "--model", "/no/such/dir"): "no such model",
+            ("--port", "0", "--chat-template", "/no/such/file"): "--chat-template",
+            ("--port", "0", "--redis-url", "redis://127.0.0.1:1/0"): "--redis-url",
+            ("--port", "0", "--host", "192.0.2.1"): "--host",
+            ("--port", "0", "--dtype", "int3"): "--dtype",
+        }
+        for flags, remedy in cases.items():
+            cluster = Cluster(tmp_path, *flags)
+            try:
+                assert cluster.process.wait(20) == 2
+                (line,) = cluster.stderr.splitlines()
+                assert line.startswith("kvferry: error: ")
+                assert remedy in line
+                assert not list(tmp_path.glob("*.pids"))
+            finally:
+                cluster.gone()
+
+
+def test_children_get_only_what_differs_from_their_defaults():
+    settings = ServeSettings(
+        redis_url="redis://127.0.0.1:1/0", prefill=1, decode=2, port=8123, host="0.0.0.0", threads=3, kv_blocks=9
+    )
+    router, prefill, first, second = cluster_commands(settings, lambda subcommand: ["kvferry", subcommand])
+    assert router.argv == (
+        "kvferry",
+        "router",
+        "--redis-url",
+        settings.redis_url,
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "8123",
+    )
+    assert prefill.argv[:2] == ("kvferry", "prefill")
+    assert "0.0.0.0" not in prefill.argv, "workers of a local cluster are not reachable from outside"
+    assert {"--threads", "3", "--kv-blocks", "9", "--drain-timeout", "3.0"} <= set(prefill.argv)
+    assert (first.name, second.name) == ("decode-0", "decode-1")
+    assert second.argv[second.argv.index("--node-id") + 1] == "decode-1"
+
+
+def test_the_program_is_the_console_script_where_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert kvferry_program("router") == [str(tmp_path / "python"), "-m", "cli.main", "router"]
+    (tmp_path / "kvferry").touch()
+    assert kvferry_program("router") == [str(tmp_path / "kvferry"), "router"]
+
+
+def test_the_ready_line_is_a_command_to_paste():
+    line = ready_line("http://127.0.0.1:1", "it's", "key")
+    assert "\n" not in line
+    words = shlex.split(line.split(" - try: ")[1])
+    assert json.loads(words[-1])["model"] == "it's"
+    assert "Authorization: Bearer YOUR_API_KEY" in words

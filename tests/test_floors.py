@@ -1,0 +1,92 @@
+"""The law of the house: which folder may import which, and what a router process never loads."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = {
+    "protocol": 0,
+    "kernels": 1,
+    "engine": 2,
+    "kv_transfer": 2,
+    "node": 3,
+    "prefill_worker": 4,
+    "decode_worker": 4,
+    "router": 4,
+    "cli": 5,
+}
+TRANSFORMERS_DOOR = Path("engine/models/hf.py")
+
+
+def modules(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names that a module imports, also inside functions and under TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+            assert node.level == 0, f"{path}: relative import"
+
+
+def tops(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)}
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_a_folder_imports_only_lower_floors(folder):
+    assert modules(folder)
+    for path in modules(folder):
+        for other in (tops(path) & set(FLOORS)) - {folder}:
+            assert FLOORS[other] < FLOORS[folder], f"{path.relative_to(ROOT)} imports {other}"
+        assert not tops(path) & {"tests", "benchmarks"}
+
+
+def test_every_package_has_a_floor():
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages == set(FLOORS)
+
+
+@pytest.mark.parametrize("folder", ["protocol", "router"])
+def test_no_torch_and_no_transformers_even_late(folder):
+    for path in modules(folder):
+        assert not tops(path) & {"torch", "transformers", "ucxx", "triton"}, path
+
+
+def test_protocol_and_router_load_no_torch_through_others():
+    names = [dotted(path) for folder in ("protocol", "router") for path in modules(folder)]
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "large = {'torch', 'transformers', 'ucxx', 'triton'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {sorted(large)}' if large else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_door_to_transformers():
+    doors = {path.relative_to(ROOT) for folder in FLOORS for path in modules(folder) if "transformers" in tops(path)}
+    assert doors <= {TRANSFORMERS_DOOR}
+
+
+def test_kernels_package_says_nothing():
+    """transformers imports whatever is called `kernels` and looks for names and a version in it."""
+    tree = ast.parse((ROOT / "kernels/__init__.py").read_text())
+    rest = [node for node in tree.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
+    assert rest == []
