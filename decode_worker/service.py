@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 
 from fastapi import Request, Response
+from kv_transfer.receiver import Receiver
 
 from decode_worker.streams import TokenStreams, frames
 from engine.events import Event, Failed, Generated, ReservationFailed, Reserved
 from engine.request import Key
 from kv_transfer.ports import TransferKey
-from kv_transfer.receiver import Receiver
-from kv_transfer.ucx import UcxLink
 from node.assembly import PoolMemory
 from node.frames import FrameResponse
 from node.http import read_message
@@ -32,7 +31,7 @@ class DecodeService:
         self._role = node.settings.role
         self._streams = TokenStreams(self._router_lost)
         self._pending: dict[str, tuple[list[TokenDelta], list[AttemptFailed]]] = defaultdict(lambda: ([], []))
-        self._link = UcxLink.from_settings(node.settings, node.parts.kv.device.type)
+        self._link = node.make_link()
         self._receiver = Receiver(
             self._link,
             PoolMemory(node.parts.kv),
@@ -41,7 +40,7 @@ class DecodeService:
             fingerprint=node.parts.fingerprint,
         )
         self._link.start(self._receiver)
-        self.link_address = node.host + ":" + self._link.address.rsplit(":", 1)[1]
+        self.link_address = self._link.address
         node.app.post("/attempts/generate", status_code=202)(self.post_generate)
         node.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
         node.app.get("/streams/{router_id}")(self.get_stream)

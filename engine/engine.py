@@ -170,6 +170,7 @@ class Engine:
             cached_blocks=cached,
             granted_blocks=granted,
             total_blocks=self.pool.num_blocks,
+            open_grants=len(self.scheduler.reserved),
         )
 
     def check_integrity(self) -> None:

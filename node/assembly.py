@@ -116,9 +116,9 @@ def pool_blocks(settings: WorkerSettings, layout: KVLayout, device: torch.device
         blocks, flag = int(wanted // layout.block_bytes), "kv_cache_gib"
     name = flag.replace("_", "-")
     if blocks * layout.block_bytes > MEMORY_MARGIN * available:
+        needed = blocks * layout.block_bytes / GIB
         raise ConfigError(
-            f"the KV pool would take {blocks * layout.block_bytes / GIB:.2f} GiB but {available / GIB:.2f} GiB of memory"
-            f" are available; lower --{name}",
+            f"the KV pool would take {needed:.2f} GiB but {available / GIB:.2f} GiB are available; lower --{name}",
             param=flag,
         )
     if blocks < 2:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from fastapi import FastAPI
 
 from engine.events import Admitted, BlocksChanged, Event, Stepped
@@ -20,6 +21,7 @@ from engine.loop import EngineLoop
 from kv_transfer.index import IndexWriter
 from kv_transfer.redis_store import RedisStore
 from kv_transfer.registry import LeaseKeeper
+from kv_transfer.ucx import UcxLink
 from node.assembly import Assembled, assemble
 from node.http import bind, make_app, make_server, serve_metrics
 from node.rates import RateMeter, warm_up
@@ -99,6 +101,18 @@ class Node:
             server.should_exit = True
             await serving
 
+    def make_link(self) -> UcxLink:
+        """The link of this node, not yet started."""
+        settings, device = self.settings, self.parts.kv.device
+        return UcxLink(
+            self.host,
+            settings.link_port,
+            transports=settings.ucx_transports,
+            net_devices=settings.ucx_net_devices,
+            cuda=device.type == "cuda",
+            prepare=(lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None,
+        )
+
     def require_ready(self) -> None:
         """Raise Draining unless new work may begin."""
         if self._state != "ready":
@@ -140,7 +154,9 @@ class Node:
         self.engine = EngineLoop(self.parts.engine, self._on_events)
         self._service = self._make_service(self)
         self._writer = IndexWriter(self._store, self.node_id, self.epoch, self.parts.engine.pool.findable)
-        self._keeper = LeaseKeeper(self._store, self.lease, on_restored=self._writer.republish)
+        self._keeper = LeaseKeeper(
+            self._store, self.lease, on_restored=self._writer.republish, on_outcome=self._lease_outcome
+        )
         self.engine.start()
         self._state = "ready"
         await self._writer.start()
@@ -152,7 +168,7 @@ class Node:
         assert self._service is not None
         await self._keeper.announce_now()
         deadline = time.monotonic() + self.settings.drain_timeout
-        while self._service.busy() and time.monotonic() < deadline:
+        while self._service.busy() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         await self._keeper.stop()
         await self._writer.stop()
@@ -194,6 +210,9 @@ class Node:
         m.prefix_queries.labels(role).inc(event.queried)
         m.prefix_hits.labels(role).inc(event.hit)
 
+    def _lease_outcome(self, outcome: str) -> None:
+        self.metrics.lease_renewals.labels(self.settings.role, outcome).inc()
+
     def _health(self) -> tuple[int, dict[str, object]]:
         fault = self.engine.fault if self._state != "loading" else None
         body: dict[str, object] = {"status": self._state, "progress": self._progress}
@@ -210,6 +229,7 @@ class Node:
         m.kv_blocks_total.labels(role).set(load.total_blocks)
         for state, count in block_books(load).items():
             m.kv_blocks.labels(role, state).set(count)
+        m.grants_open.labels(role).set(load.open_grants)
         m.index_rows.labels(role).set(self._writer.rows)
         m.index_pending.labels(role).set(self._writer.pending)
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request, Response
+from kv_transfer.sender import Sender
 
 from engine.events import Computed, Event, Failed, Generated
 from engine.request import Key, key_of
 from kv_transfer.ports import ShipStats
-from kv_transfer.sender import Sender
-from kv_transfer.ucx import UcxLink
 from node.assembly import PoolMemory
 from node.frames import FrameResponse
 from node.http import read_message
@@ -44,7 +43,7 @@ class PrefillService:
         self._role = node.settings.role
         self._attempts: dict[Key, Attempt] = {}
         self._ships: dict[int, Attempt] = {}
-        self._link = UcxLink.from_settings(node.settings, node.parts.kv.device.type)
+        self._link = node.make_link()
         memory = PoolMemory(node.parts.kv)
         self._sender = Sender(
             self._link,
@@ -54,7 +53,7 @@ class PrefillService:
             verify=node.settings.verify_checksums,
         )
         self._link.start(self._sender)
-        self.link_address = node.host + ":" + self._link.address.rsplit(":", 1)[1]
+        self.link_address = self._link.address
         node.app.post("/attempts/prefill")(self.post_prefill)
         node.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
 

@@ -255,6 +255,7 @@ class Load:
     cached_blocks: int = 0
     granted_blocks: int = 0
     total_blocks: int = 0
+    open_grants: int = 0
 
 
 @message(41)

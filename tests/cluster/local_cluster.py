@@ -1,0 +1,157 @@
+"""A whole local cluster for tests: `kvferry serve` as a user starts it, found and ended by process id."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import openai
+import psutil
+from kv_transfer.redis_store import RedisStore
+from prometheus_client.parser import text_string_to_metric_families
+
+from protocol.messages import NodeLease
+
+START_S = 120.0
+MODEL = "SmolLM2-135M-Instruct"
+
+
+@dataclass
+class LocalCluster:
+    """A running cluster. `log` collects its stderr lines."""
+
+    process: subprocess.Popen[str]
+    url: str
+    ready_line: str
+    seconds_to_ready: float
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", timeout=120.0, max_retries=0)
+
+    def children(self, role: str) -> list[psutil.Process]:
+        """Live processes of `kvferry <role>` (or valkey-server)."""
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            line = child.cmdline()
+            if role in line or any(word.endswith(role) for word in line[:2]):
+                found.append(child)
+        return found
+
+    def leases(self) -> list[NodeLease]:
+        """What the registry says, read as any process would."""
+        (valkey,) = self.children("valkey-server")
+        port = next(c.laddr.port for c in valkey.net_connections() if c.status == psutil.CONN_LISTEN)
+
+        async def read() -> list[NodeLease]:
+            store = RedisStore(f"redis://127.0.0.1:{port}/0", "default")
+            try:
+                return list(await store.nodes())
+            finally:
+                await store.close()
+
+        return asyncio.run(read())
+
+    def worker_urls(self, role: str) -> list[str]:
+        return [lease.http_url for lease in self.leases() if lease.role == role]
+
+    def settle(self, seconds: float = 10.0) -> None:
+        """Wait until every pool's books balance with nothing active or granted; fails with the books otherwise."""
+        urls = [url for role in ("prefill", "decode") for url in self.worker_urls(role)]
+        wait_for(lambda: all(idle(scrape(url)) for url in urls), seconds, lambda: str([books(scrape(u)) for u in urls]))
+
+
+Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
+
+
+def scrape(url: str) -> Samples:
+    """Every sample of a process's metrics by name and labels (without role)."""
+    found: Samples = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=10).text):
+        for sample in family.samples:
+            labels = tuple(sorted((k, v) for k, v in sample.labels.items() if k != "role"))
+            found.setdefault(sample.name, {})[labels] = sample.value
+    return found
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    """One sample's value; 0 if it was never set."""
+    return samples.get(name, {}).get(tuple(sorted(labels.items())), 0.0)
+
+
+def books(samples: Samples) -> dict[str, float]:
+    return {dict(k)["state"]: v for k, v in samples["kvferry_kv_blocks"].items()}
+
+
+def idle(samples: Samples) -> bool:
+    """Whether free + active + cached + granted is the pool and nobody uses a block."""
+    now = books(samples)
+    assert sum(now.values()) == value(samples, "kvferry_kv_blocks_total"), now
+    return now["active"] == 0 and now["granted"] == 0
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, say: Callable[[], str] = lambda: "") -> None:
+    """Poll until the condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {say()}"
+        time.sleep(0.05)
+
+
+@contextmanager
+def local_cluster(*args: str) -> Iterator[LocalCluster]:
+    """`kvferry serve --port 0 …`; ended with SIGTERM, and by id if that does not do."""
+    command = [sys.executable, "-m", "cli.main", "serve", "--port", "0", *args]
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=_environment()
+    )
+    log: list[str] = []
+    threading.Thread(target=_collect, args=(process.stderr, log), daemon=True).start()
+    watchdog = threading.Timer(START_S, process.kill)
+    watchdog.start()
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        watchdog.cancel()
+        match = re.search(r"http://[\w.:\[\]]+", line)
+        assert match, f"no ready line: {line!r}\n" + "\n".join(log)
+        yield LocalCluster(process, match.group(), line, time.monotonic() - began, log)
+    finally:
+        watchdog.cancel()
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    children = []
+    if process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+    for child in children:
+        if child.is_running():
+            child.kill()
+
+
+def _collect(stream: object, log: list[str]) -> None:
+    for line in stream:  # type: ignore[attr-defined]
+        log.append(line.rstrip())
+
+
+def _environment() -> dict[str, str]:
+    return {name: text for name, text in os.environ.items() if not name.startswith("KVFERRY_")}
