@@ -12,7 +12,7 @@ from kernels.triton.softmax import attend
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table", "splits"])
 def decode_kernel(
     q,  # [num_seqs, heads, DIM]
     kv,

@@ -10,7 +10,7 @@ from kernels.triton.launch import power_of_two
 TILE = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x,
     residual,

@@ -38,17 +38,21 @@ def kv_splits(programs: int, keys: int, processors: int) -> int:
 
 def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
     """Tile of a decode program: the heads that share a K/V head by `keys` positions."""
-    dim = power_of_two(head_dim, 16)
-    keys = 64 if dim * element_bytes <= 256 else 32
-    return Tile(power_of_two(group, 16), keys, dim, warps=4, stages=3)
+    rows, dim = power_of_two(group, 16), power_of_two(head_dim, 16)
+    if element_bytes == 4:
+        return _float32_tile(rows, dim)
+    return Tile(rows, 64 if dim <= 128 else 32, dim, warps=4, stages=3)
 
 
 def prefill_tile(rows: int, head_dim: int, element_bytes: int) -> Tile:
-    """Tile of a prefill program when the longest chunk has `rows` rows. float32 runs without tensor cores, where large
-    tiles only spill."""
+    """Tile of a prefill program when the longest chunk has `rows` rows."""
     dim = power_of_two(head_dim, 16)
     if element_bytes == 4:
-        return Tile(min(32, power_of_two(rows, 16)), 32 if dim <= 128 else 16, dim, warps=4, stages=2)
-    most = 128 if dim <= 128 else 64
-    size = min(most, power_of_two(rows, 16))
+        return _float32_tile(min(32, power_of_two(rows, 16)), dim)
+    size = min(128, power_of_two(rows, 16))
     return Tile(size, 64 if dim <= 128 else 32, dim, warps=8 if size == 128 else 4, stages=3 if dim <= 128 else 2)
+
+
+def _float32_tile(rows: int, dim: int) -> Tile:
+    """float32 products run without tensor cores, where larger tiles spill registers."""
+    return Tile(rows, 32 if dim <= 64 else 16, dim, warps=4 if dim <= 64 else 8, stages=2)

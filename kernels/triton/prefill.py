@@ -11,7 +11,7 @@ from kernels.triton.launch import Tile
 from kernels.triton.softmax import attend
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table", "first_seq"])
 def prefill_kernel(
     q,  # [T, heads, DIM]
     kv,

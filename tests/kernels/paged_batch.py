@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,16 +63,9 @@ class Case:
         return self.pool[:, LAYER]
 
     def to(self, device: str) -> Case:
-        plan = BatchPlan(
-            *(getattr(self.plan, n).to(device) for n in ("positions", "slots", "block_table")),
-            self.plan.query_start.to(device),
-            self.plan.total_len.to(device),
-            self.plan.query_lens,
-            self.plan.total_lens,
-            self.plan.num_decodes,
-            self.plan.block_size,
-        )
-        return Case(plan, self.pool.to(device), self.q.to(device), self.keys, self.values)
+        tensors = ("positions", "slots", "block_table", "query_start", "total_len")
+        plan = replace(self.plan, **{name: getattr(self.plan, name).to(device) for name in tensors})
+        return replace(self, plan=plan, pool=self.pool.to(device), q=self.q.to(device))
 
 
 def make_case(

@@ -1,0 +1,38 @@
+"""Runs triton_cases.py and triton_compile.py in processes of their own: whether Triton interprets is decided when it is
+imported, and no other test may inherit the choice."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def collect(file: str, **environment: str) -> None:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)],
+        env=inherited | environment,
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
+
+
+def test_kernels_agree_with_the_reference() -> None:
+    collect("triton_cases.py", **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}))
+
+
+def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    collect("triton_compile.py", TRITON_CACHE_DIR=str(tmp_path))

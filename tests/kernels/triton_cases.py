@@ -1,0 +1,129 @@
+"""Each Triton operation against the reference. Collected by test_triton.py in a process of its own, because Triton
+decides at its import whether it interprets; on a machine with a CUDA device the kernels run for real."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from paged_batch import Case, close, dense_attention, make_case, rope_table
+from triton.runtime import interpreter
+
+from kernels.reference import ReferenceOps
+from kernels.triton import TritonOps
+from kernels.triton.decode import decode
+from kernels.triton.launch import decode_tile
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = DEVICE == "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter holds bfloat16 as uint16 and multiplies those integers in `tl.dot` (Triton 3.9); here its
+    operands are widened first, which is exact. Its rounding to bfloat16 truncates, which the tolerances cover."""
+    if not INTERPRETED:
+        return
+    builder = interpreter.InterpreterBuilder
+    product = builder.create_dot
+
+    def widened(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return product(self, a, b, d, *rest)
+
+    monkeypatch.setattr(builder, "create_dot", widened)
+
+
+def attend(case: Case, window: int = 0, processors: int = 1) -> torch.Tensor:
+    moved = case.to(DEVICE)
+    return TritonOps(processors).paged_attention(moved.q, moved.kv_layer, moved.plan, 0.25, window).cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (4, 1)])
+def test_mixed_batch(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    case = make_case(
+        [1, 1, 1, 1, 1, 17, 5], [1, 15, 16, 17, 100, 17, 30], 5, heads=heads, kv_heads=kv_heads, dtype=dtype
+    )
+    close(attend(case), dense_attention(case, 0.25), dtype)
+
+
+@pytest.mark.parametrize("window", [1, 16, 70])
+@pytest.mark.parametrize("processors", [1, 8])
+def test_window(window: int, processors: int) -> None:
+    case = make_case([1, 1, 30], [140, 5, 97], 2, heads=3, kv_heads=1)
+    close(attend(case, window, processors), dense_attention(case, 0.25, window), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_split_decode_with_empty_parts(dtype: torch.dtype, splits: int) -> None:
+    case = make_case([1, 1, 1, 2], [300, 1, 65, 2], 3, heads=3, kv_heads=1, dtype=dtype)
+    moved = case.to(DEVICE)
+    out = torch.zeros_like(moved.q)
+    decode(moved.q, moved.kv_layer, out, moved.plan, 0.25, 0, splits, decode_tile(3, 16, moved.q.element_size()))
+    close(out[:3].cpu(), dense_attention(case, 0.25)[:3], dtype)
+    assert not out[3:].any()
+
+
+@pytest.mark.parametrize("dim", [24, 80])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_head_dims_that_are_no_power_of_two(dim: int, block_size: int) -> None:
+    case = make_case([1, 9], [200, 40], 1, heads=3, kv_heads=1, dim=dim, block_size=block_size)
+    close(attend(case, processors=4), dense_attention(case, 0.25), torch.float32)
+
+
+def test_chunk_of_several_tiles_behind_a_prefix() -> None:
+    case = make_case([70, 3], [101, 3], 0, heads=3, kv_heads=1)
+    close(attend(case), dense_attention(case, 0.25), torch.float32)
+
+
+def test_large_negative_scores_do_not_vanish() -> None:
+    case = make_case([1, 4], [90, 40], 1, heads=1, kv_heads=1)
+    far = replace(case, q=case.q * 400)
+    close(attend(far, processors=4), dense_attention(far, 0.25), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotary_dim", [16, 12, 0])
+def test_rope_and_cache(dtype: torch.dtype, rotary_dim: int) -> None:
+    case = make_case([1, 1, 4], [18, 33, 50], 2, heads=3, kv_heads=1, dtype=dtype)
+    random = torch.Generator().manual_seed(5)
+    qkv = torch.randn(case.plan.num_tokens, 5, 16, generator=random).to(dtype)
+    cos, sin = rope_table(64, rotary_dim) if rotary_dim else (None, None)
+    outcomes = []
+    for ops, device in ((ReferenceOps(), "cpu"), (TritonOps(), DEVICE)):
+        moved = replace(case, pool=case.pool.clone()).to(device)
+        table = [None if t is None else t.to(device) for t in (cos, sin)]
+        q, k, v = qkv.to(device).split((3, 1, 1), 1)
+        turned = ops.rope_and_cache(q, k, v, *table, moved.kv_layer, moved.plan)
+        outcomes.append((turned.cpu(), moved.pool.cpu()))
+    (expected, expected_pool), (got, got_pool) = outcomes
+    close(got, expected, dtype)
+    assert torch.equal(got_pool.isnan(), expected_pool.isnan())
+    close(got_pool.nan_to_num(), expected_pool.nan_to_num(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 576), (5, 33), (2, 3, 16)])
+def test_norms(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    random = torch.Generator().manual_seed(3)
+    wide = (torch.randn((*shape[:-1], 2 * shape[-1]), generator=random) * 30).to(dtype).to(DEVICE)
+    x, residual = wide.split(shape[-1], -1)
+    weight = torch.randn(shape[-1], generator=random).to(dtype).to(DEVICE)
+    close(TritonOps().rms_norm(x, weight, 1e-5), ReferenceOps().rms_norm(x, weight, 1e-5), dtype)
+    normed, total = TritonOps().add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_total = ReferenceOps().add_rms_norm(x, residual, weight, 1e-5)
+    close(total, expected_total, dtype)
+    close(normed, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [34, 5000])
+def test_silu_mul(dtype: torch.dtype, width: int) -> None:
+    gate_up = torch.randn(2, width, generator=torch.Generator().manual_seed(4)).to(dtype).to(DEVICE)
+    close(TritonOps().silu_mul(gate_up), ReferenceOps().silu_mul(gate_up), dtype)
