@@ -1,0 +1,167 @@
+"""Tokenizers out of GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
+
+Pre-tokenizers follow llama.cpp's table of `tokenizer.ggml.pre` names (src/llama-vocab.cpp), which in turn states what
+each model's own tokenizer.json does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from protocol.errors import ConfigError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*|\p{{N}}|{_CASED_TAIL}"
+)
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_CASED_TAIL}"
+)
+_GPT2 = frozenset(("gpt-2", "phi-2", "mpt", "olmo", "jina-es", "jina-de", "gigachat", "roberta-bpe", "jina-v2-code"))
+_DIGITS = frozenset(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"))
+_SPLITS = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _QWEN2),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+}
+_WHOLE_WORDS_FIRST = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"))
+_BOS_BY_DEFAULT = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"))
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that the `tokenizer.ggml.*` keys describe. Raises ConfigError for kinds that are not known, since a
+    near miss would answer with wrong tokens and no other sign."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if not metadata.get("tokenizer.ggml.tokens"):
+        raise ConfigError("the GGUF file carries no tokenizer", param="model")
+    if kind == "gpt2":
+        tokenizer = _byte_level(metadata)
+    elif kind == "llama":
+        tokenizer = _sentencepiece(metadata)
+    else:
+        raise ConfigError(
+            f"tokenizer.ggml.model {kind!r} of the GGUF file is not supported (gpt2, llama)", param="model"
+        )
+    _add_tokens(tokenizer, metadata)
+    _frame(tokenizer, metadata)
+    return tokenizer
+
+
+def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", ())]
+    bpe = models.BPE(vocab=_vocab(metadata), merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre in ("qwen2", "deepseek-r1-qwen"):
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _pre_tokenizer(pre: str) -> Any:
+    if pre in _GPT2:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if pre in _DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    if pre in _SPLITS:
+        return _isolated(_SPLITS[pre])
+    if pre == "default":
+        words = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+        return _isolated(r"[\p{P}\$\+<=>\^~\|]+", words, r"\p{N}+", r"[0-9][0-9][0-9]")
+    raise ConfigError(f"tokenizer.ggml.pre {pre!r} of the GGUF file is not supported", param="model")
+
+
+def _isolated(*patterns: str) -> Any:
+    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
+    """SentencePiece BPE joins the neighbours whose union scores highest, which is a merge list sorted by score."""
+    vocab = _vocab(metadata)
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.scores", ())
+    if len(scores) != len(tokens):
+        raise ConfigError("the GGUF file's tokenizer.ggml.scores do not match its tokens", param="model")
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    merges = _merges_by_score(vocab, tokens, scores, _types(metadata))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    steps: list[Any] = [normalizers.Replace(" ", "▁")]
+    undo: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend("▁"))
+        undo.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(undo)
+    return tokenizer
+
+
+def _merges_by_score(
+    vocab: Mapping[str, int], tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
+) -> list[tuple[str, str]]:
+    ranked = []
+    for token, score, kind in zip(tokens, scores, types, strict=True):
+        if kind not in (NORMAL, USER_DEFINED):
+            continue
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                ranked.append((-score, vocab[left], vocab[right], left, right))
+    ranked.sort()
+    return [(left, right) for _, _, _, left, right in ranked]
+
+
+def _vocab(metadata: Mapping[str, Any]) -> dict[str, int]:
+    return {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+
+
+def _types(metadata: Mapping[str, Any]) -> list[int]:
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = list(metadata.get("tokenizer.ggml.token_type", ()))
+    return types if len(types) == len(tokens) else [NORMAL] * len(tokens)
+
+
+def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+    """Control tokens are special; user-defined ones are matched in text too but stay visible."""
+    special, visible = [], []
+    for token, kind in zip(metadata["tokenizer.ggml.tokens"], _types(metadata), strict=True):
+        if kind in (CONTROL, UNKNOWN):
+            special.append(AddedToken(token, special=True, normalized=False))
+        elif kind == USER_DEFINED:
+            visible.append(AddedToken(token, special=False, normalized=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(visible)
+
+
+def _frame(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+    """Begin and end tokens around a text encoded with special tokens; defaults are llama.cpp's."""
+    kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre")
+    parts, used = ["$A"], []
+    default_bos = kind == "llama" or pre in _BOS_BY_DEFAULT
+    for name, default, place in (("bos", default_bos, 0), ("eos", False, 2)):
+        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if token_id is None or not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+            continue
+        token = metadata["tokenizer.ggml.tokens"][token_id]
+        parts.insert(place, token)
+        used.append((token, token_id))
+    if used:
+        tokenizer.post_processor = processors.TemplateProcessing(single=parts, special_tokens=used)

@@ -1,0 +1,34 @@
+"""Server-sent events of the streaming API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def dump(value: Any) -> bytes:
+    """Compact JSON in UTF-8."""
+    return _ENCODER.encode(value).encode()
+
+
+def event(value: Any) -> bytes:
+    """One event whose data is `value` in JSON."""
+    return b"data: " + dump(value) + b"\n\n"
+
+
+class TextEvent:
+    """An event that is the same every time except for one text in it: nearly every chunk of a stream is one.
+
+    `shape` holds the placeholder SLOT where the text belongs, once.
+    """
+
+    SLOT = "\x00slot\x00"
+
+    def __init__(self, shape: Any) -> None:
+        self._head, self._tail = event(shape).split(dump(self.SLOT))
+
+    def fill(self, text: str) -> bytes:
+        return self._head + dump(text) + self._tail

@@ -1,0 +1,48 @@
+"""Stop strings, found across any cutting of the text, and never shown in part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Feed it text as it comes; it gives back what may be shown.
+
+    The match is the stop string that ends first, of those the one that begins first, so the result depends only on the
+    text and not on how it was cut. `matched` is set then, and whatever is fed later is dropped. Text is held back only
+    while it could still become a stop string.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        assert all(stops), stops
+        self._stops = tuple(stops)
+        self._starts = frozenset(stop[0] for stop in stops)
+        self._reach = max(map(len, stops), default=1) - 1
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Add text; return what can be shown now."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, start, self.matched = min(found)
+            self._held = ""
+            return text[: end if self._include else start]
+        cut = self._hold_from(text)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """The text ended, or must be shown whatever it may become: return what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _hold_from(self, text: str) -> int:
+        for at in range(max(0, len(text) - self._reach), len(text)):
+            if text[at] in self._starts and any(stop.startswith(text[at:]) for stop in self._stops):
+                return at
+        return len(text)

@@ -1,0 +1,98 @@
+"""Text to token ids and back, on the `tokenizers` library; no transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from protocol.errors import ConfigError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's map from the printable characters of a byte-level vocabulary to the bytes they stand for."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in kept]
+    return {chr(byte): byte for byte in kept} | {chr(256 + place): byte for place, byte in enumerate(moved)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+class TextTokenizer:
+    """One model's tokenizer. Safe to use from several threads; encoding releases the GIL.
+
+    special_ids   tokens that carry no text of their own and are skipped in output unless asked for
+    byte_level    a token is a sequence of bytes, so text is the plain concatenation of `token_bytes`
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        added = tokenizer.get_added_tokens_decoder()
+        self._tokenizer = tokenizer
+        self._added = {index: token.content for index, token in added.items()}
+        self._bytes: dict[int, bytes] = {}
+        steps = _decoder_steps(tokenizer)
+        self.byte_level = steps == ["ByteLevel"]
+        self._byte_fallback = "ByteFallback" in steps
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_directory(cls, path: Path) -> TextTokenizer:
+        """From a directory's tokenizer.json. Raises ConfigError."""
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"{path} holds no tokenizer.json; save it once with AutoTokenizer.from_pretrained(...).save_pretrained",
+                param="model",
+            )
+        try:
+            return cls(Tokenizer.from_file(str(file)))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"cannot read {file}: {error}", param="model") from error
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Special tokens spelled out in the text are recognised either way."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token(self, token_id: int) -> str:
+        """The vocabulary's own spelling; empty for ids without one (padded vocabularies)."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token adds to a text (no space is stripped at its beginning)."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._to_bytes(token_id)
+        return found
+
+    def _to_bytes(self, token_id: int) -> bytes:
+        token = self.token(token_id)
+        if token_id in self._added:
+            return token.encode()
+        if self.byte_level:
+            return bytes(_ALPHABET[char] for char in token) if _ALPHABET.keys() >= set(token) else token.encode()
+        byte = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
+        return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> list[str]:
+    """Kinds of the decoder's steps, in order."""
+    if tokenizer.decoder is None:
+        return []
+    state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    return [step["type"] for step in steps]
