@@ -83,7 +83,7 @@ class Decoder:
         self, index: int, layer: Layer, x: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan
     ) -> torch.Tensor:
         config, ops = self.config, self._ops
-        sizes = (config.q_size, config.kv_size, config.kv_size)
+        sizes = [config.q_size, config.kv_size, config.kv_size]
         q, k, v = (part.view(len(x), -1, config.head_dim) for part in torch.split(layer.qkv(x), sizes, dim=1))
         if layer.q_norm is not None and layer.k_norm is not None:
             q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)

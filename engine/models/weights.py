@@ -61,10 +61,10 @@ class SafetensorsWeights:
         self._handles: dict[str, Any] = {}
         for file in files:
             try:
-                handle = safe_open(file, framework="pt")
+                handle: Any = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"cannot read {file}: {error}; download it again", param="model") from error
-            self._handles.update(dict.fromkeys(list(handle.keys()), handle))
+            self._handles.update(dict.fromkeys(handle.keys(), handle))
 
     def read(self, name: str, out: torch.Tensor) -> None:
         if name not in self._handles:
@@ -129,10 +129,11 @@ class GGUFWeights:
         if length > len(self._buffer):
             self._buffer = torch.empty(length, dtype=torch.uint8)
         found = self._buffer[:length]
+        target: Any = found.numpy()
         try:
             with self._file.path.open("rb") as file:
                 file.seek(tensor.offset)
-                read = file.readinto(memoryview(found.numpy()))
+                read = file.readinto(target)
         except OSError as error:
             raise ConfigError(f"cannot read {self._file.path}: {error.strerror or error}", param="model") from error
         if read != length:

@@ -1,0 +1,136 @@
+"""What transformers' attention modules call in place of their own attention: our paged cache, or a probe of the model.
+
+The seat of a model hangs on each of its attention modules, so nothing has to travel through the keyword arguments of
+forward, which not every model passes on. This module does not import transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from kernels.ops import Ops
+from kernels.plan import BatchPlan
+from protocol.errors import ConfigError
+
+SEAT = "kvferry_seat"
+_ALTERS_SCORES = ("softcap", "s_aux", "position_bias", "head_mask", "block_mask")
+
+
+class Attention(Protocol):
+    """Causal attention of one layer: q [T, heads, dim], k and v [T, kv_heads, dim]; returns [T, heads, dim]."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
+    ) -> torch.Tensor: ...
+
+
+@dataclass(slots=True)
+class Seat:
+    """The attention of the current forward pass."""
+
+    attention: Attention | None = None
+
+
+def take_seats(model: torch.nn.Module) -> Seat:
+    """Hang one seat on every module that knows its layer."""
+    seat = Seat()
+    for module in model.modules():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            setattr(module, SEAT, seat)
+    return seat
+
+
+def seated_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [1, heads, T, dim], key and value [1, kv_heads, T, dim], already
+    rotated; returns [1, T, heads, dim]. Raises ConfigError where the model asks for more than causal attention."""
+    altered = [name for name in _ALTERS_SCORES if kwargs.get(name) is not None]
+    if attention_mask is not None:
+        altered.append("a mask of its own")
+    if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
+        altered.append("attention to later tokens")
+    if altered:
+        raise ConfigError(f"the model's attention uses {', '.join(altered)}, which is not supported", param="model")
+    seat: Seat = getattr(module, SEAT)
+    assert seat.attention is not None, "attention outside a forward pass"
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    scale = scaling if scaling is not None else q.shape[-1] ** -0.5
+    layer: Any = module.layer_idx
+    return seat.attention.attend(layer, q, k, v, scale, sliding_window or 0).unsqueeze(0), None
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """Attention through the pool `kv` by `plan`."""
+
+    ops: Ops
+    kv: torch.Tensor
+    plan: BatchPlan
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
+    ) -> torch.Tensor:
+        kv_layer, dtype = self.kv[:, layer], q.dtype
+        q, k, v = (tensor.to(self.kv.dtype).contiguous() for tensor in (q, k, v))
+        q = self.ops.rope_and_cache(q, k, v, None, None, kv_layer, self.plan)
+        return self.ops.paged_attention(q, kv_layer, self.plan, scale, window).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer asks of the KV pool."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeProbe:
+    """Notes what each layer asks for and answers with its queries."""
+
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
+    ) -> torch.Tensor:
+        self.shapes[layer] = LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], window)
+        return q
+
+    def check(self, config: Any) -> LayerShape:
+        """The shape that all layers share. Raises ConfigError: a layer's attention never came here, layers differ, or
+        the config tells of windows that the layers did not ask for."""
+        layers = config.num_hidden_layers
+        if sorted(self.shapes) != list(range(layers)):
+            raise ConfigError(
+                f"only {len(self.shapes)} of the model's {layers} layers use transformers' attention interface",
+                param="model",
+            )
+        first = self.shapes[0]
+        if {(s.kv_heads, s.head_dim, s.value_dim) for s in self.shapes.values()} != {
+            (first.kv_heads, first.head_dim, first.head_dim)
+        }:
+            raise ConfigError("the model's layers have K/V of different shapes, which is not supported", param="model")
+        self._check_windows(config)
+        return first
+
+    def _check_windows(self, config: Any) -> None:
+        types = getattr(config, "layer_types", None) or ["full_attention"] * len(self.shapes)
+        for layer, kind in enumerate(types[: len(self.shapes)]):
+            if kind not in ("full_attention", "sliding_attention"):
+                raise ConfigError(f"layer type {kind!r} of the model is not supported", param="model")
+            if kind == "sliding_attention" and not self.shapes[layer].window:
+                raise ConfigError("the model hides its sliding window from the attention interface", param="model")

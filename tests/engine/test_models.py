@@ -1,0 +1,134 @@
+"""Our decoder against transformers' own logits, on tiny random models of each family."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import OURS, SHAPE, chunked_logits, expect_equal_logits, family, oracle_logits, save_tiny, tokens_for
+
+from engine.models import load_model
+from engine.models.loader import auto_dtype
+from kernels.reference import ReferenceOps
+from protocol.errors import ConfigError
+from protocol.model_source import read_facts, resolve
+
+CPU = torch.device("cpu")
+
+
+def load(path, impl="kvferry", dtype=torch.float32, **extra):
+    return load_model(resolve(str(path)), device=CPU, dtype=dtype, ops=ReferenceOps(), impl=impl, **extra)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    save_tiny(family("LlamaConfig"), tmp_path)
+    return tmp_path
+
+
+def edit_config(path, **values):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | values))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_logits_equal_transformers(name, tmp_path):
+    save_tiny(OURS[name](), tmp_path)
+    model = load(tmp_path)
+    expect_equal_logits(model, lambda tokens: oracle_logits(tmp_path, tokens))
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2-yarn"])
+def test_old_spelling_of_rope_settings(name, tmp_path):
+    save_tiny(OURS[name](), tmp_path)
+    tokens = tokens_for(40)
+    wanted = chunked_logits(load(tmp_path), tokens, [40])
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"rope_theta": theta, "rope_scaling": rope | {"type": kind}})
+    )
+    torch.testing.assert_close(chunked_logits(load(tmp_path), tokens, [40]), wanted)
+
+
+def test_facts_of_the_model(llama):
+    info = load(llama).info
+    assert (info.num_layers, info.num_kv_heads, info.head_dim, info.vocab_size) == (3, 2, 16, SHAPE["vocab_size"])
+    assert info.max_model_len == read_facts(resolve(str(llama))).max_model_len == 128
+    assert (info.name, info.revision) == (llama.name, resolve(str(llama)).revision)
+
+
+def test_sharded_safetensors(llama, tmp_path):
+    from tiny_models import transformers
+
+    sharded = tmp_path / "sharded"
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    model.save_pretrained(sharded, max_shard_size="100KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    tokens = tokens_for(20)
+    assert torch.equal(chunked_logits(load(sharded), tokens, [20]), chunked_logits(load(llama), tokens, [20]))
+
+
+def test_torch_checkpoint(llama):
+    from safetensors.torch import load_file
+
+    tokens = tokens_for(20)
+    wanted = chunked_logits(load(llama), tokens, [20])
+    torch.save(load_file(llama / "model.safetensors"), llama / "pytorch_model.bin")
+    (llama / "model.safetensors").unlink()
+    assert torch.equal(chunked_logits(load(llama), tokens, [20]), wanted)
+
+
+def test_bfloat16_is_near(llama):
+    model = load(llama, dtype=torch.bfloat16)
+    tokens = tokens_for(30)
+    logits = chunked_logits(model, tokens, [30])
+    wanted = oracle_logits(llama, tokens)
+    assert (model.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.corrcoef(torch.stack((logits.flatten(), wanted.flatten())))[0, 1] > 0.999
+
+
+def test_auto_dtype(monkeypatch):
+    for capability, dtype in [("avx512_bf16", torch.bfloat16), ("amx_bf16", torch.bfloat16), ("avx2", torch.float32)]:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda name=capability: {name: True})
+        assert auto_dtype(CPU) == dtype
+    assert auto_dtype(torch.device("cuda")) == torch.bfloat16
+
+
+def test_progress_rises_to_one(llama):
+    seen = []
+    load(llama, progress=seen.append)
+    assert seen == sorted(seen)
+    assert seen[0] > 0
+    assert seen[-1] == 1.0
+    assert len(seen) >= 4
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"model_type": "gpt_neo"}, "architecture 'gpt_neo'"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope scaling 'longrope'"),
+        ({"rope_parameters": {"full_attention": {}}}, "differ between layers"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantisation 'awq'"),
+        ({"num_hidden_layers": 4}, "lack the tensor model.layers.3"),
+        ({"intermediate_size": 95}, r"gate_proj.weight has shape \(96, 64\)"),
+        ({"max_position_embeddings": None}, "max_position_embeddings"),
+    ],
+)
+def test_what_is_not_supported_is_named(llama, values, words):
+    edit_config(llama, **values)
+    with pytest.raises(ConfigError, match=words):
+        load(llama)
+
+
+def test_unknown_implementation(llama):
+    with pytest.raises(ConfigError, match="model_impl must be one of"):
+        load(llama, impl="other")
+
+
+def test_broken_safetensors(llama):
+    (llama / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(ConfigError, match="download it again"):
+        load(llama)

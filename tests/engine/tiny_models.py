@@ -1,0 +1,157 @@
+"""Tiny random models of each family, transformers' logits of them, and ours through a paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.models.base import Model
+from engine.models.hf import transformers_module
+from kernels.plan import BatchPlan
+
+transformers = transformers_module()
+
+BLOCK = 8
+VOCAB = 97
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def family(name: str, **settings):
+    return getattr(transformers, name)(**(SHAPE | settings))
+
+
+OURS = {
+    "llama2": lambda: family("LlamaConfig", num_key_value_heads=4),
+    "llama-tied-biased": lambda: family(
+        "LlamaConfig", tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=32
+    ),
+    "llama3": lambda: family("LlamaConfig", rope_parameters=LLAMA3),
+    "llama-linear": lambda: family("LlamaConfig", rope_parameters={"rope_type": "linear", "factor": 2.0}),
+    "llama-dynamic": lambda: family("LlamaConfig", rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+    "llama-yarn": lambda: family("LlamaConfig", rope_parameters=YARN),
+    "mistral-window": lambda: family("MistralConfig", sliding_window=11),
+    "mistral": lambda: family("MistralConfig", sliding_window=None, head_dim=8),
+    "qwen2": lambda: family("Qwen2Config"),
+    "qwen2-window": lambda: family("Qwen2Config", use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    "qwen2-yarn": lambda: family("Qwen2Config", rope_parameters=YARN | {"beta_fast": 8.0, "attention_factor": 1.3}),
+    "qwen3": lambda: family("Qwen3Config", head_dim=32, tie_word_embeddings=True),
+    "qwen3-biased": lambda: family("Qwen3Config", head_dim=16, attention_bias=True),
+    "smollm3": lambda: family("SmolLM3Config", no_rope_layers=[1, 0, 1], pad_token_id=0, tie_word_embeddings=True),
+    "smollm3-window": lambda: family(
+        "SmolLM3Config", no_rope_layer_interval=2, use_sliding_window=True, sliding_window=9, pad_token_id=0
+    ),
+}
+
+
+def save_tiny(config, path) -> None:
+    """Random weights, norms and biases included, under `path`."""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(0.8, 0.2)
+    model.save_pretrained(path)
+
+
+def tokens_for(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def oracle_logits(path, tokens: torch.Tensor, **extra) -> torch.Tensor:
+    """transformers' own attention, one pass over the whole sequence, float32 [T, vocabulary]."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", **extra
+    )
+    return model.eval()(input_ids=tokens[None]).logits[0].float()
+
+
+def plan_of(parts: list[tuple[list[int], int, int]]) -> BatchPlan:
+    """Plan of (block ids, computed length, tokens) per sequence, decodes first."""
+    width = max(len(blocks) for blocks, _, _ in parts)
+    positions = [torch.arange(start, start + count) for _, start, count in parts]
+    slots = [
+        torch.tensor(blocks)[p // BLOCK] * BLOCK + p % BLOCK for (blocks, _, _), p in zip(parts, positions, strict=True)
+    ]
+    counts, totals = [count for _, _, count in parts], [start + count for _, start, count in parts]
+    return BatchPlan(
+        positions=torch.cat(positions),
+        slots=torch.cat(slots),
+        block_table=torch.tensor([blocks + [0] * (width - len(blocks)) for blocks, _, _ in parts], dtype=torch.int32),
+        query_start=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
+        total_len=torch.tensor(totals, dtype=torch.int32),
+        query_lens=tuple(counts),
+        total_lens=tuple(totals),
+        num_decodes=sum(count == 1 for count in counts),
+        block_size=BLOCK,
+    )
+
+
+class Cache:
+    """A pool of garbage and the sequences that live in it, in scattered blocks."""
+
+    def __init__(self, model: Model, blocks: int = 64):
+        layout = model.info.layout(model.dtype, BLOCK)
+        self.model = model
+        self.kv = torch.full((blocks, *layout.block_shape), 1e4, dtype=model.dtype)
+        self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
+        self.blocks: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}
+
+    @torch.inference_mode()
+    def step(self, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Compute the next tokens of each named sequence; their logits [count, vocabulary], in the batch's order."""
+        parts = []
+        for name, tokens in batch.items():
+            start, blocks = self.computed.get(name, 0), self.blocks.setdefault(name, [])
+            while len(blocks) * BLOCK < start + len(tokens):
+                blocks.append(self.free.pop())
+            parts.append((blocks, start, len(tokens)))
+            self.computed[name] = start + len(tokens)
+        hidden = self.model.forward(torch.cat(list(batch.values())), self.kv, plan_of(parts))
+        return list(self.model.logits(hidden).split([len(tokens) for tokens in batch.values()]))
+
+
+def chunked_logits(model: Model, tokens: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+    """Logits of one sequence computed in chunks of the given lengths."""
+    cache = Cache(model)
+    return torch.cat([cache.step({"a": chunk})[0] for chunk in tokens.split(chunks)])
+
+
+def expect_equal_logits(model: Model, oracle, tolerance: float = 2e-4) -> None:
+    """One chunk; several chunks; decode steps; decodes of two sequences beside the chunked prefill of a third: each
+    equals `oracle(tokens)`."""
+    first, second, third = tokens_for(45, 1), tokens_for(19, 2), tokens_for(30, 3)
+    wanted = oracle(first)
+    assert wanted.std() > 0.1, "the oracle's logits must tell tokens apart"
+    for chunks in ([45], [16, 7, 22], [8, 1, 20, 16], [30] + [1] * 15):
+        torch.testing.assert_close(chunked_logits(model, first, chunks), wanted, rtol=tolerance, atol=tolerance)
+    cache, got = Cache(model), {"a": [], "b": [], "c": []}
+    steps = [{"a": first[:40], "b": second[:14]}]
+    steps += [
+        {"a": first[40 + i : 41 + i], "b": second[14 + i : 15 + i], "c": third[6 * i : 6 * i + 6]} for i in range(5)
+    ]
+    for batch in steps:
+        for name, logits in zip(batch, cache.step(batch), strict=True):
+            got[name].append(logits)
+    for name, tokens in {"a": first, "b": second, "c": third}.items():
+        torch.testing.assert_close(torch.cat(got[name]), oracle(tokens), rtol=tolerance, atol=tolerance)
