@@ -48,7 +48,7 @@ def wait_scraped(base_url: str, targets: int, scrapes: int = 3, timeout_s: float
 
 @contextmanager
 def running_prometheus(targets: Sequence[str], rules: Sequence[Path] = ()) -> Iterator[str]:
-    """Base URL of a Prometheus that scrapes `http://{target}/metrics` of each `host:port`; skips the test where there is
+    """Base URL of a Prometheus that scrapes `http://{target}/metrics` of each `host:port`; skips the test if there is
     no binary. Its port is the kernel's choice, its data live in a folder of its own, and it ends with the block."""
     binary = need(prometheus_binary(), "prometheus")
     with tempfile.TemporaryDirectory(prefix="kvferry-prometheus-") as folder:
