@@ -1,0 +1,154 @@
+"""`kvferry doctor`: what a cluster needs of this machine, checked one by one, with what to do about each failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TextIO
+
+from cli import preflight
+from cli.door import available_cores
+from protocol.errors import ConfigError
+from protocol.settings import ServeSettings
+
+Level = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line of the report. `remedy`: what to do, unless the level is ok."""
+
+    level: Level
+    name: str
+    found: str
+    remedy: str = ""
+
+
+VECTORS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
+Check = Callable[[ServeSettings], Result]
+
+
+def redis(settings: ServeSettings) -> Result:
+    """A Redis given by --redis-url answers, or the embedded Valkey is there."""
+    if settings.redis_url:
+        return Result("ok", "redis", f"{preflight.redis_answers(settings.redis_url)} at {settings.redis_url}")
+    return Result("ok", "redis", f"embedded Valkey, {preflight.valkey_binary()}")
+
+
+def packages(settings: ServeSettings) -> Result:
+    preflight.worker_packages()
+    return Result("ok", "packages", "torch, transformers, safetensors and ucxx are installed")
+
+
+def transfer(settings: ServeSettings) -> Result:
+    """A few blocks moved over UCX between two ends in this process."""
+    from kv_transfer.selftest import self_test
+
+    return Result("ok", "ucx", self_test(settings.ucx_transports, settings.ucx_net_devices).describe())
+
+
+def instructions(settings: ServeSettings) -> Result:
+    try:
+        return instruction_set(Path("/proc/cpuinfo").read_text())
+    except OSError:
+        return Result("warn", "instructions", "unknown on this system", "nothing; kernels are chosen at run time")
+
+
+def instruction_set(cpuinfo: str) -> Result:
+    """Vector instructions named in the text of /proc/cpuinfo (x86: `flags`, Arm: `Features`)."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    flags = {word for key, _, words in lines if key.strip() in ("flags", "Features") for word in words.split()}
+    found = " ".join(name for name in VECTORS if name in flags) or "no vector instructions"
+    if not {"avx2", "asimd"} & flags:
+        return Result("warn", "instructions", found, "use a newer CPU or a GPU; this one computes very slowly")
+    if not {"avx512_bf16", "amx_bf16", "bf16"} & flags:
+        return Result("warn", "instructions", f"{found}; no bfloat16", "try --dtype float32, which may be faster here")
+    return Result("ok", "instructions", found)
+
+
+def threads(settings: ServeSettings) -> Result:
+    """Compute threads of a worker against the cores there are."""
+    cores = available_cores()
+    found = f"{settings.threads} per worker on {cores} cores"
+    if settings.threads > cores:
+        return Result("warn", "threads", found, f"use --threads {cores} or fewer: more only wait for each other")
+    return Result("ok", "threads", found)
+
+
+def model(settings: ServeSettings) -> Result:
+    from protocol.model_source import read_facts, resolve
+
+    source = resolve(settings.model)
+    facts = read_facts(source)
+    return Result("ok", "model", f"{source.name}, {facts.architecture}, {facts.max_model_len} tokens, {source.path}")
+
+
+def port(settings: ServeSettings) -> Result:
+    """The router's port is free, or a router already answers there."""
+    place = f"{settings.host}:{settings.port}"
+    try:
+        preflight.free_port(settings.host, settings.port)
+    except ConfigError:
+        if not _answers_health(settings.host, settings.port):
+            raise
+        return Result("ok", "port", f"{place} answers GET /health: a router runs there")
+    return Result("ok", "port", f"{place} is free")
+
+
+def gpu(settings: ServeSettings) -> Result:
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return Result("ok", "gpu", f"{', '.join(names)}, CUDA {torch.version.cuda}")
+    if settings.device.startswith("cuda"):
+        raise ConfigError("no CUDA device; use --device cpu, or install a driver and a CUDA build of torch")
+    if torch.version.cuda is None and Path("/proc/driver/nvidia/version").exists():
+        return Result("warn", "gpu", "there is one, but this torch is a CPU build", "install a CUDA build of torch")
+    return Result("ok", "gpu", "none; workers compute on the CPU")
+
+
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("packages", packages),
+    ("model", model),
+    ("redis", redis),
+    ("port", port),
+    ("threads", threads),
+    ("instructions", instructions),
+    ("gpu", gpu),
+    ("ucx", transfer),
+)
+
+
+def all_checks(settings: ServeSettings, checks: Iterable[tuple[str, Check]] = CHECKS) -> Iterator[Result]:
+    """Run the checks one after the other. A ConfigError is a failure whose text names the remedy; any other exception
+    is a failure too, so that one broken part does not hide the rest."""
+    for name, check in checks:
+        try:
+            yield check(settings)
+        except ConfigError as error:
+            yield Result("fail", name, error.message)
+        except Exception as error:
+            yield Result("fail", name, f"{type(error).__name__}: {error}", "reinstall the package named in the error")
+
+
+def report(results: Iterable[Result], stream: TextIO | None = None) -> int:
+    """Print a line per result as it comes. Returns the exit status: 1 if any failed."""
+    failed = 0
+    for result in results:
+        failed += result.level == "fail"
+        remedy = f" -> {result.remedy}" if result.remedy else ""
+        print(f"{result.level:<4} {result.name:<12} {result.found}{remedy}", file=stream, flush=True)
+    return 1 if failed else 0
+
+
+def _answers_health(host: str, port: int) -> bool:
+    """Whether something there speaks HTTP and answers GET /health with 200."""
+    import httpx
+
+    try:
+        name = f"[{host}]" if ":" in host else host
+        return httpx.get(f"http://{name}:{port}/health", timeout=2.0, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,143 @@
+"""The doctor's findings, each on a machine that is made up or broken on purpose."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import sys
+import threading
+import types
+
+import pytest
+
+from cli import doctor, preflight
+from cli.doctor import Result, all_checks, instruction_set, report
+from protocol.errors import ConfigError
+from protocol.settings import ServeSettings
+
+
+def one(check, **settings) -> Result:
+    (result,) = all_checks(ServeSettings(**settings), [("name", check)])
+    return result
+
+
+def fake_torch(monkeypatch, *names: str, cuda: str | None = "13.0") -> None:
+    devices = types.SimpleNamespace(
+        is_available=lambda: bool(names), device_count=lambda: len(names), get_device_name=lambda index: names[index]
+    )
+    torch = types.SimpleNamespace(cuda=devices, version=types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+
+@pytest.mark.parametrize(
+    ("flags", "level", "word"),
+    [
+        ("fpu sse2", "warn", "newer CPU"),
+        ("fpu avx2", "warn", "float32"),
+        ("avx2 avx512f avx512_bf16", "ok", "avx512_bf16"),
+    ],
+)
+def test_instruction_sets(flags, level, word):
+    result = instruction_set(f"processor\t: 0\nmodel name\t: some avx2 amx_bf16 chip\nflags\t\t: {flags}\n")
+    assert result.level == level
+    assert word in result.found + result.remedy
+
+
+def test_arm_names_its_features():
+    assert instruction_set("Features\t: fp asimd bf16 sve\n").level == "ok"
+
+
+def test_threads_beyond_the_cores_are_a_warning(monkeypatch):
+    monkeypatch.setattr(doctor, "available_cores", lambda: 4)
+    assert one(doctor.threads, threads=4).level == "ok"
+    assert "--threads 4" in one(doctor.threads, threads=5).remedy
+
+
+def test_model():
+    assert one(doctor.model, model="/no/such/model.gguf").level == "fail"
+
+
+def test_redis():
+    assert one(doctor.redis).found.endswith("valkey-server")
+    result = one(doctor.redis, redis_url="redis://127.0.0.1:1/0")
+    assert result.level == "fail"
+    assert "--redis-url" in result.found
+    assert one(doctor.redis, redis_url="nonsense").level == "fail"
+
+
+def test_missing_packages_name_the_extra(monkeypatch):
+    monkeypatch.setattr(preflight, "WORKER_PACKAGES", ("torch", "no_such_package"))
+    result = one(doctor.packages)
+    assert result.level == "fail"
+    assert "no_such_package" in result.found
+    assert "kvferry[worker]" in result.found
+
+
+def test_port_free_taken_and_answering():
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert "free" in one(doctor.port, port=port).found
+    with http.server.HTTPServer(("127.0.0.1", 0), Health) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert "/health" in one(doctor.port, port=server.server_port).found
+        finally:
+            server.shutdown()
+            thread.join()
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        result = one(doctor.port, port=mute.getsockname()[1])
+    assert result.level == "fail"
+    assert "--port" in result.found
+
+
+def test_gpu(monkeypatch):
+    fake_torch(monkeypatch, "H200", "H200")
+    assert one(doctor.gpu).found == "H200, H200, CUDA 13.0"
+    fake_torch(monkeypatch)
+    assert one(doctor.gpu).level == "ok"
+    assert one(doctor.gpu, device="cuda:1").level == "fail"
+
+
+def test_one_broken_check_does_not_hide_the_rest(capsys):
+    def refuse(settings):
+        raise ConfigError("no such model; name another")
+
+    def explode(settings):
+        raise ImportError("libfoo.so")
+
+    def warn(settings):
+        return Result("warn", "warn", "slow", "buy a faster one")
+
+    def fine(settings):
+        return Result("ok", "fine", "good")
+
+    checks = [("refuse", refuse), ("explode", explode), ("warn", warn), ("fine", fine)]
+    assert report(all_checks(ServeSettings(), checks)) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "fail refuse       no such model; name another",
+        "fail explode      ImportError: libfoo.so -> reinstall the package named in the error",
+        "warn warn         slow -> buy a faster one",
+        "ok   fine         good",
+    ]
+    assert report(all_checks(ServeSettings(), checks[2:])) == 0
+
+
+def test_real_redis_and_ports_of_preflight(tmp_path):
+    port = preflight.free_port("127.0.0.1", 0)
+    assert preflight.free_port("127.0.0.1", port) == port
+    with pytest.raises(ConfigError, match="--host"):
+        preflight.free_port("no.such.host.invalid", 0)
+    preflight.readable("", "chat-template")
+    with pytest.raises(ConfigError, match="--chat-template"):
+        preflight.readable(str(tmp_path / "none"), "chat-template")

@@ -1,0 +1,38 @@
+"""The README's tables say what the code says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from cli.main import SERVE_FIXED, kvferry
+from cli.options import flag
+from cli.tables import renew, tables
+from protocol.settings import ServeSettings
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_no_table_has_drifted():
+    assert renew(README) == README, "run: python -m cli.tables README.md"
+
+
+def test_every_table_is_there():
+    for name in tables():
+        assert README.count(f"<!-- table {name} -->") == 1
+    with pytest.raises(KeyError):
+        renew("<!-- table nosuch -->\n<!-- end -->")
+
+
+def test_every_flag_of_serve_is_in_some_table():
+    for field in dataclasses.fields(ServeSettings):
+        shown = f"| `{flag(field.name)}` |" in README
+        assert shown or field.name in SERVE_FIXED, field.name
+    assert "--status-fd" not in README
+
+
+def test_every_command_is_named():
+    for name in kvferry.commands:
+        assert f"`kvferry {name}`" in README
