@@ -17,14 +17,16 @@ STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 SOURCES = ("computed", "reused_prefill", "reused_decode", "fetched")
 PLACEMENT_KINDS = ("remote", "local")
-RUNGS = ("same_prefill", "other_prefill", "local_prefill", "other_decode")
+RUNGS = ("same_prefill", "another_prefill", "local_prefill", "another_decode", "wait_for_room")
+MISS_REASONS = ("evicted", "failover")
 ROLES = ("prefill", "decode")
 NODE_STATES = ("ready", "draining", "incompatible")
 PHASES = ("prefill", "decode")
 BLOCK_STATES = ("free", "active", "cached", "granted")
+ATTEMPT_OUTCOMES = ("done", "cancelled", "failed")
 SHIP_OUTCOMES = ("done", "failed")
-GRANT_OUTCOMES = ("granted", "refused", "expired", "aborted")
-RENEWAL_OUTCOMES = ("ok", "failed")
+GRANT_OUTCOMES = ("granted", "refused", "aborted")
+RENEWAL_OUTCOMES = ("renewed", "created", "fenced", "failed")
 
 
 class RouterMetrics:
@@ -63,7 +65,10 @@ class RouterMetrics:
         )
         self.actual_reuse = Counter("kvferry_actual_reuse_tokens", "Prompt tokens that were reused.", registry=r)
         self.reuse_misses = Counter(
-            "kvferry_reuse_miss_tokens", "Predicted but not reused tokens, by reason.", ["reason"], registry=r
+            "kvferry_reuse_miss_tokens",
+            "Predicted but not reused tokens, by reason (evicted, failover).",
+            ["reason"],
+            registry=r,
         )
         self.placements = Counter(
             "kvferry_placements", "Attempts placed, by kind (remote, local).", ["kind"], registry=r
@@ -83,6 +88,7 @@ class RouterMetrics:
         self.registry_up = Gauge("kvferry_registry_up", "1 while Redis answers.", registry=r)
         _exist(self.requests, ENDPOINTS, ("200",))
         _exist(self.prompt_tokens, SOURCES)
+        _exist(self.reuse_misses, MISS_REASONS)
         _exist(self.placements, PLACEMENT_KINDS)
         _exist(self.ladder, RUNGS)
         _exist(self.nodes, ROLES, NODE_STATES)
@@ -113,7 +119,9 @@ class WorkerMetrics:
         self.requests_waiting = gauge("kvferry_requests_waiting", "Requests queued in the engine.")
         self.waiting_tokens = gauge("kvferry_waiting_tokens", "Prompt tokens queued and not yet computed.")
         self.requests_running = gauge("kvferry_requests_running", "Requests scheduled in the last step.")
-        self.attempts = counter("kvferry_attempts", "Attempts ended, by outcome.", outcome=())
+        self.attempts = counter(
+            "kvferry_attempts", "Attempts ended, by outcome (done, cancelled, failed).", outcome=ATTEMPT_OUTCOMES
+        )
         self.queue = histogram("kvferry_queue_seconds", "Seconds from arrival at the node to the first scheduled step.")
         self.step = histogram("kvferry_step_seconds", "Seconds per engine step.", STEP_BUCKETS)
         self.step_tokens = counter("kvferry_step_tokens", "Tokens computed, by phase (prefill, decode).", phase=PHASES)
@@ -135,18 +143,18 @@ class WorkerMetrics:
         self.ship_exposed = counter(
             "kvferry_ship_exposed_seconds", "Part of the ship seconds that came after the first token was sampled."
         )
-        self.grants = counter(
-            "kvferry_grants", "Grants by outcome: granted, refused, expired, aborted.", outcome=GRANT_OUTCOMES
-        )
+        self.grants = counter("kvferry_grants", "Grants by outcome: granted, refused, aborted.", outcome=GRANT_OUTCOMES)
         self.grants_open = gauge("kvferry_grants_open", "Grants whose blocks are reserved and not yet committed.")
         self.lease_renewals = counter(
-            "kvferry_lease_renewals", "Lease renewals by outcome (ok, failed).", outcome=RENEWAL_OUTCOMES
+            "kvferry_lease_renewals",
+            "Lease renewals by outcome (renewed, created, fenced, failed).",
+            outcome=RENEWAL_OUTCOMES,
         )
         self.index_rows = gauge("kvferry_index_rows", "Block index rows this node has published.")
         self.index_pending = gauge("kvferry_index_pending", "Index updates not yet written.")
 
 
 def _exist(metric: Counter | Gauge | Histogram, *values: tuple[str, ...]) -> None:
-    """Create the children of all combinations of these label values (none where a label has no known values)."""
+    """Create the children of all combinations of these label values."""
     for combination in product(*values):
         metric.labels(*combination)
