@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import sys
 from collections.abc import Coroutine, Sequence
-from importlib import metadata
 from typing import Any
 
 import click
@@ -67,7 +66,7 @@ def decode(settings: WorkerSettings) -> None:
 
 @kvferry.command()
 @settings_options(ServeSettings, SERVE_FIXED)
-def doctor(settings: ServeSettings) -> None:
+def doctor(settings: ServeSettings) -> int:
     """Check this machine for what a cluster needs, and say what to do about each failure.
 
     Takes the flags of `serve`, so that what it checks is what `serve` would do."""
@@ -76,20 +75,15 @@ def doctor(settings: ServeSettings) -> None:
     set_up_log("error")
     from cli.doctor import all_checks, report
 
-    sys.exit(report(all_checks(settings)))
+    return report(all_checks(settings))
 
 
 @kvferry.command()
 def version() -> None:
     """Print the version."""
-    click.echo(f"kvferry {package_version()}")
+    from protocol.version import VERSION
 
-
-def package_version() -> str:
-    try:
-        return metadata.version("kvferry")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
+    click.echo(f"kvferry {VERSION}")
 
 
 def run(argv: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ import types
 
 import pytest
 
+from cli import doctor
 from cli import main as command
 from cli.door import ERROR_PREFIX
 from protocol.errors import ConfigError, NoNodes
@@ -102,3 +103,13 @@ def test_help_and_version_import_nothing_large():
         done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert "kvferry" in done.stdout
+
+
+def test_doctor_s_exit_status_says_whether_something_failed(monkeypatch, capsys):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(command, "set_up_log", lambda level: None)
+    for level, status in (("ok", 0), ("warn", 0), ("fail", 1)):
+        monkeypatch.setattr(doctor, "all_checks", lambda settings, level=level: [doctor.Result(level, "x", "found")])
+        assert command.run(["doctor"]) == status
+    assert len(capsys.readouterr().out.splitlines()) == 3
