@@ -13,6 +13,7 @@ KvferryError                 500 server_error
 │  ├─ NodeLost               503 node_lost
 │  ├─ TransferFailed         503 transfer_failed
 │  ├─ GrantRefused           503 grant_refused
+│  ├─ RegistryUnavailable    503 registry_unavailable (Redis: nodes and block index)
 │  └─ Draining               503 draining
 ├─ Incompatible              503 incompatible (fingerprints differ: the pair never works)
 ├─ DeadlineExceeded          504 deadline_exceeded
@@ -90,6 +91,10 @@ class TransferFailed(Retryable):
 
 class GrantRefused(Retryable):
     code = "grant_refused"
+
+
+class RegistryUnavailable(Retryable):
+    code = "registry_unavailable"
 
 
 class Draining(Retryable):
