@@ -1,6 +1,5 @@
 """The choice of tiles and splits."""
 
-
 from __future__ import annotations
 
 import pytest

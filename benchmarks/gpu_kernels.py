@@ -1,0 +1,249 @@
+"""Measures the Triton operations on the CUDA device of this machine, against a device copy and against PyTorch.
+
+    python benchmarks/gpu_kernels.py [--heads 32 --kv-heads 8 --dim 128 --dtype bfloat16 --runs 15]
+
+Each line is one operation at one size. Every form of it (ours, then PyTorch's: SDPA on contiguous K/V, the plain
+operations of `kernels/reference.py` for the rest) is captured into a CUDA graph over up to 32 layers, as many as exceed
+the device's L2 cache, so no time of the host counts and only the smallest sizes read from cache; the graphs then run in
+turn, `--runs` times, and the median is printed. GB/s counts each byte an operation must move once; the share is of a device-to-device copy
+measured in the same rounds. Outputs are compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from kernels.ops import Ops, select
+from kernels.plan import BatchPlan
+from kernels.reference import ReferenceOps
+
+COLD_BYTES = 256 << 20
+MAX_LAYERS = 32
+DECODES = [(1, 4096), (1, 32768), (8, 4096), (32, 2048), (128, 1024)]
+CHUNKS = [(1, 2048, 0), (1, 8192, 0), (1, 512, 7680), (8, 512, 0)]
+TOKENS = [1, 64, 8192]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One operation at one size. Forms take a layer number below `layers` and return what must agree between them;
+    moved and work are bytes and floating point operations of one layer."""
+
+    title: str
+    ours: Callable[[int], torch.Tensor]
+    peer: Callable[[int], torch.Tensor]
+    layers: int
+    moved: int
+    work: int = 0
+
+
+def layers_for(moved: int) -> int:
+    """Layers that together exceed any L2 cache of today, MAX_LAYERS at most."""
+    return max(1, min(MAX_LAYERS, -(-COLD_BYTES // moved)))
+
+
+def paged_plan(query_lens: list[int], total_lens: list[int], shape: Shape) -> tuple[BatchPlan, int]:
+    """(plan, blocks in the pool) with the sequences' blocks in shuffled order."""
+    counts = [-(-total // shape.block_size) for total in total_lens]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    for row, blocks in enumerate(order.split(counts)):
+        table[row, : len(blocks)] = blocks
+    spans = list(zip(query_lens, total_lens, strict=True))
+    positions = torch.cat([torch.arange(total - query_len, total) for query_len, total in spans])
+    seqs = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(query_lens))
+    slots = table[seqs, positions // shape.block_size].long() * shape.block_size + positions % shape.block_size
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    tensors = (t.to(shape.device) for t in (positions, slots, table, starts, torch.tensor(total_lens).int()))
+    decodes = sum(query_len == 1 for query_len in query_lens)
+    return BatchPlan(*tensors, tuple(query_lens), tuple(total_lens), decodes, shape.block_size), sum(counts)
+
+
+def attention(ops: Ops, shape: Shape, seqs: int, query_len: int, computed_len: int) -> Subject:
+    """Attention of equal sequences; the peer reads the same K/V, laid out contiguously beforehand."""
+    total = computed_len + query_len
+    elements = 2 * seqs * total * shape.kv_heads * shape.dim + 2 * seqs * query_len * shape.heads * shape.dim
+    moved = elements * shape.dtype.itemsize
+    layers = layers_for(moved)
+    plan, blocks = paged_plan([query_len] * seqs, [total] * seqs, shape)
+    random = {"dtype": shape.dtype, "device": shape.device}
+    pool = torch.randn(blocks, layers, 2, shape.kv_heads, shape.block_size, shape.dim, **random)
+    q = torch.randn(seqs * query_len, shape.heads, shape.dim, **random)
+    scale = shape.dim**-0.5
+    peer = sdpa_decode if query_len == 1 else sdpa_prefill
+    pairs = query_len * computed_len + query_len * (query_len + 1) // 2
+    return Subject(
+        title=f"{'decode' if query_len == 1 else 'prefill'} {seqs} x {query_len} at {computed_len}",
+        ours=lambda layer: ops.paged_attention(q, pool[:, layer], plan, scale),
+        peer=peer(q, [contiguous(pool[:, layer], plan, total) for layer in range(layers)], shape, scale),
+        layers=layers,
+        moved=moved,
+        work=4 * seqs * shape.heads * shape.dim * pairs,
+    )
+
+
+def contiguous(kv_layer: torch.Tensor, plan: BatchPlan, total: int) -> torch.Tensor:
+    """[2, seqs, kv_heads, total, dim] from the pool."""
+    pages = kv_layer[plan.block_table.long()].permute(2, 0, 3, 1, 4, 5)
+    return pages.flatten(3, 4)[:, :, :, :total].contiguous()
+
+
+def sdpa_decode(q: torch.Tensor, kv: list[torch.Tensor], shape: Shape, scale: float) -> Callable[[int], torch.Tensor]:
+    """The heads that share a K/V head are its queries: SDPA reads each K/V once."""
+    folded = q.view(len(q), shape.kv_heads, -1, shape.dim)
+    return lambda layer: F.scaled_dot_product_attention(folded, *kv[layer], scale=scale).reshape(q.shape)
+
+
+def sdpa_prefill(q: torch.Tensor, kv: list[torch.Tensor], shape: Shape, scale: float) -> Callable[[int], torch.Tensor]:
+    """K/V heads are repeated beforehand, so that the fastest of SDPA's own kernels takes them."""
+    group, seqs = shape.heads // shape.kv_heads, kv[0].shape[1]
+    repeated = [layer.repeat_interleave(group, 2) for layer in kv]
+    laid = q.view(seqs, -1, shape.heads, shape.dim).transpose(1, 2).contiguous()
+    mask = causal_lower_right(laid.shape[2], repeated[0].shape[3])
+
+    def run(layer: int) -> torch.Tensor:
+        out = F.scaled_dot_product_attention(laid, *repeated[layer], attn_mask=mask, scale=scale)
+        return out.transpose(1, 2).reshape(q.shape)
+
+    return run
+
+
+def pointwise(ops: Ops, shape: Shape, tokens: int) -> Iterator[Subject]:
+    """Norm, activation and rope with cache write of `tokens` tokens."""
+    plain, hidden, bytes_each = ReferenceOps(), shape.heads * shape.dim, shape.dtype.itemsize
+    random = {"dtype": shape.dtype, "device": shape.device}
+    moved = 4 * tokens * hidden * bytes_each
+    layers = layers_for(moved)
+    x, weight = torch.randn(layers, 2, tokens, hidden, **random), torch.randn(hidden, **random)
+    yield Subject(
+        f"add_rms_norm {tokens} x {hidden}",
+        lambda layer: ops.add_rms_norm(*x[layer], weight, 1e-5)[0],
+        lambda layer: plain.add_rms_norm(*x[layer], weight, 1e-5)[0],
+        layers,
+        moved,
+    )
+    wide = x.view(layers, tokens, 2 * hidden)
+    yield Subject(
+        f"silu_mul {tokens} x {hidden}",
+        lambda layer: ops.silu_mul(wide[layer]),
+        lambda layer: plain.silu_mul(wide[layer]),
+        layers,
+        moved * 3 // 4,
+    )
+    yield rope(ops, plain, shape, tokens)
+
+
+def rope(ops: Ops, plain: Ops, shape: Shape, tokens: int) -> Subject:
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+    moved = 2 * tokens * sum(heads) * shape.dim * shape.dtype.itemsize
+    layers = layers_for(moved)
+    plan, blocks = paged_plan([tokens], [tokens], shape)
+    random = {"dtype": shape.dtype, "device": shape.device}
+    pool = torch.zeros(blocks, layers, 2, shape.kv_heads, shape.block_size, shape.dim, **random)
+    qkv = torch.randn(layers, tokens, sum(heads), shape.dim, **random)
+    angle = torch.randn(tokens, shape.dim // 2, device=shape.device)
+    cos, sin = angle.cos(), angle.sin()
+
+    def form(of: Ops) -> Callable[[int], torch.Tensor]:
+        return lambda layer: of.rope_and_cache(*qkv[layer].split(heads, 1), cos, sin, pool[:, layer], plan)
+
+    return Subject(f"rope_and_cache {tokens} x {sum(heads)} heads", form(ops), form(plain), layers, moved)
+
+
+def subjects(ops: Ops, shape: Shape) -> Iterator[Subject]:
+    """Built one at a time: each may hold gigabytes."""
+    for seqs, length in DECODES:
+        yield attention(ops, shape, seqs, 1, length - 1)
+    for seqs, query_len, computed_len in CHUNKS:
+        yield attention(ops, shape, seqs, query_len, computed_len)
+    for tokens in TOKENS:
+        yield from pointwise(ops, shape, tokens)
+
+
+def check(subject: Subject) -> None:
+    """Raises AssertionError when the forms differ by more than rounding. Warms both up."""
+    got, expected = subject.ours(0).float(), subject.peer(0).float()
+    torch.testing.assert_close(got, expected, atol=3e-2, rtol=3e-2, msg=lambda text: f"{subject.title}: {text}")
+
+
+def captured(form: Callable[[int], object], layers: int) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        form(0)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(layers):
+            form(layer)
+    return graph
+
+
+def seconds(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def measure(subject: Subject, source: torch.Tensor, target: torch.Tensor, runs: int) -> str:
+    """A line of the table."""
+    check(subject)
+    graphs = [captured(form, subject.layers) for form in (subject.ours, subject.peer)]
+    graphs.append(captured(lambda _: target.copy_(source), 1))
+    rounds = [[seconds(graph) for graph in graphs] for _ in range(runs + 2)][2:]
+    ours, peer, copy = (statistics.median(column) for column in zip(*rounds, strict=True))
+    ours, peer = ours / subject.layers, peer / subject.layers
+    copied = 2 * source.nbytes / copy
+    rate, work = subject.moved / ours, f"{subject.work / ours / 1e12:8.1f}" if subject.work else " " * 8
+    return (
+        f"{subject.title:34}{ours * 1e6:10.1f}{peer * 1e6:12.1f}{peer / ours:8.2f}"
+        f"{rate / 1e9:10.0f}{rate / copied:9.0%}{work}{copied / 1e9:10.0f}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Triton operations against a device copy and against PyTorch")
+    for name, default in (("--heads", 32), ("--kv-heads", 8), ("--dim", 128), ("--runs", 15)):
+        parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    chosen = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        sys.exit("gpu_kernels measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
+    device = torch.device("cuda")
+    shape = Shape(chosen.heads, chosen.kv_heads, chosen.dim, getattr(torch, chosen.dtype), device)
+    source = torch.ones(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {chosen.dtype}, median of {chosen.runs} runs")
+    print(f"{'':34}{'us/layer':>10}{'PyTorch us':>12}{'ratio':>8}", end="")
+    print(f"{'GB/s':>10}{'of copy':>9}{'TFLOP/s':>8}{'copy GB/s':>10}")
+    with torch.inference_mode():
+        for subject in subjects(select("triton", device), shape):
+            print(measure(subject, source, target, chosen.runs), flush=True)
+
+
+if __name__ == "__main__":
+    main()

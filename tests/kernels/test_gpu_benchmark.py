@@ -1,0 +1,57 @@
+"""What of the GPU benchmark can be proven without a GPU: its forms agree, its books of bytes add up, it refuses."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.reference import ReferenceOps
+
+SCRIPT = Path(__file__).parent.parent.parent / "benchmarks" / "gpu_kernels.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> dict[str, Any]:
+    names = runpy.run_path(str(SCRIPT))
+    names["layers_for"].__globals__["COLD_BYTES"] = 1
+    return names
+
+
+@pytest.mark.parametrize(("seqs", "query_len", "computed_len"), [(3, 1, 40), (1, 33, 0), (2, 17, 20)])
+def test_attention_forms_agree(bench: dict[str, Any], seqs: int, query_len: int, computed_len: int) -> None:
+    shape = bench["Shape"](6, 2, 16, torch.float32, torch.device("cpu"))
+    subject = bench["attention"](ReferenceOps(), shape, seqs, query_len, computed_len)
+    bench["check"](subject)
+    kv = 2 * seqs * (query_len + computed_len) * 2 * 16
+    assert subject.moved == 4 * (kv + 2 * seqs * query_len * 6 * 16)
+    pairs = sum(computed_len + j + 1 for j in range(query_len))
+    assert subject.work == 4 * seqs * 6 * 16 * pairs
+
+
+def test_a_wrong_kernel_is_not_timed(bench: dict[str, Any]) -> None:
+    class Wrong(ReferenceOps):
+        def paged_attention(self, *args: Any, **options: Any) -> torch.Tensor:
+            return super().paged_attention(*args, **options) * 1.5
+
+    shape = bench["Shape"](6, 2, 16, torch.float32, torch.device("cpu"))
+    with pytest.raises(AssertionError, match="decode 3 x 1 at 40"):
+        bench["check"](bench["attention"](Wrong(), shape, 3, 1, 40))
+
+
+def test_pointwise_forms_agree(bench: dict[str, Any]) -> None:
+    shape = bench["Shape"](6, 2, 16, torch.float32, torch.device("cpu"))
+    found = list(bench["pointwise"](ReferenceOps(), shape, 5))
+    assert [subject.title.split()[0] for subject in found] == ["add_rms_norm", "silu_mul", "rope_and_cache"]
+    assert [subject.moved for subject in found] == [4 * 4 * 5 * 96, 3 * 4 * 5 * 96, 2 * 4 * 5 * 10 * 16]
+    for subject in found:
+        bench["check"](subject)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_without_cuda_it_says_so(bench: dict[str, Any]) -> None:
+    with pytest.raises(SystemExit, match="CUDA"):
+        bench["main"]([])
