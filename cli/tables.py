@@ -60,7 +60,7 @@ def renew(text: str) -> str:
 
 def _help(field: dataclasses.Field[object]) -> str:
     choices = field.metadata["choices"]
-    return field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
+    return str(field.metadata["help"]) + (f" ({', '.join(choices)})" if choices else "")
 
 
 def _default(value: object) -> str:
