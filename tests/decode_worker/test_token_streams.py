@@ -1,0 +1,49 @@
+"""Standing token streams: one reader per router, nothing kept for a router that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+
+from decode_worker.streams import MAX_QUEUED_FRAMES, TokenStreams, frames
+from protocol.messages import StepFrame, TokenDelta
+
+DELTA = TokenDelta("r", 0, 0, (1,))
+
+
+async def test_a_frame_reaches_its_router_and_silence_is_a_heartbeat() -> None:
+    streams = TokenStreams(lambda router: None)
+    reader = frames(streams.open("a"))
+    assert await anext(reader) == StepFrame()
+    streams.publish("a", [DELTA], [])
+    assert await anext(reader) == StepFrame((DELTA,))
+    assert await asyncio.wait_for(anext(reader), 2) == StepFrame()
+
+
+async def test_output_without_a_reader_gives_the_router_up() -> None:
+    lost: list[str] = []
+    streams = TokenStreams(lost.append)
+    streams.publish("a", [DELTA], [])
+    queue = streams.open("a")
+    streams.close("a", queue)
+    assert lost == ["a", "a"]
+
+
+async def test_a_new_stream_replaces_the_old_one_without_loss_of_the_router() -> None:
+    lost: list[str] = []
+    streams = TokenStreams(lost.append)
+    old = streams.open("a")
+    new = streams.open("a")
+    assert [frame async for frame in frames(old)] == [StepFrame()]
+    streams.close("a", old)
+    assert lost == []
+    streams.publish("a", [DELTA], [])
+    assert new.qsize() == 1
+
+
+async def test_a_reader_that_falls_too_far_behind_is_dropped() -> None:
+    lost: list[str] = []
+    streams = TokenStreams(lost.append)
+    streams.open("a")
+    for _ in range(MAX_QUEUED_FRAMES + 1):
+        streams.publish("a", [DELTA], [])
+    assert lost == ["a"]

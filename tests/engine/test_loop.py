@@ -1,0 +1,111 @@
+"""The engine thread: commands in, events out in order, errors contained, books checked when idle."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from toy import expected, make_engine, make_job
+
+import engine.loop as loop_module
+from engine.engine import Engine
+from engine.events import Event, Failed, Generated
+from engine.loop import EngineLoop
+
+
+class Outbox:
+    """Collects events; waits for conditions on them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        with self._changed:
+            self.events += events
+            self._changed.notify_all()
+
+    def wait_for(self, condition: Callable[[list[Event]], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: condition(self.events), timeout=10)
+
+    def tokens(self, name: str) -> list[int]:
+        return [t for e in self.events if isinstance(e, Generated) and e.key[0] == name for t in e.delta.token_ids]
+
+
+@pytest.fixture
+def running() -> Iterator[tuple[Engine, EngineLoop, Outbox]]:
+    engine, outbox = make_engine(), Outbox()
+    loop = EngineLoop(engine, outbox)
+    loop.start()
+    yield engine, loop, outbox
+    loop.stop()
+    engine.check_integrity()
+
+
+def test_commands_run_on_the_thread_and_events_come_in_order(running: tuple[Engine, EngineLoop, Outbox]) -> None:
+    _, loop, outbox = running
+    for name in ("a", "b"):
+        loop.submit(lambda engine, name=name: engine.add(make_job(name, [1, 2, 3, 4, 5])))  # type: ignore[misc]
+    outbox.wait_for(lambda events: sum(isinstance(e, Generated) for e in events) == 16)
+    assert outbox.tokens("a") == outbox.tokens("b") == expected([1, 2, 3, 4, 5], 8)
+
+
+def test_a_command_that_fails_stops_nothing(running: tuple[Engine, EngineLoop, Outbox]) -> None:
+    _, loop, outbox = running
+    loop.submit(lambda engine: 1 // 0)  # type: ignore[arg-type, return-value]
+    loop.submit(lambda engine: engine.add(make_job("a", [1, 2, 3])))
+    outbox.wait_for(lambda events: sum(isinstance(e, Generated) for e in events) == 8)
+
+
+def test_a_broken_step_fails_its_requests_and_the_next_ones_run(
+    running: tuple[Engine, EngineLoop, Outbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, loop, outbox = running
+    run, broken = engine.runner.run, threading.Event()
+
+    def once(slices: object) -> object:
+        if not broken.is_set():
+            broken.set()
+            raise RuntimeError("device lost")
+        return run(slices)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.runner, "run", once)
+    loop.submit(lambda engine: engine.add(make_job("a", [1, 2, 3])))
+    outbox.wait_for(lambda events: any(isinstance(e, Failed) for e in events))
+    failure = next(e for e in outbox.events if isinstance(e, Failed))
+    assert (failure.key, failure.error.retryable) == (("a", 0), True)
+    loop.submit(lambda engine: engine.add(make_job("b", [1, 2, 3])))
+    outbox.wait_for(lambda events: sum(isinstance(e, Generated) for e in events) == 8)
+
+
+def test_a_request_that_waits_for_room_starts_when_room_comes(running: tuple[Engine, EngineLoop, Outbox]) -> None:
+    _, loop, outbox = running
+    loop.submit(lambda engine: engine.reserve("g", make_job("big", list(range(100)) * 2)))
+    loop.submit(lambda engine: engine.add(make_job("a", list(range(80)))))
+    outbox.wait_for(lambda events: len(events) > 0)
+    assert loop.load.granted_blocks == 50
+    loop.submit(lambda engine: engine.cancel("big", 0))
+    loop.submit(lambda engine: engine.grant_quiet("g"))
+    outbox.wait_for(lambda events: sum(isinstance(e, Generated) for e in events) == 8)
+
+
+def test_books_that_do_not_balance_are_a_fault(
+    running: tuple[Engine, EngineLoop, Outbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, loop, outbox = running
+    monkeypatch.setattr(loop_module, "SELF_CHECK_S", 0.0)
+    checked = threading.Event()
+
+    def check() -> None:
+        checked.set()
+        raise AssertionError("a block leaked")
+
+    monkeypatch.setattr(engine, "check_integrity", check)
+    loop.submit(lambda engine: engine.add(make_job("a", [1, 2, 3], max_tokens=1)))
+    outbox.wait_for(lambda events: any(isinstance(e, Generated) for e in events))
+    assert checked.wait(10)
+    loop.submit(lambda engine: None)
+    monkeypatch.undo()
+    assert loop.fault == "self-check failed: a block leaked"

@@ -1,0 +1,77 @@
+"""Sizing a node: what does not fit is refused with the flag to change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.models.base import ModelInfo
+from node import assembly
+from node.assembly import PoolMemory, choose_device, longest_sequence, make_pool, pool_blocks, step_limits
+from protocol.errors import ConfigError
+from protocol.layout import KVLayout
+from protocol.settings import WorkerSettings
+
+CPU = torch.device("cpu")
+LAYOUT = KVLayout(2, 2, 8, "float32", 4)
+INFO = ModelInfo("m", "r", 2, 2, 8, 100, 64)
+
+
+def test_pool_size_comes_from_gib_or_blocks() -> None:
+    assert pool_blocks(WorkerSettings(kv_cache_gib=0.5), LAYOUT, CPU) == 2**29 // LAYOUT.block_bytes
+    assert pool_blocks(WorkerSettings(kv_cache_gib=0.5, kv_blocks=7), LAYOUT, CPU) == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        (WorkerSettings(kv_cache_gib=1e6), "--kv-cache-gib"),
+        (WorkerSettings(kv_blocks=10**12), "--kv-blocks"),
+        (WorkerSettings(kv_cache_gib=1e-9), "--kv-cache-gib"),
+    ],
+)
+def test_a_pool_that_does_not_fit_names_its_flag(settings: WorkerSettings, flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        pool_blocks(settings, LAYOUT, CPU)
+
+
+def test_memory_is_asked_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "available_bytes", lambda device: 1000 * LAYOUT.block_bytes)
+    assert pool_blocks(WorkerSettings(kv_blocks=950), LAYOUT, CPU) == 950
+    with pytest.raises(ConfigError):
+        pool_blocks(WorkerSettings(kv_blocks=951), LAYOUT, CPU)
+
+
+def test_sequences_fit_model_and_pool() -> None:
+    assert longest_sequence(WorkerSettings(), INFO, 100) == 64
+    assert longest_sequence(WorkerSettings(), INFO, 2) == 32
+    assert longest_sequence(WorkerSettings(max_model_len=20), INFO, 2) == 20
+    with pytest.raises(ConfigError, match="--max-model-len"):
+        longest_sequence(WorkerSettings(max_model_len=65), INFO, 100)
+    with pytest.raises(ConfigError, match="--kv-cache-gib"):
+        longest_sequence(WorkerSettings(max_model_len=40), INFO, 2)
+
+
+def test_a_step_has_room_for_every_running_request() -> None:
+    limits = step_limits(WorkerSettings(max_num_seqs=500, max_num_batched_tokens=100), CPU)
+    assert (limits.max_num_batched_tokens, limits.max_num_seqs) == (500, 500)
+
+
+def test_an_unknown_device_is_refused() -> None:
+    for name in ("abacus", "cuda:0" if not torch.cuda.is_available() else "abacus"):
+        with pytest.raises(ConfigError, match="cpu"):
+            choose_device(name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_link_sees_each_block_as_its_own_bytes(dtype: torch.dtype) -> None:
+    layout = KVLayout(2, 2, 8, str(dtype).removeprefix("torch."), 4)
+    kv = make_pool(layout, 3, dtype, CPU)
+    memory = PoolMemory(kv)
+    block = memory.block(1)
+    assert isinstance(block, np.ndarray)
+    assert (block.nbytes, block.flags["C_CONTIGUOUS"], block.flags["WRITEABLE"]) == (layout.block_bytes, True, True)
+    block[:] = np.frombuffer(kv[0].fill_(2.5).view(torch.uint8).flatten().numpy().tobytes(), dtype=np.uint8)
+    assert bool((kv[1] == 2.5).all())
+    assert not kv[2].any()

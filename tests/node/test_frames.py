@@ -1,0 +1,67 @@
+"""A streamed response is closed exactly once, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from node.frames import FrameResponse
+from protocol.messages import CancelRequest
+from protocol.wire import FrameReader
+
+
+class Connection:
+    """The two ends of an ASGI connection."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(dict(message))
+
+
+async def two() -> AsyncIterator[CancelRequest]:
+    yield CancelRequest("a", 0)
+    yield CancelRequest("b", 1)
+
+
+async def endless() -> AsyncIterator[CancelRequest]:
+    await asyncio.Event().wait()
+    yield CancelRequest("never", 0)
+
+
+async def test_messages_arrive_packed_and_the_end_closes() -> None:
+    connection, closed = Connection(), []
+    await FrameResponse(two(), lambda: closed.append(1))({}, connection.receive, connection.send)
+    body = b"".join(m.get("body", b"") for m in connection.sent)
+    assert list(FrameReader().feed(body)) == [CancelRequest("a", 0), CancelRequest("b", 1)]
+    assert closed == [1]
+    assert b"content-length" not in dict(connection.sent[0]["headers"])
+
+
+async def test_a_reader_that_leaves_before_the_first_message_is_noticed() -> None:
+    connection, closed = Connection(), []
+    task = asyncio.create_task(
+        FrameResponse(endless(), lambda: closed.append(1))({}, connection.receive, connection.send)
+    )
+    await asyncio.sleep(0.01)
+    connection.gone.set()
+    await asyncio.wait_for(task, 1)
+    assert closed == [1]
+
+
+async def test_a_cancelled_server_task_closes_too() -> None:
+    connection, closed = Connection(), []
+    task = asyncio.create_task(
+        FrameResponse(endless(), lambda: closed.append(1))({}, connection.receive, connection.send)
+    )
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert closed == [1]
