@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 
 import pytest
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
 from protocol.metrics import RouterMetrics, WorkerMetrics
+from tests.deploy.binaries import need, promtool_binary
 
 SETS = {"router": RouterMetrics, "prefill": lambda: WorkerMetrics("prefill"), "decode": lambda: WorkerMetrics("decode")}
 Metrics = RouterMetrics | WorkerMetrics
@@ -61,9 +61,8 @@ def test_two_sets_do_not_share_state() -> None:
     assert two.registry.get_sample_value("kvferry_output_tokens_total") == 0
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on PATH")
 def test_promtool_finds_no_lint(metrics: Metrics) -> None:
-    checked = subprocess.run(
-        ["promtool", "check", "metrics"], input=generate_latest(metrics.registry), capture_output=True, timeout=60
-    )
+    binary = need(promtool_binary(), "promtool")
+    page = generate_latest(metrics.registry)
+    checked = subprocess.run([binary, "check", "metrics"], input=page, capture_output=True, timeout=60)
     assert checked.returncode == 0, checked.stderr.decode()
