@@ -68,8 +68,8 @@ def load_hf(
     ops: Ops,
     progress: Callable[[float], None] | None = None,
 ) -> HFModel:
-    """Load through AutoModelForCausalLM and prove on two tokens that attention and logits go our way. Raises ConfigError
-    with transformers' reason, or naming what of the model is not supported."""
+    """Load through AutoModelForCausalLM and prove on two tokens that attention and logits go our way. Raises
+    ConfigError with transformers' reason, or naming what of the model is not supported."""
     length = read_facts(source).max_model_len
     if not length:
         raise ConfigError(f"{source.path} does not name the model's longest sequence", param="model")
@@ -81,11 +81,16 @@ def load_hf(
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the model's weights do not fit the memory of {device}", param="model") from error
     seat = take_seats(module)
-    shape, vocab_size = _probe(module, seat, device)
+    probe, vocab_size = _probe(module, seat, device)
     info = ModelInfo(
-        source.name, source.revision, len(shape.shapes), shape.shapes[0].kv_heads, shape.shapes[0].head_dim,
-        vocab_size, length,
-    )  # fmt: skip
+        name=source.name,
+        revision=source.revision,
+        num_layers=len(probe.shapes),
+        num_kv_heads=probe.shapes[0].kv_heads,
+        head_dim=probe.shapes[0].head_dim,
+        vocab_size=vocab_size,
+        max_model_len=length,
+    )
     if progress is not None:
         progress(1.0)
     return HFModel(module, seat, info, device, ops)
@@ -100,8 +105,10 @@ def _load_module(source: ModelSource, dtype: torch.dtype) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(
             place, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True, **extra
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError) as error:
+    except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if isinstance(error, KeyError) and ATTENTION in reason:
+            reason = "its attention does not use transformers' attention interface"
         raise ConfigError(f"transformers cannot load {source.name}: {reason}", param="model") from error
 
 

@@ -110,9 +110,9 @@ class ShapeProbe:
         self.shapes[layer] = LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], window)
         return q
 
-    def check(self, config: Any) -> LayerShape:
-        """The shape that all layers share. Raises ConfigError: a layer's attention never came here, layers differ, or
-        the config tells of windows that the layers did not ask for."""
+    def check(self, config: Any) -> None:
+        """Raises ConfigError: a layer's attention never came here, layers differ, or the config tells of windows that
+        the layers did not ask for."""
         layers = config.num_hidden_layers
         if sorted(self.shapes) != list(range(layers)):
             raise ConfigError(
@@ -125,7 +125,6 @@ class ShapeProbe:
         }:
             raise ConfigError("the model's layers have K/V of different shapes, which is not supported", param="model")
         self._check_windows(config)
-        return first
 
     def _check_windows(self, config: Any) -> None:
         types = getattr(config, "layer_types", None) or ["full_attention"] * len(self.shapes)

@@ -15,6 +15,15 @@ from protocol.model_source import read_facts, resolve
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads of one tiny matrix product wait longer for each other than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def load(path, impl="kvferry", dtype=torch.float32, **extra):
     return load_model(resolve(str(path)), device=CPU, dtype=dtype, ops=ReferenceOps(), impl=impl, **extra)
 
