@@ -21,9 +21,10 @@ from protocol.messages import (
     ShipDone,
     TokenDelta,
 )
+from router.bookings import Booking
 from router.ladder import Failure, blamed
 from router.node_client import NodeClient
-from router.nodes import Booking, NodeTable, node_key
+from router.nodes import NodeTable, node_key
 from router.placement import Placement
 from router.streams import TokenStreams
 
@@ -116,9 +117,9 @@ class Attempt:
 
     def stall(self) -> None:
         """No token came within the attempt's share of the deadline: give it up."""
-        waits_for_prefill = self.placement.prefill and not self._first_seen
-        node = self.placement.prefill if waits_for_prefill else self.placement.decode
-        self._give_up(NodeLost("no token within the attempt's share of the deadline"), node)
+        place = self.placement
+        node = place.decode if self._first_seen else place.prefill or place.decode
+        self._give_up(NodeLost("no token within the attempt's share of the deadline"), node or place.prefill)
 
     def delta(self, delta: TokenDelta) -> None:
         if delta.attempt != self.job.attempt or self._over:
@@ -183,7 +184,7 @@ class Attempt:
         except KvferryError as error:
             self._unreachable(error, node)
             return
-        if not self._first_seen or (decode and not self._prefilled):
+        if not self._prefilled:
             self._fail(NodeLost(f"{node.node_id} ended its answer early"), node)
 
     async def _generate(self) -> None:

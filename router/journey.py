@@ -184,6 +184,8 @@ class RouterJourney:
         self._progress_at, self._stuck_at, self._pause_s = loop.time(), None, PAUSE_S[0]
         if self.route is None:
             self._take_route(delta)
+        if delta.finish_reason is not None:
+            self._end(cancel=False)
         return Output(delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_token, delta.prompt_logprobs)
 
     def _take_route(self, delta: TokenDelta) -> None:

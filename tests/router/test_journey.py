@@ -1,0 +1,188 @@
+"""The journey of a request over real HTTP: every path, without failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from fake_workers import (
+    BLOCK,
+    PROMPT,
+    Bench,
+    FakeWorker,
+    collect,
+    decode,
+    expected,
+    first_token,
+    ids,
+    prefill,
+    ship_done,
+    until,
+)
+
+from protocol.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    NoNodes,
+    Overloaded,
+)
+from protocol.hashing import chain, root_hash
+from protocol.messages import Load, PrefillRequest, Reuse, TokenDelta, TokenLogprobs
+
+
+async def test_disaggregated() -> None:
+    async with Bench([prefill(), decode()]) as bench:
+        journey = bench.start(8)
+        outputs = await collect(journey)
+        assert ids(outputs) == expected(PROMPT, 8)
+        assert [output.finish_reason for output in outputs] == [None] * 7 + ["length"]
+        assert str(journey.route) == "prefill=p1 decode=d1 reused=16 computed=48"
+        request = bench["p1"].prefills[0]
+        assert request.target == bench["d1"].lease.target
+        assert request.job.router_id == "router-test"
+        assert request.job.prompt_len == len(PROMPT)
+        assert 0 < request.job.deadline_s <= 600
+        assert bench.rungs() == {}
+        assert bench["p1"].cancels == bench["d1"].cancels == []
+        assert bench.metrics.placements.labels("remote")._value.get() == 1
+
+
+async def test_wire_ids_differ_for_equal_request_ids() -> None:
+    async with Bench([prefill(), decode()]) as bench:
+        results = await asyncio.gather(*(collect(bench.start(6)) for _ in range(8)))
+        assert all(ids(outputs) == expected(PROMPT, 6) for outputs in results)
+        assert len({request.job.request_id for request in bench["p1"].prefills}) == 8
+
+
+async def test_without_prefill_nodes_decode_computes_the_prompt() -> None:
+    async with Bench([decode()]) as bench:
+        journey = bench.start(5)
+        assert ids(await collect(journey)) == expected(PROMPT, 5)
+        assert str(journey.route) == "prefill=none decode=d1 reused=8 computed=56"
+        assert bench.metrics.placements.labels("local")._value.get() == 1
+
+
+@pytest.mark.parametrize("params", [{}, {"prompt_logprobs": 0}])
+async def test_one_token_stays_on_prefill(params: dict[str, Any]) -> None:
+    async with Bench([prefill(), decode()]) as bench:
+        journey = bench.start(1, params=params)
+        outputs = await collect(journey)
+        assert ids(outputs) == expected(PROMPT, 1)
+        assert bench["p1"].prefills[0].target is None
+        assert str(journey.route).startswith("prefill=p1 decode=none")
+        assert bench["d1"].jobs == []
+
+
+async def test_one_token_without_prefill_nodes() -> None:
+    async with Bench([decode()]) as bench:
+        assert ids(await collect(bench.start(1))) == expected(PROMPT, 1)
+
+
+async def test_first_token_that_ends_a_longer_request() -> None:
+    async def ends(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        first = first_token(request.job)
+        delta = TokenDelta(request.job.request_id, 0, 0, (7,), None, "stop", 7, first.delta.reuse)
+        yield type(first)(delta, 0.0, 0.0)
+
+    async with Bench([prefill(prefill_script=ends), decode()]) as bench:
+        journey = bench.start(8)
+        outputs = await collect(journey)
+        assert [(o.token_ids, o.finish_reason, o.stop_token) for o in outputs] == [((7,), "stop", 7)]
+        assert str(journey.route).startswith("prefill=p1 decode=none")
+
+
+async def test_decode_tokens_before_the_first_one() -> None:
+    async def late(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        worker.peers[request.target.node_id].decode(request.job, 1)
+        await asyncio.sleep(0.05)
+        yield first_token(request.job)
+        yield ship_done(request.job)
+
+    async with Bench([prefill(prefill_script=late), decode()]) as bench:
+        journey = bench.start(6)
+        assert ids(await collect(journey)) == expected(PROMPT, 6)
+        assert journey.route.reuse.reused_prefill == 16
+
+
+async def test_prompt_logprobs_come_with_the_first_output() -> None:
+    entries = (None, TokenLogprobs(5, -0.5, 1, ((5, -0.5),)))
+
+    async def scoring(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        delta = TokenDelta(request.job.request_id, 0, 0, (), None, "length", None, Reuse(2, computed=2), entries)
+        yield type(first_token(request.job))(delta, 0.0, 0.0)
+
+    async with Bench([prefill(prefill_script=scoring), decode()]) as bench:
+        outputs = await collect(bench.start(0, params={"prompt_logprobs": 1}))
+        assert [(o.token_ids, o.prompt_logprobs, o.finish_reason) for o in outputs] == [((), entries, "length")]
+
+
+async def test_reuse_known_to_the_index_decides_and_is_counted() -> None:
+    async with Bench([prefill("p1"), prefill("p2"), decode()]) as bench:
+        hashes = chain(root_hash("fp", "tenant"), PROMPT, BLOCK)
+        await bench.store.publish("p2", 1, hashes[:10], ())
+        for _ in range(3):
+            await collect(bench.start(3, namespace="tenant"))
+        assert [len(bench[p].prefills) for p in ("p1", "p2")] == [0, 3]
+        assert bench.metrics.predicted_reuse._value.get() == 3 * 40
+        assert bench.metrics.actual_reuse._value.get() == 3 * 16
+        assert bench.metrics.reuse_misses.labels("evicted")._value.get() == 3 * 24
+
+
+async def test_a_slow_index_costs_little_and_no_request() -> None:
+    class Slow:
+        async def longest_prefix(self, hashes: Any, nodes: Any) -> dict[str, int]:
+            await asyncio.sleep(30)
+            return {}
+
+    async with Bench([prefill(), decode()]) as bench:
+        bench.fleet.index = Slow()
+        began = asyncio.get_running_loop().time()
+        assert ids(await collect(bench.start(3))) == expected(PROMPT, 3)
+        assert asyncio.get_running_loop().time() - began < 1
+
+
+async def test_registry_away() -> None:
+    async with Bench([prefill(), decode()]) as bench:
+        bench.store.available = False
+        await until(lambda: not bench.nodes.up)
+        assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
+        assert bench.metrics.registry_up._value.get() == 0
+        bench.store.available = True
+        await until(lambda: bench.nodes.up)
+
+
+async def test_nothing_can_be_placed() -> None:
+    async with Bench([prefill()]) as bench:
+        assert not bench.cluster.ready()
+        with pytest.raises(NoNodes):
+            bench.start(4)
+
+
+async def test_full_decode_nodes_refuse_with_a_time() -> None:
+    load = Load(active_blocks=100, total_blocks=100, granted_blocks=0, waiting_tokens=400)
+    async with Bench([decode(changes={"load": load})]) as bench:
+        with pytest.raises(Overloaded) as caught:
+            bench.start(4)
+        assert caught.value.retry_after >= 1
+
+
+async def test_a_prompt_that_fits_into_no_pool() -> None:
+    async with Bench([decode(changes={"load": Load(free_blocks=8, total_blocks=8)})]) as bench:
+        with pytest.raises(ContextLengthExceeded, match="maximum context length"):
+            bench.start(4)
+
+
+async def test_deadline() -> None:
+    async with Bench([decode(step_s=0.05)]) as bench:
+        with pytest.raises(DeadlineExceeded):
+            await collect(bench.start(1000, deadline_s=0.3))
+        await until(lambda: bench["d1"].running == 0)
+
+
+async def test_info_and_ready() -> None:
+    async with Bench([prefill(), decode(changes={"max_model_len": 2048})]) as bench:
+        info = bench.cluster.info()
+        assert (info.model, info.max_model_len, info.block_size, info.fingerprint) == ("m", 2048, BLOCK, "fp")
+        assert bench.cluster.ready()
