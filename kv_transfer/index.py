@@ -67,7 +67,7 @@ class IndexWriter:
     max_noted    changes held while the loop does not come round; beyond it they are dropped and the snapshot is used
 
     Removals are written before additions, additions parents first, so the index errs towards fewer blocks. After a
-    failure everything is written again. Memory: the node's rows, plus rows that left it while the index was away.
+    failure everything is written again. Memory: the node's rows, those that left it during an outage, and a batch.
     `note` may be called from any thread, the rest belongs to one asyncio loop. Nothing here raises.
     """
 
@@ -166,10 +166,10 @@ class IndexWriter:
                 continue
 
     async def _write(self) -> None:
-        """One batch. After a failure a single row, until one is taken: rows tried in vain cannot be forgotten."""
-        limit = 1 if self._failures else self._batch
-        gone = list(islice(self._gone, limit))
-        new = list(islice(self._new, limit - len(gone)))
+        """One batch. While the index is away, removals come to fill it, so that no more additions are tried in vain:
+        each of them would have to be remembered."""
+        gone = list(islice(self._gone, self._batch))
+        new = list(islice(self._new, self._batch - len(gone)))
         for digest in new:
             self._new[digest] = True
         await self._index.publish(self._node_id, self._epoch, new, gone)
@@ -201,10 +201,8 @@ class IndexWriter:
             notes, self._notes, self._noted = self._notes, [], 0
             compare, self._compare = self._compare or self._rewrite, False
         for stored, removed in notes:
-            removed_too = set(removed).intersection(stored)
             for digest in stored:
-                if digest not in removed_too:
-                    self._add(digest)
+                self._add(digest)
             for digest in removed:
                 self._remove(digest)
         if compare:
