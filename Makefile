@@ -50,9 +50,9 @@ $(VENV)/python.done:
 	  { echo 'python3 -m venv failed; on Debian and Ubuntu: apt-get install python3-venv' >&2; exit 2; }
 	@touch $@
 
-# Rewritten only when TORCH names something else than at the last install.
+# Rewritten only when TORCH or EXTRA is another than at the last install.
 $(VENV)/torch.wanted: FORCE | $(VENV)/python.done
-	@echo "$(TORCH)" | cmp -s - $@ || echo "$(TORCH)" > $@
+	@echo "$(TORCH) $(EXTRA)" | cmp -s - $@ || echo "$(TORCH) $(EXTRA)" > $@
 
 $(VENV)/torch.done: $(VENV)/torch.wanted
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv

@@ -55,9 +55,10 @@ def check(settings: ServeSettings) -> ServeSettings:
     return dataclasses.replace(settings, port=port)
 
 
-def valkey_command(port: int) -> Command:
-    """An embedded Valkey that keeps nothing on disk."""
-    options = {"--port": port, "--bind": LOOPBACK, "--save": "", "--appendonly": "no", "--loglevel": "warning"}
+def valkey_command(port: int, log_level: str = "info") -> Command:
+    """An embedded Valkey that keeps nothing on disk. It is silent unless we debug: its warnings are about saving."""
+    loglevel = "notice" if log_level == "debug" else "nothing"
+    options = {"--port": port, "--bind": LOOPBACK, "--save": "", "--appendonly": "no", "--loglevel": loglevel}
     words = [str(word) for option in options.items() for word in option]
     return Command("valkey", (str(preflight.valkey_binary()), *words), reports=False, ends_last=True)
 
@@ -108,7 +109,7 @@ async def _live(supervisor: Supervisor, settings: ServeSettings, program: Progra
     if not settings.redis_url:
         port = preflight.free_port(LOOPBACK, 0)
         settings = dataclasses.replace(settings, redis_url=f"redis://{LOOPBACK}:{port}/0")
-        supervisor.start(valkey_command(port))
+        supervisor.start(valkey_command(port, settings.log_level))
         await _until_redis_answers(settings.redis_url)
     children = [supervisor.start(command) for command in cluster_commands(settings, program)]
     for child in children:
