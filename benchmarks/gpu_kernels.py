@@ -5,8 +5,8 @@
 Each line is one operation at one size. Every form of it (ours, then PyTorch's: SDPA on contiguous K/V, the plain
 operations of `kernels/reference.py` for the rest) is captured into a CUDA graph over up to 32 layers, as many as exceed
 the device's L2 cache, so no time of the host counts and only the smallest sizes read from cache; the graphs then run in
-turn, `--runs` times, and the median is printed. GB/s counts each byte an operation must move once; the share is of a device-to-device copy
-measured in the same rounds. Outputs are compared before anything is timed.
+turn, `--runs` times, and the median is printed. GB/s counts each byte an operation must move once; the share is of a
+device-to-device copy measured in the same rounds. Outputs are compared before anything is timed.
 """
 
 from __future__ import annotations

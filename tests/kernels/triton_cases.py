@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 from kernels.reference import ReferenceOps
 from kernels.triton import TritonOps
 from kernels.triton.decode import decode
-from kernels.triton.launch import decode_tile
+from kernels.triton.launch import decode_tile, prefill_tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = DEVICE == "cpu"
@@ -59,6 +59,13 @@ def test_window(window: int, processors: int) -> None:
     close(attend(case, window, processors), dense_attention(case, 0.25, window), torch.float32)
 
 
+def test_rows_whose_window_begins_behind_the_first_tile() -> None:
+    case = make_case([128], [130], 0, heads=1, kv_heads=1, dtype=torch.float16)
+    tile = prefill_tile(128, 16, 2)
+    assert tile.rows > tile.keys
+    close(attend(case, window=4), dense_attention(case, 0.25, 4), torch.float16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 2, 8])
 def test_split_decode_with_empty_parts(dtype: torch.dtype, splits: int) -> None:
@@ -78,7 +85,7 @@ def test_head_dims_that_are_no_power_of_two(dim: int, block_size: int) -> None:
 
 
 def test_chunk_of_several_tiles_behind_a_prefix() -> None:
-    case = make_case([70, 3], [101, 3], 0, heads=3, kv_heads=1)
+    case = make_case([70, 3], [95, 3], 0, heads=3, kv_heads=1)
     close(attend(case), dense_attention(case, 0.25), torch.float32)
 
 
