@@ -44,5 +44,6 @@ class Envelope:
         await self._app(scope, receive, stamped)
 
     def _known(self, authorization: str) -> bool:
+        """Header values arrive decoded as latin-1; the key is compared in bytes, in constant time."""
         scheme, _, token = authorization.partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._key)
+        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode("latin-1"), self._key)

@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -66,12 +67,13 @@ class Exchange(Response):
             metrics.inflight.inc()
             try:
                 data = await _read_body(Request(scope, receive))
-                await until_disconnect(receive, self._serve(data, writer, arrived))
+                reply = await until_disconnect(receive, self._serve(data, writer, arrived))
                 status = 200
+                metrics.e2e.observe(time.monotonic() - arrived)
+                await writer.finish(reply)
             finally:
                 metrics.inflight.dec()
                 self._admission.leave()
-                metrics.e2e.observe(time.monotonic() - arrived)
         except KvferryError as error:
             status = error.status
             await writer.fail(error)
@@ -81,18 +83,20 @@ class Exchange(Response):
         finally:
             metrics.requests.labels(self._endpoint.name, str(status)).inc()
 
-    async def _serve(self, data: bytes, writer: _Writer, arrived: float) -> None:
+    async def _serve(self, data: bytes, writer: _Writer, arrived: float) -> Reply:
+        """All of the work but the last bytes: once those are out, the server reports the client as gone."""
         reply = await self._endpoint.begin(data, uuid.uuid4().hex, arrived)
         generation = reply.generation
-        pieces = generation.pieces()
         try:
-            first = await anext(pieces)
-            if reply.stream:
-                await _stream(reply, first, pieces, writer)
-            else:
-                await _collect(reply, first, pieces, writer)
+            async with aclosing(generation.pieces()) as pieces:
+                first = await anext(pieces)
+                if reply.stream:
+                    await _stream(reply, first, pieces, writer)
+                else:
+                    await _collect(reply, first, pieces)
         finally:
             await generation.close()
+        return reply
 
 
 class _Writer:
@@ -116,6 +120,13 @@ class _Writer:
         await self.start(status, _JSON, {**headers, "content-length": str(len(data))})
         await self.write(data, more=False)
 
+    async def finish(self, reply: Reply) -> None:
+        """The last bytes of an answer."""
+        if reply.stream:
+            await self.write(reply.closing(), more=False)
+        else:
+            await self.whole(200, reply.body(), _route(reply.generation))
+
     async def fail(self, error: KvferryError) -> None:
         """Tell the client, in the way that is left; nothing is told to a client that went away."""
         if isinstance(error, Cancelled):
@@ -134,14 +145,12 @@ async def _stream(reply: Reply, first: tuple[Choice, Piece], pieces: Pieces, wri
         data = reply.chunk(choice, piece)
         if data:
             await writer.write(data)
-    await writer.write(reply.closing(), more=False)
 
 
-async def _collect(reply: Reply, first: tuple[Choice, Piece], pieces: Pieces, writer: _Writer) -> None:
+async def _collect(reply: Reply, first: tuple[Choice, Piece], pieces: Pieces) -> None:
     reply.take(*first)
     async for choice, piece in pieces:
         reply.take(choice, piece)
-    await writer.whole(200, reply.body(), _route(reply.generation))
 
 
 def _route(generation: Generation) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,7 +61,7 @@ class Generation:
         self._leaders = self.choices[::n]
         self._followers = {leader.index: self.choices[leader.index + 1 : leader.index + n] for leader in self._leaders}
 
-    async def pieces(self) -> AsyncIterator[tuple[Choice, Piece]]:
+    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
         """What the choices produce, as it comes. Raises the KvferryError of the first journey that fails."""
         for leader in self._leaders:
             leader.journey = self._cluster.start(leader.spec)
@@ -118,7 +118,7 @@ class Generation:
 
         self._tasks.add(asyncio.create_task(pump()))
 
-    async def _follow(self, choice: Choice) -> AsyncIterator[Piece]:
+    async def _follow(self, choice: Choice) -> AsyncGenerator[Piece]:
         if choice.journey is None:
             choice.journey = self._cluster.start(choice.spec)
         journey, transcript, last = choice.journey, choice.transcript, 0.0
