@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -230,7 +231,8 @@ def _gguf_as_hf(file: GGUFFile) -> dict[str, Any]:
 
 
 def _gguf_rope(file: GGUFFile) -> dict[str, Any]:
-    """Rope settings; a rotary dimension that differs from the head's becomes a partial factor."""
+    """Rope settings; a rotary dimension that differs from the head's becomes a partial factor. attn_factor multiplies
+    yarn's own factor of attention, where Hugging Face's attention_factor replaces it."""
     heads, hidden = file.get("attention.head_count", 1), file.get("embedding_length", 1)
     head_dim = file.get("attention.key_length") or hidden // heads
     rope: dict[str, Any] = {"partial_rotary_factor": file.get("rope.dimension_count", head_dim) / head_dim}
@@ -239,4 +241,9 @@ def _gguf_rope(file: GGUFFile) -> dict[str, Any]:
         return rope
     factor = file.get("rope.scaling.factor", 1.0)
     original = file.get("rope.scaling.original_context_length")
-    return rope | {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    rope |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    rope |= {name: file.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    weight = file.get("rope.scaling.attn_factor")
+    if kind == "yarn" and weight is not None:
+        rope["attention_factor"] = weight * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+    return rope

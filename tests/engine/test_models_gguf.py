@@ -1,0 +1,246 @@
+"""GGUF files: every quantisation type, the order of q and k rows, rope settings, and the demo model itself."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tiny_models import BLOCK, LLAMA3, Cache, chunked_logits, family, save_tiny, tokens_for, transformers
+
+from engine.models import load_model
+from engine.models.dequantise import dequantise, stored_bytes
+from kernels.reference import ReferenceOps
+from protocol.errors import ConfigError
+from protocol.model_source import resolve
+
+CPU = torch.device("cpu")
+Kind = gguf.GGMLQuantizationType
+HALVES = {Kind.Q4_0: [0], Kind.Q4_1: [0, 2], Kind.Q8_0: [0], Kind.Q4_K: [0, 2], Kind.Q5_K: [0, 2], Kind.Q6_K: [208]}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads of one tiny matrix product wait longer for each other than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def load(path, **extra):
+    return load_model(resolve(str(path)), device=CPU, dtype=torch.float32, ops=ReferenceOps(), **extra)
+
+
+def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The order in which llama.cpp's converter stores q and k of the llama architecture."""
+    return rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def gguf_name(name: str) -> str:
+    stem, kind = name.rsplit(".", 1)
+    if stem.startswith("model.layers."):
+        _, _, layer, rest = stem.split(".", 3)
+        return f"blk.{layer}.{NAMES[rest]}.{kind}"
+    return f"{NAMES[stem]}.{kind}"
+
+
+def write_gguf(path, directory, architecture, *, kind=Kind.F32, extra=None, fields=None):
+    """A GGUF of a model directory: matrices in `kind` where their rows divide into its blocks, vectors in F32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    config = model.config
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+    for key, value in (fields or {}).items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add(f"{architecture}.{key}", value)
+    tied = config.tie_word_embeddings
+    tensors = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    for name, value in tensors.items():
+        data = value.numpy()
+        if architecture in ("llama", "smollm3") and (".q_proj" in name or ".k_proj" in name):
+            data = interleaved(data, config.num_attention_heads if ".q_proj" in name else config.num_key_value_heads)
+        stored = kind if data.ndim == 2 and data.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else Kind.F32
+        writer.add_tensor(gguf_name(name), gguf.quantize(data, stored), raw_dtype=stored)
+    for name, data in (extra or {}).items():
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def same_logits(model, directory, tolerance=2e-4):
+    tokens = tokens_for(40)
+    wanted = chunked_logits(load(directory), tokens, [40])
+    torch.testing.assert_close(chunked_logits(model, tokens, [23, 17]), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dequantised_values_equal_the_format(kind, dtype):
+    rng = np.random.default_rng(0)
+    size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rows, columns = 37, size * 20
+    raw = rng.integers(0, 256, (rows * columns // size, block_bytes), dtype=np.uint8)
+    for offset in HALVES[kind]:
+        scales = rng.standard_normal((len(raw), 1)).astype(np.float16)
+        raw[:, offset : offset + 2] = scales.view(np.uint8)
+    wanted = torch.from_numpy(gguf.dequantize(raw, kind)).view(rows, columns).to(dtype)
+    out = torch.empty(rows, columns, dtype=dtype)
+    assert stored_bytes(kind, rows * columns) == raw.size
+    dequantise(torch.from_numpy(raw.reshape(-1)), kind, out)
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16])
+def test_plain_types(kind):
+    values = torch.randn(6, 8)
+    stored = np.ascontiguousarray(gguf.quantize(values.numpy(), kind)).view(np.uint8).reshape(-1)
+    out = torch.empty(6, 8)
+    dequantise(torch.from_numpy(stored), kind, out)
+    torch.testing.assert_close(out, values, rtol=1e-2, atol=1e-6 if kind == Kind.F32 else 1e-2)
+    assert stored_bytes(kind, 48) == stored.size
+
+
+def test_unsupported_type_is_named():
+    with pytest.raises(ConfigError, match="Q3_K is not supported"):
+        stored_bytes(Kind.Q3_K, 256)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("llama", lambda: family("LlamaConfig")),
+        ("llama", lambda: family("LlamaConfig", tie_word_embeddings=True, head_dim=32, attention_bias=True)),
+        ("qwen2", lambda: family("Qwen2Config")),
+        ("qwen3", lambda: family("Qwen3Config", head_dim=32, tie_word_embeddings=True)),
+        ("smollm3", lambda: family("SmolLM3Config", num_hidden_layers=4, pad_token_id=0, tie_word_embeddings=True)),
+    ],
+)
+def test_architectures(architecture, config, tmp_path):
+    save_tiny(config(), tmp_path / "hf")
+    model = load(write_gguf(tmp_path / "tiny.gguf", tmp_path / "hf", architecture))
+    assert (model.info.name, model.info.max_model_len) == ("tiny", 128)
+    same_logits(model, tmp_path / "hf")
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda kind: kind.name)
+def test_quantised_file_equals_its_dequantised_weights(kind, tmp_path):
+    save_tiny(family("LlamaConfig"), tmp_path / "hf")
+    quantised = load(write_gguf(tmp_path / "q.gguf", tmp_path / "hf", "llama", kind=kind))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2 and parameter.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+                parameter.copy_(torch.from_numpy(gguf.dequantize(gguf.quantize(parameter.numpy(), kind), kind)))
+    model.save_pretrained(tmp_path / "rounded")
+    same_logits(quantised, tmp_path / "rounded")
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K], ids=lambda kind: kind.name)
+def test_k_quants_in_a_file(kind, tmp_path):
+    """The package cannot quantise these, so the blocks are made of random bytes with small scales."""
+    save_tiny(family("LlamaConfig", intermediate_size=256), tmp_path / "hf")
+    rng = np.random.default_rng(0)
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (64, block_bytes), dtype=np.uint8)
+    for offset in HALVES[kind]:
+        raw[:, offset : offset + 2] = np.full((64, 1), 1e-4, dtype=np.float16).view(np.uint8)
+
+    original = gguf.quantize
+
+    def quantize(data, wanted):
+        return raw if wanted == kind else original(data, wanted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "quantize", quantize)
+        path = write_gguf(tmp_path / "k.gguf", tmp_path / "hf", "llama", kind=kind)
+    model = load(path)
+    wanted = torch.from_numpy(gguf.dequantize(raw, kind))
+    for layer in model.parameters.layers:
+        assert torch.equal(layer.down.weight, wanted)
+
+
+def test_llama3_rope_divisors(tmp_path):
+    """llama.cpp stores llama3's scaling as one divisor per frequency."""
+    save_tiny(family("LlamaConfig", rope_parameters=LLAMA3), tmp_path / "hf")
+    plain = 1.0 / 500.0 ** (np.arange(0, 16, 2) / 16)
+    turns = 32 * plain / (2 * np.pi)
+    keep = np.clip((turns - 1.0) / 3.0, 0, 1)
+    divisors = (1 / ((1 - keep) / 4.0 + keep)).astype(np.float32)
+    assert 1.0 < divisors.max() <= 4.0
+    path = write_gguf(tmp_path / "a.gguf", tmp_path / "hf", "llama", extra={"rope_freqs.weight": divisors})
+    same_logits(load(path), tmp_path / "hf")
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_rope_scaling(kind, tmp_path):
+    rope = {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    save_tiny(family("Qwen2Config", rope_parameters=rope), tmp_path / "hf")
+    fields = {"rope.scaling.type": kind, "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
+    same_logits(load(write_gguf(tmp_path / "a.gguf", tmp_path / "hf", "qwen2", fields=fields)), tmp_path / "hf")
+
+
+def test_yarn_settings_of_llama_cpp(tmp_path):
+    """attn_factor multiplies the default 0.1 ln(factor) + 1; the betas bound the ramp."""
+    rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    rope |= {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.5 * (0.1 * np.log(4.0) + 1)}
+    save_tiny(family("Qwen2Config", rope_parameters=rope), tmp_path / "hf")
+    fields = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
+    fields |= {"rope.scaling.attn_factor": 1.5, "rope.scaling.yarn_beta_fast": 8.0, "rope.scaling.yarn_beta_slow": 2.0}
+    same_logits(load(write_gguf(tmp_path / "a.gguf", tmp_path / "hf", "qwen2", fields=fields)), tmp_path / "hf")
+
+
+def test_what_is_not_supported_is_named(tmp_path):
+    save_tiny(family("LlamaConfig"), tmp_path / "hf")
+    path = write_gguf(tmp_path / "moe.gguf", tmp_path / "hf", "llama", fields={"expert_count": 8})
+    with pytest.raises(ConfigError, match="mixture-of-experts"):
+        load(path)
+    with pytest.raises(ConfigError, match="'mamba'"):
+        load(write_gguf(tmp_path / "mamba.gguf", tmp_path / "hf", "mamba"), impl="kvferry")
+    path = write_gguf(tmp_path / "cut.gguf", tmp_path / "hf", "llama")
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ConfigError, match="ends inside"):
+        load(path)
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_demo_model_equals_transformers_load_of_it():
+    torch.set_num_threads(2)
+    source = resolve("smollm2")
+    tokens = torch.tensor([1, 4093, 198, 1780, 314, 253, 1165, 42, 2, 198, 1, 520, 9531, 198, 504, 3575, 282, 4649])
+    model = load_model(source, device=CPU, dtype=torch.float32, ops=ReferenceOps())
+    cache = Cache(model, blocks=8)
+    logits = torch.cat([cache.step({"a": chunk})[0] for chunk in tokens.split([BLOCK, 1, len(tokens) - BLOCK - 1])])
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        source.path.parent, gguf_file=source.path.name, dtype=torch.float32, attn_implementation="eager"
+    )
+    wanted = oracle(input_ids=tokens[None]).logits[0]
+    torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+    assert torch.equal(logits.argmax(-1), wanted.argmax(-1))
