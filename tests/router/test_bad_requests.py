@@ -137,14 +137,12 @@ async def test_unknown_models_routes_and_methods() -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-NAMES = (
-    "messages prompt stop n max_tokens tools tool_choice stream stream_options logit_bias response_format logprobs seed "
-    "model documents chat_template_kwargs truncate_prompt_tokens functions stop_token_ids top_logprobs"
-).split()
+OTHER = ["model", "prompt", "messages", "logprobs", "top_logprobs", "functions", "documents", "stream_options"]
+NAMES = sorted({name for fields, _ in CHAT + COMPLETION for name in fields} | {*OTHER})
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4), st.booleans())

@@ -191,7 +191,8 @@ async def test_sampling_fields_reach_the_nodes() -> None:
     api = Api(FakeCluster(says("x")))
     fields = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "repetition_penalty": 1.1,
-        "frequency_penalty": 0.2, "presence_penalty": 0.3, "min_tokens": 2, "seed": 5, "ignore_eos": True, "max_tokens": 10,
+        "frequency_penalty": 0.2, "presence_penalty": 0.3, "min_tokens": 2, "seed": 5,
+        "ignore_eos": True, "max_tokens": 10,
     }  # fmt: skip
     await api.chat(**fields, logit_bias={"5": -100}, cache_salt="tenant", unknown_field={"x": 1})
     spec = api.cluster.journeys[0].spec
