@@ -72,28 +72,44 @@ end)
 )
 
 # KEYS: prefix of rows. ARGV: hashes, then node id and epoch of each node asked for. Answers id, length, id, length, …
-# The search is `kv_transfer.index.longest`, with positions counted from 1.
+# The search of each node is that of `kv_transfer.index.longest`, with positions counted from 1; nodes whose
+# next question is the same position are asked together.
 LONGEST_PREFIX = """
 local count, live, answer = #ARGV[1] / 16, {}, {}
 for at = 2, #ARGV, 2 do live[ARGV[at]] = ARGV[at + 1] end
 local function key(i) return KEYS[1] .. string.sub(ARGV[1], 16 * i - 15, 16 * i) end
-local function longest(id, epoch)
-  local function held(i) return redis.call('HGET', key(i), id) == epoch end
-  local low, high = 1, 2
-  while high <= count and held(high) do low, high = high, 2 * high end
-  high = math.min(high, count + 1)
-  while high - low > 1 do
-    local middle = math.floor((low + high) / 2)
-    if held(middle) then low = middle else high = middle end
+local function ask(ids, i)
+  local holding, others = {}, {}
+  for at, epoch in ipairs(redis.call('HMGET', key(i), unpack(ids))) do
+    local group = epoch == live[ids[at]] and holding or others
+    group[#group + 1] = ids[at]
   end
-  return low
+  return holding, others
 end
-local first = redis.call('HGETALL', key(1))
+local function bisect(ids, low, high)
+  if #ids == 0 then return end
+  if high - low == 1 then
+    for _, id in ipairs(ids) do
+      answer[#answer + 1] = id
+      answer[#answer + 1] = low
+    end
+    return
+  end
+  local middle = math.floor((low + high) / 2)
+  local holding, others = ask(ids, middle)
+  bisect(holding, middle, high)
+  bisect(others, low, middle)
+end
+local ids, first = {}, redis.call('HGETALL', key(1))
 for at = 1, #first, 2 do
-  if live[first[at]] == first[at + 1] then
-    answer[#answer + 1] = first[at]
-    answer[#answer + 1] = longest(first[at], first[at + 1])
-  end
+  if live[first[at]] == first[at + 1] then ids[#ids + 1] = first[at] end
 end
+local low, high = 1, 2
+while #ids > 0 and high <= count do
+  local holding, others = ask(ids, high)
+  bisect(others, low, high)
+  ids, low, high = holding, high, 2 * high
+end
+bisect(ids, low, math.min(high, count + 1))
 return answer
 """

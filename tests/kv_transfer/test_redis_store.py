@@ -119,8 +119,23 @@ async def test_lookup_reads_few_rows(valkey, redis_store):
         client.config_resetstat()
         assert await redis_store.longest_prefix(hashes, {"a": 5, "b": 1}) == {"a": 200}
         stats = client.info("commandstats")
-    assert stats["cmdstat_evalsha"]["calls"] == 1
-    assert stats["cmdstat_hget"]["calls"] <= 2 * 8 + 2
+        assert stats["cmdstat_evalsha"]["calls"] == 1
+        assert stats["cmdstat_hmget"]["calls"] <= 2 * 8 + 2
+        for i in range(50):
+            await redis_store.publish(f"n{i}", 5, hashes[:200], [])
+        client.config_resetstat()
+        asked = {f"n{i}": 5 for i in range(50)}
+        assert await redis_store.longest_prefix(hashes, asked) == dict.fromkeys(asked, 200)
+        assert client.info("commandstats")["cmdstat_hmget"]["calls"] <= 2 * 8 + 2
+
+
+async def test_a_hundred_nodes_with_ends_of_their_own(redis_store):
+    hashes = [i.to_bytes(16, "big") for i in range(300)]
+    ends = {f"n{i}": (i * 37) % 301 for i in range(100)}
+    for node_id, end in ends.items():
+        await redis_store.publish(node_id, 5, hashes[:end], [])
+    found = await redis_store.longest_prefix(hashes, dict.fromkeys(ends, 5))
+    assert found == {node_id: end for node_id, end in ends.items() if end}
 
 
 def test_a_bad_url_is_a_config_error():
