@@ -75,8 +75,15 @@ def test_the_router_image_installs_no_torch_and_the_worker_installs_its_own_firs
         [item.text for item in read_dockerfile(DOCKER / name).of("RUN") if "pip install" in item.text] for name in FILES
     )
     assert not any("torch" in text or "worker" in text for text in router)
-    order = [next(i for i, text in enumerate(worker) if part in text) for part in ('"$TORCH"', ".[worker]")]
+    order = [next(i for i, text in enumerate(worker) if part in text) for part in ('"$TORCH"', ".[$EXTRA]")]
     assert order == sorted(order)
+
+
+def test_the_extra_that_the_worker_image_installs_exists() -> None:
+    arguments = [item.text.partition("=") for item in read_dockerfile(DOCKER / "Dockerfile.worker").of("ARG")]
+    defaults = {name: value for name, _, value in arguments}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {defaults["EXTRA"], "worker-cu13"} <= set(extras)
 
 
 def test_base_dependencies_hold_no_torch() -> None:
