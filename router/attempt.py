@@ -119,7 +119,7 @@ class Attempt:
         """No token came within the attempt's share of the deadline: give it up."""
         place = self.placement
         node = place.decode if self._first_seen else place.prefill or place.decode
-        self._give_up(NodeLost("no token within the attempt's share of the deadline"), node or place.prefill)
+        self._fail(NodeLost("no token within the attempt's share of the deadline"), node or place.prefill)
 
     def delta(self, delta: TokenDelta) -> None:
         if delta.attempt != self.job.attempt or self._over:
@@ -132,7 +132,7 @@ class Attempt:
     def failed(self, failure: AttemptFailed) -> None:
         assert self.placement.decode
         if failure.attempt == self.job.attempt:
-            self._fail(_error(failure), self.placement.decode)
+            self._reported(_error(failure), self.placement.decode)
 
     def lost(self, error: KvferryError) -> None:
         self._fail(error, self.placement.decode)
@@ -159,17 +159,15 @@ class Attempt:
             booking.settle()
 
     def _prefill_lost(self, error: NodeLost) -> None:
-        if not self._prefilled:
-            self._fail(error, self.placement.prefill)
+        assert self.placement.prefill
+        self._reported(error, self.placement.prefill)
+
+    def _reported(self, error: KvferryError, reporter: NodeLease) -> None:
+        """A node's answer was an error: post it, unless the prefill node reports after it had done its part."""
+        if not (reporter.role == "prefill" and self._first_seen and (self._decoding or self._prefilled)):
+            self._fail(error, blamed(error, reporter, self.placement))
 
     def _fail(self, error: KvferryError, node: NodeLease | None) -> None:
-        """Post the failure, unless the prefill node failed after it had done its part."""
-        assert node
-        if self._over or (node.role == "prefill" and self._first_seen and (self._decoding or self._prefilled)):
-            return
-        self._give_up(error, blamed(error, node, self.placement))
-
-    def _give_up(self, error: KvferryError, node: NodeLease | None) -> None:
         assert node
         if not self._over:
             self._over = True
@@ -185,7 +183,7 @@ class Attempt:
             self._unreachable(error, node)
             return
         if not self._prefilled:
-            self._fail(NodeLost(f"{node.node_id} ended its answer early"), node)
+            self._reported(NodeLost(f"{node.node_id} ended its answer early"), node)
 
     async def _generate(self) -> None:
         node = self.placement.decode
@@ -198,7 +196,7 @@ class Attempt:
     def _unreachable(self, error: KvferryError, node: NodeLease) -> None:
         if isinstance(error, NodeLost) and not self._over:
             self._nodes.suspect(node_key(node))
-        self._fail(error, node)
+        self._reported(error, node)
 
     def _answer(self, message: Any) -> None:
         """A message of the prefill node's answer."""
@@ -218,7 +216,7 @@ class Attempt:
             )  # fmt: skip
         elif isinstance(message, AttemptFailed):
             assert self.placement.prefill
-            self._fail(_error(message), self.placement.prefill)
+            self._reported(_error(message), self.placement.prefill)
 
     def _involved(self) -> list[NodeLease]:
         place = self.placement

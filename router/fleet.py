@@ -64,11 +64,14 @@ class Fleet:
         """Raises NoNodes, Overloaded or ContextLengthExceeded. Nothing is booked yet."""
         self._turn += 1
         demand = replace(demand, local_tokens=self.local_tokens)
-        return place(demand, [view for view in self.nodes.views(reuse_blocks) if self._reachable(view)], self._turn)
+        views = [view for view in self.nodes.views(reuse_blocks) if view.key == demand.pinned or self._reachable(view)]
+        return place(demand, views, self._turn)
 
-    def prefills(self) -> set[NodeKey]:
-        """Prefill nodes that could take an attempt."""
-        return {node_key(lease) for lease in self.nodes.group() if lease.role == "prefill" and lease.state == "ready"}
+    def prefills(self, besides: NodeKey | None = None) -> set[NodeKey]:
+        """Prefill nodes that could take an attempt; `besides`, if ready, even though a connection to it failed."""
+        leases = [lease for lease in self.nodes.group() if lease.role == "prefill" and lease.state == "ready"]
+        keys = {node_key(lease) for lease in leases}
+        return {key for key in keys if key == besides or not self.nodes.suspected(key)}
 
     def decodes(self) -> list[NodeLease]:
         """Decode nodes that could take an attempt: ready and their stream open."""

@@ -19,6 +19,7 @@ from router.attempt import Attempt, Event
 from router.costs import Demand
 from router.fleet import Fleet
 from router.ladder import Failure, Ladder
+from router.nodes import node_key
 from router.placement import Placement
 from router.sequence import Sequence
 from router.spec import Output, RequestSpec, Route
@@ -150,10 +151,11 @@ class RouterJourney:
     def _fail(self, failure: Failure) -> None:
         """Give up the present attempt and climb the ladder."""
         assert self._attempt
-        placement, self._failure = self._attempt.placement, failure.error
+        self._failure = failure.error
         self._attempt.close(cancel=True)
         self._attempt = None
-        rung = self._ladder.climb(failure, placement, len(self._sequence.tokens), self._fleet.prefills())
+        prefills = self._fleet.prefills(besides=node_key(failure.node))
+        rung = self._ladder.climb(failure, len(self._sequence.tokens), prefills)
         self._fleet.metrics.ladder.labels(rung).inc()
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, rung)
 

@@ -47,7 +47,7 @@ class Ladder:
         self._prefill_failures = 0
         self._failures = 0
 
-    def climb(self, failure: Failure, placement: Placement, delivered: int, prefills: Collection[NodeKey]) -> str:
+    def climb(self, failure: Failure, delivered: int, prefills: Collection[NodeKey]) -> str:
         """Decide the next attempt and name its rung. `delivered`: output tokens the client has; `prefills`: live nodes
         that could prefill. Raises the failure's error if no other attempt can help."""
         error, key = failure.error, node_key(failure.node)

@@ -1,4 +1,4 @@
-"""Workers with the real HTTP API and a model made of arithmetic, in the test's own loop, and a router cluster on them."""
+"""Workers with the real HTTP API and a model made of arithmetic, in the test's own loop; a router cluster on them."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class _Server(uvicorn.Server):
 
 @dataclass
 class FakeWorker:
-    """`prefill_script(worker, request)` yields the answer's messages, or CRASH (the process dies), or SILENCE (it hangs).
-    A decode node crashes after `crash_after` deltas, and answers attempts with `refusal` if there is one."""
+    """`prefill_script(worker, request)` yields the answer's messages, or CRASH (the process dies), or SILENCE (it
+    hangs). A decode node crashes after `crash_after` deltas, and answers attempts with `refusal` if there is one."""
 
     node_id: str
     role: str
@@ -109,7 +109,7 @@ class FakeWorker:
         config = uvicorn.Config(Starlette(routes=routes), lifespan="off", log_level="critical", access_log=False)
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        while not self._server.started:
+        while not self._server.started:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
     def crash(self) -> None:
@@ -330,7 +330,7 @@ async def collect(journey: RouterJourney) -> list[Output]:
 
 async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
     async with asyncio.timeout(limit_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
