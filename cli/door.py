@@ -35,9 +35,14 @@ def worker_threads(requested: int) -> int:
 
 
 def set_threads(threads: int) -> None:
-    """Size the thread pools of torch's libraries. Must run before torch is imported: they read this once."""
+    """Size the thread pools of torch's libraries. Must run before torch is imported: they read this once.
+
+    Their threads sleep between kernels instead of spinning, unless OMP_WAIT_POLICY already says otherwise: as soon as
+    another process wants a core (the other role, the router), spinning threads hold the cores that the thread they wait
+    for needs, and kernels become ten to sixty times slower."""
     for name in _THREAD_VARIABLES:
         os.environ[name] = str(threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def set_up_log(level: str) -> None:

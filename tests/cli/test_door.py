@@ -26,11 +26,15 @@ def test_zero_threads_means_all_cores(tmp_path):
     assert available_cores(tmp_path / "none") == len(os.sched_getaffinity(0))
 
 
-def test_thread_variables_are_set(monkeypatch):
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
-        monkeypatch.setenv(name, "99")
+def test_thread_variables_are_set(no_thread_variables, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "99")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     set_threads(2)
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "2"
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE", "an operator's own choice stays"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    set_threads(2)
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_complaints_are_one_line(capsys):

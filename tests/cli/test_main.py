@@ -17,7 +17,7 @@ from protocol.settings import RouterSettings, WorkerSettings
 
 
 @pytest.fixture
-def entry(monkeypatch):
+def entry(monkeypatch, no_thread_variables):
     """Put an entry point in the place of a process's own; returns what it was called with."""
     calls: list = []
 
@@ -31,7 +31,6 @@ def entry(monkeypatch):
         return calls
 
     monkeypatch.setattr(command, "set_up_log", lambda level: None)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return place
 
 
@@ -42,9 +41,7 @@ def test_router_gets_its_settings(entry):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_workers_get_their_role_and_threads_before_anything_is_imported(entry, role, monkeypatch):
-    for name in ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
-        monkeypatch.setenv(name, "")
+def test_workers_get_their_role_and_threads_before_anything_is_imported(entry, role):
     calls = entry(f"{role}_worker.main", f"serve_{role}")
     assert command.run([role, "--threads", "3"]) == 0
     assert calls == [(WorkerSettings(role=role, threads=3), "3")]
@@ -105,9 +102,7 @@ def test_help_and_version_import_nothing_large():
         assert "kvferry" in done.stdout
 
 
-def test_doctor_s_exit_status_says_whether_something_failed(monkeypatch, capsys):
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
-        monkeypatch.setenv(name, "")
+def test_doctor_s_exit_status_says_whether_something_failed(monkeypatch, no_thread_variables, capsys):
     monkeypatch.setattr(command, "set_up_log", lambda level: None)
     for level, status in (("ok", 0), ("warn", 0), ("fail", 1)):
         monkeypatch.setattr(doctor, "all_checks", lambda settings, level=level: [doctor.Result(level, "x", "found")])
