@@ -30,7 +30,13 @@ class ChatEndpoint:
             raise InvalidRequest(f"{field} must be at least 1", param=field)
         token_ids = await serving.render(body)
         spec = serving.spec(
-            body, request_id, token_ids, asked=asked, logprobs=_top(body), prompt_logprobs=body.prompt_logprobs
+            body,
+            request_id,
+            token_ids,
+            asked=asked,
+            asked_field=field,
+            logprobs=_top(body),
+            prompt_logprobs=body.prompt_logprobs,
         )
         generation = Generation(
             serving.cluster,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from protocol.errors import InvalidRequest
@@ -35,19 +36,21 @@ class CompletionEndpoint:
             raise InvalidRequest(f"prompt: prompts times n must be 1 to {MAX_SEQUENCES}", param="prompt")
         if body.max_tokens == 0 and not body.echo:
             raise InvalidRequest("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
-        specs = [await self._spec(body, request_id, number) for number in range(len(body.prompt))]
+        prompts = await self._token_ids(body)
+        specs = [self._spec(body, request_id, number, token_ids) for number, token_ids in enumerate(prompts)]
         options = text_options(body, echo_only=body.max_tokens == 0)
         generation = Generation(
             serving.cluster, serving.metrics, serving.text.tokenizer, specs, options, n=n, arrived=arrived
         )
         return CompletionReply(serving, body, generation, request_id)
 
-    async def _spec(self, body: CompletionBody, request_id: str, number: int) -> RequestSpec:
-        prompt: Prompt = body.prompt[number]
-        if isinstance(prompt, str):
-            token_ids = await self._serving.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
-        else:
-            token_ids = list(prompt)
+    async def _token_ids(self, body: CompletionBody) -> list[Sequence[int]]:
+        prompts: list[Prompt] = body.prompt
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(await self._serving.encode(texts, add_special_tokens=body.add_special_tokens is not False))
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    def _spec(self, body: CompletionBody, request_id: str, number: int, token_ids: Sequence[int]) -> RequestSpec:
         wanted = [count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None]
         return self._serving.spec(
             body,

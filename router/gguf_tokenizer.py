@@ -28,7 +28,7 @@ _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTIONS}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_CASED_TAIL}"
 )
-_GPT2 = frozenset(("gpt-2", "phi-2", "mpt", "olmo", "jina-es", "jina-de", "gigachat", "roberta-bpe", "jina-v2-code"))
+_GPT2 = frozenset(("gpt-2", "phi-2", "mpt", "olmo", "gigachat"))
 _DIGITS = frozenset(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"))
 _SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), _LLAMA3),

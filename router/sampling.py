@@ -40,9 +40,11 @@ def choice_seed(seed: int, choice: int) -> int:
     return (seed + choice + half) % _SEEDS - half
 
 
-def output_budget(prompt_len: int, asked: int | None, limit: int, *, field: str, default: int | None = None) -> int:
-    """max_tokens of a prompt of `prompt_len` tokens, given in `field`: `asked`, else `default`, else the rest of the
-    context of `limit` tokens. An asked 0 (echo only) still takes one. Raises ContextLengthExceeded."""
+def output_budget(
+    prompt_len: int, asked: int | None, limit: int, *, field: str, default: int | None, asked_field: str
+) -> int:
+    """max_tokens of a prompt of `prompt_len` tokens, given in `field`: `asked` in `asked_field`, else `default`, else
+    the rest of the context of `limit` tokens. An asked 0 (echo only) still takes one. Raises ContextLengthExceeded."""
     room = limit - prompt_len
     wanted = asked if asked is not None else max(1, min(room, default or room))
     needed = max(wanted, 1)
@@ -50,7 +52,7 @@ def output_budget(prompt_len: int, asked: int | None, limit: int, *, field: str,
         raise ContextLengthExceeded(
             f"this model's maximum context length is {limit} tokens, but the request needs {prompt_len + needed} "
             f"({prompt_len} in the prompt, {needed} for the output); shorten the prompt or ask for fewer tokens",
-            param=field if room < 1 else "max_tokens",
+            param=field if room < 1 else asked_field,
         )
     return wanted
 

@@ -45,12 +45,15 @@ class Serving:
                 f"the model {name!r} does not exist here; this server has {self.text.name!r}", param="model"
             )
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids; long texts are encoded in a thread, since the event loop has streams to feed."""
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text; long ones are encoded in a thread, since the event loop has streams to feed."""
         encode = self.text.tokenizer.encode
-        if len(text) < LONG_TEXT_CHARS:
-            return encode(text, add_special_tokens=add_special_tokens)
-        return await run_in_threadpool(encode, text, add_special_tokens=add_special_tokens)
+
+        def all_of_them() -> list[list[int]]:
+            return [encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        long = sum(map(len, texts)) >= LONG_TEXT_CHARS
+        return await run_in_threadpool(all_of_them) if long else all_of_them()
 
     async def render(self, body: ChatBody | TokenizeBody) -> list[int]:
         """Token ids of a chat's prompt. Raises InvalidRequest."""
@@ -77,7 +80,7 @@ class Serving:
             continue_final_message=continues,
             extra=extra,
         )
-        return await self.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
+        return (await self.encode([prompt], add_special_tokens=bool(body.add_special_tokens)))[0]
 
     def spec(
         self,
@@ -86,10 +89,11 @@ class Serving:
         token_ids: Sequence[int],
         *,
         asked: int | None,
+        asked_field: str = "max_tokens",
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> RequestSpec:
-        """The first choice's spec of one prompt. `asked` is the body's max_tokens. Raises InvalidRequest."""
+        """Spec of a prompt's first choice. `asked` is what the body's `asked_field` says. Raises InvalidRequest."""
         field, default = ("prompt", 16) if isinstance(body, CompletionBody) else ("messages", None)
         vocabulary = self.text.facts.vocab_size
         if not token_ids:
@@ -98,7 +102,9 @@ class Serving:
             raise InvalidRequest(f"token ids in {field} must be at least 0 and below {vocabulary}", param=field)
         if body.truncate_prompt_tokens is not None:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
-        budget = output_budget(len(token_ids), asked, self.max_model_len, field=field, default=default)
+        budget = output_budget(
+            len(token_ids), asked, self.max_model_len, field=field, default=default, asked_field=asked_field
+        )
         params = sampling_params(
             body, self.text, max_tokens=max(budget, 1), logprobs=logprobs, prompt_logprobs=prompt_logprobs
         )

@@ -16,7 +16,7 @@ async def tokenize(serving: Serving, data: bytes) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if body.prompt is not None:
-        tokens = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        (tokens,) = await serving.encode([body.prompt], add_special_tokens=body.add_special_tokens is not False)
     else:
         tokens = await serving.render(body)
     strings = [serving.text.tokenizer.token(token) for token in tokens] if body.return_token_strs else None

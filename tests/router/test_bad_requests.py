@@ -68,6 +68,7 @@ CHAT = [
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"max_tokens": 5000}, "max_tokens"),
+    ({"max_completion_tokens": 5000}, "max_completion_tokens"),
 ]  # fmt: skip
 COMPLETION = [
     ({"prompt": None}, "prompt"),

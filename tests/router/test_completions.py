@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
 import pytest
 from api_parts import EOS, Api, FakeCluster, demo_text, error_of, events, ids_of, logprob_of, outputs_for, says
 
 from router.spec import RequestSpec
+from router.tokenizer import TextTokenizer
 
 
 def echo_seed(spec: RequestSpec) -> list:
@@ -138,7 +142,26 @@ async def test_prompt_logprobs_of_vllm() -> None:
     assert error_of(await api.complete(prompt_logprobs=1, stream=True))["param"] == "prompt_logprobs"
 
 
-async def test_long_prompts_are_encoded_off_the_loop_and_can_be_truncated() -> None:
+async def test_many_short_prompts_together_are_encoded_off_the_loop() -> None:
+    threads: set[int] = set()
+
+    class Watched(TextTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            threads.add(threading.get_ident())
+            return demo_text().tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    text = replace(demo_text(), tokenizer=Watched(demo_text().tokenizer._tokenizer))
+    api = Api(FakeCluster(echo_seed), text)
+    await api.complete(prompt=["some words " * 50] * 3)
+    assert threads == {threading.get_ident()}
+    threads.clear()
+    response = await api.complete(prompt=["some words " * 50] * 60, seed=1)
+    assert threads
+    assert threading.get_ident() not in threads
+    assert {choice["text"] for choice in response.json()["choices"]} == {f"{len(ids_of('some words ' * 50))} 1"}
+
+
+async def test_long_prompts_can_be_truncated() -> None:
     api = Api(FakeCluster(echo_seed))
     text = "many words " * 4000
     whole = await api.complete(prompt=text)
