@@ -37,10 +37,10 @@ def valkey_url(valkey: ValkeyServer) -> str:
 
 @pytest.fixture(params=["redis", "memory"])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    """An empty store of each kind with short-lived leases (0.4 s) and rows (1 s)."""
+    """An empty store of each kind with short-lived leases (0.8 s) and rows (1 s)."""
     if request.param == "memory":
-        yield MemoryStore(lease_s=0.4, row_ttl_s=1.0)
+        yield MemoryStore(lease_s=0.8, row_ttl_s=1.0)
         return
-    redis_store = RedisStore(request.getfixturevalue("valkey_url"), "test", lease_s=0.4, row_ttl_s=1.0)
+    redis_store = RedisStore(request.getfixturevalue("valkey_url"), "test", lease_s=0.8, row_ttl_s=1.0)
     yield redis_store
     await redis_store.close()

@@ -18,7 +18,7 @@ LEASE = NodeLease("a", "decode", 5, "ready", "http://h:1", "h:2", "f", "m", 64, 
 
 @pytest.fixture
 async def redis_store(valkey_url):
-    store = RedisStore(valkey_url, "test", timeout_s=0.3, lookup_s=0.15)
+    store = RedisStore(valkey_url, "test", timeout_s=1.0, lookup_s=0.1)
     yield store
     await store.close()
 
@@ -61,10 +61,10 @@ async def test_a_frozen_server_costs_bounded_time(valkey, redis_store):
         began = time.monotonic()
         with pytest.raises(RegistryUnavailable):
             await redis_store.longest_prefix(HASHES, {"a": 5})
-        assert time.monotonic() - began < 0.3
+        assert time.monotonic() - began < 0.8
         with pytest.raises(RegistryUnavailable):
             await redis_store.announce(LEASE)
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 4
     finally:
         os.kill(pid, signal.SIGCONT)
     assert await redis_store.longest_prefix(HASHES, {"a": 5}) == {"a": 20}
