@@ -49,7 +49,7 @@ class PrefillService:
             self._link,
             memory,
             _OnLoop(self, node),
-            grant_timeout_s=node.settings.grant_timeout,
+            grant_timeout=node.settings.grant_timeout,
             verify=node.settings.verify_checksums,
         )
         self._link.start(self._sender)
