@@ -110,9 +110,10 @@ class GGUFWeights:
         if tensor is None:
             raise _missing(f"{_gguf_name(name)} ({name})")
         _check_shape(tensor.name, tensor.shape, out)
-        dequantise(self._bytes(tensor), tensor.type, out)
+        raw = self._bytes(tensor)
         if self._permuted is not None and any(part in name for part in _ROTATED):
-            half_split_rows(out, self._permuted[0 if "q_proj" in name else 1])
+            half_split_rows(raw.view(len(out), -1), self._permuted[0 if "q_proj" in name else 1])
+        dequantise(raw, tensor.type, out)
 
     def rope_divisors(self) -> torch.Tensor | None:
         """Per-frequency divisors of the rotary embedding that the file carries (Llama 3), or None."""
@@ -142,11 +143,10 @@ class GGUFWeights:
 
 
 def half_split_rows(rows: torch.Tensor, heads: int) -> None:
-    """Reorder in place the rows of a q or k projection (or the entries of its bias) from each head's interleaved order
-    (0, d/2, 1, d/2 + 1, ...) to the half-split order (0, 1, ..., d - 1)."""
-    tail = rows.shape[1:]
-    for head in rows.view(heads, -1, *tail):
-        head.copy_(head.view(-1, 2, *tail).transpose(0, 1).reshape(head.shape))
+    """Reorder in place the stored rows [rows, bytes] of a q or k projection (or the entries of its bias) from each
+    head's interleaved order (0, d/2, 1, d/2 + 1, ...) to the half-split order (0, 1, ..., d - 1)."""
+    for head in rows.view(heads, -1, rows.shape[1]):
+        head.copy_(head.view(-1, 2, rows.shape[1]).transpose(0, 1).reshape(head.shape))
 
 
 def _gguf_name(name: str) -> str:
