@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import regex
 from api_parts import demo_text
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from protocol.errors import ConfigError
-from router.tokenizer import TextTokenizer
+from protocol.gguf_file import read_gguf
+from protocol.model_source import resolve
+from router.tokenizer import _ALPHABET, TextTokenizer
 
 UNSAYABLE = "\x04\x06\x13\x14\x16\x1d"
 """The demo model's vocabulary lacks these, and the bytes 0xF1 and 0xF2 of the planes 4 to 11: it drops them."""
@@ -50,6 +54,45 @@ def test_every_text_survives_the_round_trip(text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+
+
+class PlainBPE:
+    """Byte-level BPE by definition, over the demo model's vocabulary and merges: digits alone, then GPT-2's words."""
+
+    WORD = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+
+    def __init__(self) -> None:
+        metadata = read_gguf(resolve("smollm2", weights=False).path).metadata
+        self.vocab = {token: place for place, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+        self.rank = {tuple(merge.split(" ")): place for place, merge in enumerate(metadata["tokenizer.ggml.merges"])}
+
+    def encode(self, text: str) -> list[int]:
+        words = [word for part in regex.split(r"(\p{N})", text) for word in self.WORD.findall(part)]
+        return [self.vocab[token] for word in words for token in self.tokens(word) if token in self.vocab]
+
+    def tokens(self, word: str) -> list[str]:
+        parts = [SPELLING[byte] for byte in word.encode()]
+        while ranks := [(self.rank[pair], at) for at, pair in enumerate(pairwise(parts)) if pair in self.rank]:
+            at = min(ranks)[1]
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        return parts
+
+
+SPELLING = {byte: char for char, byte in _ALPHABET.items()}
+
+
+@pytest.fixture(scope="module")
+def plain_bpe() -> PlainBPE:
+    return PlainBPE()
+
+
+@given(st.text(CHARS, max_size=30) | st.text("in 2026,3.14%'tsdon\n\t ½漢", max_size=40))
+@example(
+    "In 2026, 3.14% of 1,000,000 users paid $12.50!  two  spaces\n\n\tTabs 10\t20\n don't we'll I'M １２３ ² ٣٤ 👩‍👧"
+)
+@settings(max_examples=200, deadline=None)
+def test_tokens_equal_those_of_a_plain_bpe(plain_bpe: PlainBPE, text: str) -> None:
+    assert demo_text().tokenizer.encode(text, add_special_tokens=False) == plain_bpe.encode(text)
 
 
 def test_ids_without_a_token_have_no_bytes() -> None:
