@@ -41,7 +41,7 @@ class Fleet:
     metrics: RouterMetrics
     errands: Errands
     local_tokens: int = 0
-    lookup_s: float = 0.05
+    lookup_s: float = 0.1
     patience_s: float = 15.0
     _turn: int = 0
 

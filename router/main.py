@@ -3,39 +3,112 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
+import socket
+from typing import Protocol
+
+import uvicorn
 
 from kv_transfer.redis_store import RedisStore
-from node.http import bind, make_server
+from node.http import Server, bind
 from node.status import Status
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.app import create_app
 from router.cluster import RouterCluster
+from router.fleet import BlockLookup
+from router.nodes import NodeSource
 from router.text_model import load_text_model
 
 log = logging.getLogger(__name__)
 
+HURRY_S = 2.0
+"""What running requests get after SIGINT or a second signal."""
+IDLE_S = 30.0
+"""Idle client connections are kept this long: longer than clients keep them, so that none is reused as it closes."""
+
+
+class Store(NodeSource, BlockLookup, Protocol):
+    """What the router needs of Redis."""
+
+
+class Stop:
+    """How the process was asked to end. `wait` returns at the first signal; `hurry` is set when running requests shall
+    not be waited for."""
+
+    def __init__(self) -> None:
+        self._asked, self.hurry = asyncio.Event(), asyncio.Event()
+
+    def listen(self) -> None:
+        """Take SIGTERM and SIGINT over from now on."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.ask, number)
+
+    def ask(self, number: int) -> None:
+        if number == signal.SIGINT or self._asked.is_set():
+            self.hurry.set()
+        self._asked.set()
+
+    async def wait(self) -> None:
+        await self._asked.wait()
+
 
 async def serve_router(settings: RouterSettings) -> None:
-    """Run a router until SIGTERM or SIGINT: then no new connections, and requests under way may finish within the
-    server's grace. Raises ConfigError when it cannot start."""
-    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    """Run a router until SIGTERM or SIGINT. After SIGTERM no connection is accepted and requests under way may finish
+    within `request_timeout`; SIGINT or a second signal gives them two seconds. Raises ConfigError when the port, the
+    model or the Redis URL cannot be used; a Redis that does not answer yet is waited for while serving."""
+    stop = Stop()
+    stop.listen()
+    store = RedisStore(settings.redis_url, settings.cluster)
+    try:
+        with contextlib.closing(bind(settings.host, settings.port)) as sock:
+            await run_router(settings, store, sock, stop)
+    finally:
+        await store.close()
+
+
+async def run_router(settings: RouterSettings, store: Store, sock: socket.socket, stop: Stop) -> None:
+    """Serve on a bound socket until `stop`."""
     status = Status.from_fd(settings.status_fd)
-    sock = bind(settings.host, settings.port)
     text = await asyncio.to_thread(load_text_model, settings)
     metrics = RouterMetrics()
-    store = RedisStore(settings.redis_url, settings.cluster)
     async with RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens) as cluster:
-        server = make_server(create_app(settings, cluster, text, metrics))
+        config = uvicorn.Config(
+            create_app(settings, cluster, text, metrics),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=int(IDLE_S),
+            timeout_graceful_shutdown=int(settings.request_timeout) + 1,
+        )
+        server = Server(config)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
-        url = f"http://{settings.host}:{sock.getsockname()[1]}"
+        while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.01)
+        url = f"http://{f'[{settings.host}]' if ':' in settings.host else settings.host}:{sock.getsockname()[1]}"
         log.info("router ready at %s", url)
         status.ready(url)
-        await stopping.wait()
-        server.should_exit = True
-        await serving
-    await store.close()
+        await _until_ended(server, serving, stop)
+
+
+async def _until_ended(server: uvicorn.Server, serving: asyncio.Task[None], stop: Stop) -> None:
+    """Return when the server ended: by itself, after its last request, or `HURRY_S` after it was hurried."""
+    asked = asyncio.create_task(stop.wait())
+    await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    server.should_exit = True
+    hurried = asyncio.create_task(stop.hurry.wait())
+    await asyncio.wait((serving, hurried), return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    if not serving.done():
+        await asyncio.wait((serving,), timeout=HURRY_S)
+        for task in server.server_state.tasks:
+            task.cancel()
+        server.force_exit = True
+    await serving

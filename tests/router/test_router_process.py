@@ -1,0 +1,105 @@
+"""The router as a process runs it: real HTTP in front, fake workers behind, ended by signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_workers import Bench, decode, prefill, until
+
+from node.http import bind
+from protocol.errors import ConfigError
+from protocol.settings import RouterSettings
+from router.main import Stop, run_router, serve_router
+
+BODY = {"model": "", "prompt": list(range(100, 164)), "max_tokens": 64, "stream": True}
+
+
+@contextlib.asynccontextmanager
+async def router(bench: Bench, stop: Stop) -> AsyncIterator[tuple[httpx.AsyncClient, asyncio.Task[None]]]:
+    """A router on the bench's registry, its client, and its run."""
+    sock = bind("127.0.0.1", 0)
+    run = asyncio.create_task(run_router(RouterSettings(), bench.store, sock, stop))
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=10) as client:
+        try:
+            async with asyncio.timeout(20):
+                while not await _ready(client):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            yield client, run
+        finally:
+            stop.ask(signal.SIGINT)
+            await run
+            sock.close()
+
+
+async def _ready(client: httpx.AsyncClient) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return (await client.get("/ready")).status_code == 200
+    return False
+
+
+async def test_sigterm_lets_requests_finish() -> None:
+    stop = Stop()
+    async with (
+        Bench([prefill(), decode(step_s=0.01)]) as bench,
+        router(bench, stop) as (client, run),
+        client.stream("POST", "/v1/completions", json=BODY) as response,
+    ):
+        assert response.status_code == 200
+        assert response.headers["x-kvferry-route"].startswith("prefill=p1 decode=d1")
+        lines = response.aiter_lines()
+        await anext(lines)
+        stop.ask(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        with pytest.raises(httpx.ConnectError):
+            await httpx.AsyncClient(base_url=client.base_url, trust_env=False).get("/health")
+        assert not run.done()
+        rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        await asyncio.wait_for(asyncio.shield(run), 2)
+
+
+async def test_sigint_does_not_wait_for_long_requests() -> None:
+    stop = Stop()
+    async with Bench([decode(step_s=0.05)]) as bench, router(bench, stop) as (client, run):
+        body = BODY | {"max_tokens": 2000}
+        with contextlib.suppress(httpx.TransportError):
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                assert response.status_code == 200
+                stop.ask(signal.SIGINT)
+                await asyncio.wait_for(asyncio.shield(run), 5)
+        await until(lambda: bench["d1"].running == 0)
+
+
+async def test_without_redis_it_serves_and_says_that_it_is_not_ready(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "router.main")
+    settings = RouterSettings(port=0, redis_url="redis://127.0.0.1:1/0")
+    run = asyncio.create_task(serve_router(settings))
+    await until(lambda: run.done() or "router ready at" in caplog.text, 20)
+    url = caplog.text.split("router ready at ")[1].split()[0]
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 503
+        answer = await client.post("/v1/completions", json=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_nodes")
+        assert "kvferry_registry_up 0.0" in (await client.get("/metrics")).text
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(run, 5)
+
+
+async def test_mistakes_of_the_user(tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(ConfigError, match="--port"):
+            await serve_router(RouterSettings(port=taken.getsockname()[1]))
+    with pytest.raises(ConfigError):
+        await serve_router(RouterSettings(port=0, redis_url="gopher://x"))
+    with pytest.raises(ConfigError):
+        await serve_router(RouterSettings(port=0, model=str(tmp_path / "nothing")))
