@@ -25,7 +25,7 @@ from protocol.settings import CommonSettings, RouterSettings, ServeSettings, Wor
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-DRAIN_S = 3.0
+DRAIN_S = 2.0
 """Longest drain of a child: all of them are to be gone five seconds after the signal."""
 
 Settings = TypeVar("Settings", bound=CommonSettings)

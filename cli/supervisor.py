@@ -64,7 +64,7 @@ class Supervisor:
         """Returns when each of them has reported that it serves."""
         await asyncio.gather(*(child.ready.wait() for child in children))
 
-    async def stop(self, grace_s: float = 4.0) -> None:
+    async def stop(self, grace_s: float = 3.5) -> None:
         """End all children: SIGTERM, and SIGKILL for those that still run after grace_s; then those that others need.
         From the first call on nothing is restarted."""
         self._stopping = True
