@@ -38,6 +38,7 @@ class DecodeService:
             _Grants(self, node),
             epoch=node.epoch,
             fingerprint=node.parts.fingerprint,
+            verify=node.verify_checksums,
         )
         self._link.start(self._receiver)
         self.link_address = self._link.address

@@ -210,6 +210,10 @@ class Engine:
         for reservation in self.scheduler.newly_reserved:
             blocks = tuple(reservation.request.block_ids[reservation.first_block :])
             self.events.append(Reserved(reservation.owner, reservation.first_block, blocks))
+            request = reservation.request
+            self.events.append(
+                Admitted(request.key, time.monotonic() - request.arrived, len(request.token_ids), request.computed_len)
+            )
         self.scheduler.newly_admitted.clear()
         self.scheduler.newly_reserved.clear()
 

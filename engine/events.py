@@ -68,7 +68,8 @@ class BlocksChanged:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request left the queue for the first time; its prompt was looked up in the prefix cache (tokens)."""
+    """A request or reservation left the queue for the first time; its prompt was looked up in the prefix cache
+    (tokens)."""
 
     key: Key
     queue_s: float

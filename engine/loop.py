@@ -20,11 +20,18 @@ SELF_CHECK_S = 10.0
 
 class EngineLoop:
     """Owns an engine on a thread of its own. `on_events` is called on that thread with each batch of news, in order; it
-    must not block. `load` is the engine's load after the last step; `fault` says what a self-check found wrong."""
+    must not block. `prepare` is the thread's first call. `load` is the engine's load after the last step; `fault` says
+    what a self-check found wrong."""
 
-    def __init__(self, engine: Engine, on_events: Callable[[Sequence[Event]], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        on_events: Callable[[Sequence[Event]], None],
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
         self._engine = engine
         self._on_events = on_events
+        self._prepare = prepare
         self._inbox: deque[Callable[[Engine], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -51,6 +58,7 @@ class EngineLoop:
             self._wake.notify()
 
     def _run(self) -> None:
+        self._prepare()
         stuck = False
         while True:
             with self._wake:

@@ -60,6 +60,8 @@ class PoolMemory:
 def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None = None) -> Assembled:
     """Load the model and make the pool. Raises ConfigError naming the flag to change."""
     device = choose_device(settings.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     source = resolve(settings.model)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     ops = select(settings.attention, device)

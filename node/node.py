@@ -26,12 +26,16 @@ from node.assembly import Assembled, assemble
 from node.http import bind, make_app, make_server, serve_metrics
 from node.rates import RateMeter, warm_up
 from node.status import Status
-from protocol.errors import Draining
-from protocol.messages import Load, NodeLease
+from node.stop import Stop
+from protocol.errors import ConfigError, Draining
+from protocol.messages import Load, NodeLease, Rates
 from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
+
+UNSPECIFIED = ("0.0.0.0", "::", "")
+"""Hosts to listen on that name no machine."""
 
 
 class Service(Protocol):
@@ -52,6 +56,11 @@ class Node:
     """Settings to a serving process. `run` returns after SIGTERM or SIGINT and an orderly drain."""
 
     def __init__(self, settings: WorkerSettings, make_service: Callable[[Node], Service]) -> None:
+        if not settings.advertise_host and settings.host in UNSPECIFIED:
+            raise ConfigError(
+                f"--host {settings.host} is no address that other processes can dial; add --advertise-host",
+                param="advertise_host",
+            )
         self.settings = settings
         self.metrics = WorkerMetrics(settings.role)
         self.epoch = time.time_ns() // 1000
@@ -80,24 +89,34 @@ class Node:
 
     @property
     def http_url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    @property
+    def was_ready(self) -> bool:
+        return self._state != "loading"
 
     @property
     def node_id(self) -> str:
         return self.settings.node_id or f"{self.settings.role}-{socket.gethostname()}-{self.port}"
 
-    async def run(self, stopping: asyncio.Event) -> None:
-        """Load, serve until `stopping` is set, drain. Raises ConfigError when the node cannot start."""
+    async def run(self, stop: Stop) -> None:
+        """Load, serve until asked to stop, drain. Asked while still loading it returns at once, with `was_ready` False.
+        Raises ConfigError when the node cannot start."""
         serve_metrics(self.app, self.metrics.registry, self._refresh)
         server = make_server(self.app)
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        loading, asked = asyncio.create_task(self._load()), asyncio.create_task(stop.asked.wait())
         try:
-            await self._load()
+            await asyncio.wait({loading, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                return
+            loading.result()
             log.info("%s ready at %s, link %s", self.node_id, self.http_url, self.lease().link_address)
             self._status.ready(self.http_url)
-            await stopping.wait()
-            await self._drain()
+            await asked
+            await self._drain(stop)
         finally:
+            asked.cancel()
             server.should_exit = True
             await serving
 
@@ -110,8 +129,18 @@ class Node:
             transports=settings.ucx_transports,
             net_devices=settings.ucx_net_devices,
             cuda=device.type == "cuda",
-            prepare=(lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None,
+            prepare=self._enter_thread,
         )
+
+    @property
+    def verify_checksums(self) -> float:
+        """Share of blocks to checksum: CRC32 is taken on the CPU, so blocks in a GPU's memory are not checksummed."""
+        return self.settings.verify_checksums if self.parts.kv.device.type == "cpu" else 0.0
+
+    def _enter_thread(self) -> None:
+        """First call on a thread that touches the device."""
+        if self.parts.kv.device.type == "cuda":
+            torch.cuda.set_device(self.parts.kv.device)
 
     def require_ready(self) -> None:
         """Raise Draining unless new work may begin."""
@@ -149,9 +178,9 @@ class Node:
         )
 
     async def _load(self) -> None:
-        self.parts = await asyncio.to_thread(assemble, self.settings, self._on_progress)
-        self._rates = RateMeter(await asyncio.to_thread(warm_up, self.parts.engine))
-        self.engine = EngineLoop(self.parts.engine, self._on_events)
+        self.parts, seed = await asyncio.to_thread(self._build)
+        self._rates = RateMeter(seed)
+        self.engine = EngineLoop(self.parts.engine, self._on_events, self._enter_thread)
         self._service = self._make_service(self)
         self._writer = IndexWriter(self._store, self.node_id, self.epoch, self.parts.engine.pool.findable)
         self._keeper = LeaseKeeper(
@@ -162,13 +191,17 @@ class Node:
         await self._writer.start()
         await self._keeper.start()
 
-    async def _drain(self) -> None:
-        """Take nothing new, let what runs finish, leave the registry, stop."""
+    def _build(self) -> tuple[Assembled, Rates]:
+        parts = assemble(self.settings, self._on_progress)
+        return parts, warm_up(parts.engine)
+
+    async def _drain(self, stop: Stop) -> None:
+        """Take nothing new, let what runs finish unless there is a hurry, leave the registry, stop."""
         self._state = "draining"
         assert self._service is not None
         await self._keeper.announce_now()
         deadline = time.monotonic() + self.settings.drain_timeout
-        while self._service.busy() and time.monotonic() < deadline:  # noqa: ASYNC110
+        while self._service.busy() and not stop.hurry.is_set() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         await self._keeper.stop()
         await self._writer.stop()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
+import os
 from collections.abc import Callable
 
 from node.node import Node, Service
+from node.stop import Stop
 from protocol.settings import WorkerSettings
 
 
 async def serve_node(settings: WorkerSettings, make_service: Callable[[Node], Service]) -> None:
-    """Run a node until SIGTERM or SIGINT, then drain. A second signal ends the drain. Raises ConfigError."""
-    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    await Node(settings, make_service).run(stopping)
+    """Run a node until SIGTERM or SIGINT, then drain. Raises ConfigError when it cannot start."""
+    stop = Stop()
+    stop.listen()
+    node = Node(settings, make_service)
+    await node.run(stop)
+    if not node.was_ready:
+        os._exit(0)  # the thread that loads the model cannot be ended otherwise

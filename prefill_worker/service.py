@@ -50,7 +50,7 @@ class PrefillService:
             memory,
             _OnLoop(self, node),
             grant_timeout=node.settings.grant_timeout,
-            verify=node.settings.verify_checksums,
+            verify=node.verify_checksums,
         )
         self._link.start(self._sender)
         self.link_address = self._link.address

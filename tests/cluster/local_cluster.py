@@ -44,8 +44,7 @@ class LocalCluster:
         """Live processes of `kvferry <role>` (or valkey-server)."""
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            line = child.cmdline()
-            if role in line or any(word.endswith(role) for word in line[:2]):
+            if role in child.cmdline() or child.name() == role:
                 found.append(child)
         return found
 
@@ -72,32 +71,31 @@ class LocalCluster:
         wait_for(lambda: all(idle(scrape(url)) for url in urls), seconds, lambda: str([books(scrape(u)) for u in urls]))
 
 
-Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
+Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 def scrape(url: str) -> Samples:
-    """Every sample of a process's metrics by name and labels (without role)."""
+    """Every sample of a process's metrics: name to (labels, value)."""
     found: Samples = {}
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=10).text):
         for sample in family.samples:
-            labels = tuple(sorted((k, v) for k, v in sample.labels.items() if k != "role"))
-            found.setdefault(sample.name, {})[labels] = sample.value
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found
 
 
 def value(samples: Samples, name: str, **labels: str) -> float:
-    """One sample's value; 0 if it was never set."""
-    return samples.get(name, {}).get(tuple(sorted(labels.items())), 0.0)
+    """Sum of a metric over all samples with at least these labels; the metric must exist."""
+    return sum(number for found, number in samples[name] if labels.items() <= found.items())
 
 
 def books(samples: Samples) -> dict[str, float]:
-    return {dict(k)["state"]: v for k, v in samples["kvferry_kv_blocks"].items()}
+    return {labels["state"]: number for labels, number in samples["kvferry_kv_blocks"]}
 
 
 def idle(samples: Samples) -> bool:
     """Whether free + active + cached + granted is the pool and nobody uses a block."""
     now = books(samples)
-    assert sum(now.values()) == value(samples, "kvferry_kv_blocks_total"), now
+    assert sum(now.values()) == value(samples, "kvferry_kv_pool_blocks"), now
     return now["active"] == 0 and now["granted"] == 0
 
 

@@ -57,8 +57,8 @@ def run(
 def preempting(engine: Engine) -> Callable[[int], None]:
     def sometimes(step: int) -> None:
         running = engine.scheduler.running
-        if step % 9 == 0 and running:
-            engine.scheduler.preempt(running[-1])
+        if step % 7 == 0 and running and step < 300:
+            engine.scheduler.preempt(running[step % len(running)])
 
     return sometimes
 
