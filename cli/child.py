@@ -78,8 +78,6 @@ class Child:
             self._process = process
             status = await _end_of(process)
             await asyncio.wait(ears, timeout=_LAST_WORDS_S)
-            if self.complaint and status != 2:
-                self._echo(f"[{self.name}] {ERROR_PREFIX}{self.complaint}")
             return status
         finally:
             self._process = None
@@ -88,6 +86,11 @@ class Child:
             for ear in ears:
                 ear.cancel()
             await asyncio.gather(*ears, return_exceptions=True)
+
+    def show_complaint(self) -> None:
+        """Echo the line that was kept back."""
+        if self.complaint:
+            self._echo(f"[{self.name}] {ERROR_PREFIX}{self.complaint}")
 
     def signal(self, number: signal.Signals) -> None:
         """Send it to the process, if it runs."""

@@ -94,6 +94,7 @@ class Supervisor:
             tries += 1
             if not child.ever_ready and child.command.reports:
                 _check_start(child, status, tries)
+            child.show_complaint()
             delay = backoff.after(child.healthy_s())
             log.warning("%s ended (%s); restarting it in %.1f s", child.name, describe(status), delay)
             await asyncio.sleep(delay)
@@ -119,7 +120,8 @@ def _check_start(child: Child, status: int, tries: int) -> None:
     if status == 2:
         raise ConfigError(f"{child.name}: {child.complaint or 'ended with exit status 2; see its output above'}")
     if tries >= START_TRIES:
-        raise KvferryError(f"{child.name} does not start: {describe(status)}, {tries} times; see its output above")
+        reason = f" ({child.complaint})" if child.complaint else ""
+        raise KvferryError(f"{child.name} does not start: {describe(status)}{reason}, {tries} times; see above")
 
 
 async def _settle(tasks: Sequence[asyncio.Task[None]], timeout_s: float) -> None:
