@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
+MAX_MESSAGE_BYTES = 4 << 20
 Peer = Hashable
 Done = Callable[[Exception | None], None]
 
@@ -49,13 +50,15 @@ class Link(Protocol):
         """Begin a connection; messages and blocks may be queued at once. Failure is reported by `peer_lost`."""
 
     def send(self, peer: Peer, data: bytes) -> None:
-        """Queue a control message (small: at most 4 MiB)."""
+        """Queue a control message (small: at most MAX_MESSAGE_BYTES)."""
 
     def send_block(self, peer: Peer, tag: int, buffer: Any, done: Done) -> None:
         """Send a buffer to the receive with this tag. `done(None)`: the buffer may be reused (not: it arrived)."""
 
     def receive_block(self, peer: Peer, tag: int, buffer: Any, done: Done) -> None:
-        """Post a receive for exactly this buffer's bytes. `done(None)`: all of them arrived."""
+        """Post a receive for this buffer's bytes. `done(None)`: they arrived. A shorter send completes it too, having
+        written only its own bytes: that is how the sender of an aborted ship completes receives it will not fill."""
 
     def disconnect(self, peer: Peer, quiet: Callable[[], None]) -> None:
-        """Force the endpoint closed. When `quiet` runs, no buffer of this peer's operations is touched any more."""
+        """Force the endpoint closed. When `quiet` runs, every `done` of this peer was called and no buffer
+        of its operations is touched any more."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.link import Done, LinkHandler, Peer
+from kv_transfer.link import MAX_MESSAGE_BYTES, Done, LinkHandler, Peer
 from kv_transfer.tags import link_tag
 from kv_transfer.ucx_library import context_options, load
 from kv_transfer.ucx_loop import UcxLoop
@@ -27,7 +27,6 @@ from protocol.errors import ConfigError, Incompatible, KvferryError, NodeLost
 from protocol.layout import WIRE_VERSION
 
 log = logging.getLogger(__name__)
-MAX_MESSAGE_BYTES = 4 << 20
 WARM_BYTES = 1 << 19
 CONNECT_TRIES = 3
 RETRY_S = 0.2

@@ -1,13 +1,15 @@
 """The door to UCX: the only module that imports ucxx, and the options each context is made with.
 
 Options go into the context, not into the process environment, so an operator's own UCX_* variables stay visible to UCX
-for everything that is not set here. ucxx itself fills in some variables when it is first imported; importing it late,
-here, keeps processes without a link free of it.
+for everything that is not set here. Only what UCX reads while it is loaded is set as variables, in `load`, unless the
+operator set them: its warnings about variables that ucxx itself sets, and ucxx's error lines for every peer that goes
+away, which the link reports itself.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,8 @@ class UcxLibrary:
 
 def load() -> UcxLibrary:
     """Import ucxx. Raises ConfigError with the remedy where it is missing or broken."""
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    os.environ.setdefault("UCXX_LOG_LEVEL", "FATAL")
     try:
         import ucxx
         from ucxx._lib import libucxx

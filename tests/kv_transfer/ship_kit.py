@@ -1,0 +1,230 @@
+"""Both ends of ships on loopback, each with a pool of blocks, a ledger, and an engine that plays by the contract."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from kv_transfer.checksum import InlineChecksums
+from kv_transfer.faulty import Faults, FaultyLink
+from kv_transfer.ledger import GRANT, QUIESCE, REQUEST, SHIP, Ledger
+from kv_transfer.loopback import LoopbackNetwork
+from kv_transfer.receiver import Receiver
+from kv_transfer.sender import Sender
+from protocol.errors import GrantRefused
+from protocol.messages import DecodeTarget, Job, TokenDelta
+from protocol.sampling import SamplingParams
+
+BLOCK_SIZE = 16
+BLOCK_BYTES = 64
+FINGERPRINT = "f" * 32
+EPOCH = 7
+
+
+def job(blocks: int, request_id: str = "r", deadline_s: float = 60.0) -> Job:
+    tokens = tuple(range(blocks * BLOCK_SIZE))
+    return Job(request_id, 1, tokens, len(tokens), SamplingParams(), "router", deadline_s=deadline_s)
+
+
+def delta(token: int = 5) -> TokenDelta:
+    return TokenDelta("r", 1, 0, (token,))
+
+
+class Pool:
+    """A BlockMemory whose free blocks carry a canary: nobody may write to a block without a hold."""
+
+    CANARY = 0x5A
+
+    def __init__(self, num_blocks: int):
+        self.memory = np.full((num_blocks, BLOCK_BYTES), self.CANARY, dtype=np.uint8)
+        self.ledger = Ledger(num_blocks)
+        self.free = list(range(num_blocks))
+
+    def block(self, block_id: int) -> np.ndarray:
+        return self.memory[block_id]
+
+    def id_of(self, buffer: np.ndarray) -> int:
+        """The block that a view from `block` shows."""
+        return (buffer.ctypes.data - self.memory.ctypes.data) // BLOCK_BYTES
+
+    def take(self, owner, reason, count: int) -> list[int] | None:
+        if count > len(self.free):
+            return None
+        taken = [self.free.pop(0) for _ in range(count)]
+        self.ledger.hold(owner, reason, taken)
+        return taken
+
+    def give(self, owner, reason) -> None:
+        freed = self.ledger.release(owner, reason)
+        self.memory[freed] = self.CANARY
+        self.free += freed
+
+    def check(self) -> None:
+        self.ledger.check_integrity()
+        assert len(self.free) + self.ledger.num_held == self.ledger.num_blocks
+        for block_id in self.free:
+            assert (self.memory[block_id] == self.CANARY).all(), f"free block {block_id} was written to"
+
+
+class Watched:
+    """Wraps the loopback link of a side: `posted` are the blocks its operations may still touch."""
+
+    def __init__(self, link, pool: Pool):
+        self._pool = pool
+        self._by_peer: dict[object, list[int]] = {}
+        self._disconnect = link.disconnect
+        link.send_block = self._watch(link.send_block)
+        link.receive_block = self._watch(link.receive_block)
+        link.disconnect = self.disconnect
+
+    @property
+    def posted(self) -> list[int]:
+        return [block_id for ids in self._by_peer.values() for block_id in ids]
+
+    def _watch(self, post):
+        def call(peer, tag, buffer, done):
+            ids = self._by_peer.setdefault(peer, [])
+            block_id = None if isinstance(buffer, bytes) else self._pool.id_of(buffer)
+
+            def ended(error):
+                if error is None and block_id in ids:
+                    ids.remove(block_id)
+                done(error)
+
+            if block_id is not None:
+                ids.append(block_id)
+            post(peer, tag, buffer, ended)
+
+        return call
+
+    def disconnect(self, peer, quiet):
+        def closed():
+            self._by_peer.pop(peer, None)
+            quiet()
+
+        self._disconnect(peer, closed)
+
+
+class PrefillSide:
+    """The prefill engine: holds a ship's blocks from offer to quiet; `log` keeps the events of each transfer."""
+
+    def __init__(self, network: LoopbackNetwork, address: str, faults: Faults | None = None, **options):
+        self.inner = network.link(address)
+        self.link = FaultyLink(self.inner, faults) if faults else self.inner
+        self.pool = Pool(64)
+        self.watched = Watched(self.inner, self.pool)
+        options = {"clock": network.clock, "checksums": InlineChecksums(self.link.submit)} | options
+        self.sender = Sender(self.link, self.pool, self, **options)
+        self.link.start(self.sender)
+        self.log: dict[int, list[str]] = {}
+        self.errors: dict[int, Exception] = {}
+        self.stats: dict[int, object] = {}
+        self.first: dict[int, int] = {}
+        self.blocks: dict[int, list[int]] = {}
+        self._stamp = itertools.count()
+
+    def offer(self, target: DecodeTarget, blocks: int, **job_options) -> int | None:
+        """Offer a ship of freshly computed blocks; None when the pool is full."""
+        key = f"compute{next(self._stamp)}"
+        ids = self.pool.take(key, REQUEST, blocks)
+        if ids is None:
+            return None
+        transfer = self.sender.offer(target, job(blocks, **job_options))
+        self.pool.ledger.hold(transfer, SHIP, ids)
+        self.pool.ledger.release(key, REQUEST)
+        self.log[transfer], self.blocks[transfer] = [], ids
+        for index, block_id in enumerate(ids):
+            self.pool.memory[block_id] = content(transfer, index)
+        return transfer
+
+    def ship(self, transfer: int, first: int, last: int) -> None:
+        self.sender.ship(transfer, list(enumerate(self.blocks[transfer]))[first:last])
+
+    def granted(self, transfer, first_block):
+        self.log[transfer].append("granted")
+        self.first[transfer] = first_block
+
+    def done(self, transfer, stats):
+        self.log[transfer].append("done")
+        self.stats[transfer] = stats
+
+    def failed(self, transfer, error):
+        self.log[transfer].append("failed")
+        self.errors[transfer] = error
+
+    def quiet(self, transfer):
+        self.log[transfer].append("quiet")
+        self.pool.give(transfer, SHIP)
+
+
+class DecodeSide:
+    """The decode engine: reserves at once (or when `answer` is called, with auto=False), runs what is ready."""
+
+    def __init__(self, network: LoopbackNetwork, address: str, faults: Faults | None = None, **options):
+        self.inner = network.link(address)
+        self.link = FaultyLink(self.inner, faults) if faults else self.inner
+        self.pool = Pool(48)
+        self.watched = Watched(self.inner, self.pool)
+        options = {"clock": network.clock, "checksums": InlineChecksums(self.link.submit)} | options
+        self.receiver = Receiver(self.link, self.pool, self, EPOCH, FINGERPRINT, **options)
+        self.link.start(self.receiver)
+        self.auto = True
+        self.cached = 0
+        self.log: dict[tuple, list[str]] = {}
+        self.errors: dict[tuple, Exception] = {}
+        self.commits: dict[tuple, object] = {}
+        self.granted_ids: dict[tuple, list[int]] = {}
+        self.asked: list[tuple] = []
+        self.jobs: dict[tuple, Job] = {}
+
+    @property
+    def target(self) -> DecodeTarget:
+        return DecodeTarget("d", EPOCH, self.link.address, FINGERPRINT)
+
+    def reserve(self, key, job):
+        assert key not in self.log, "reserved twice"
+        self.log[key], self.jobs[key] = ["reserve"], job
+        self.asked.append(key)
+        if self.auto:
+            self.answer(key)
+
+    def answer(self, key) -> None:
+        self.asked.remove(key)
+        total = len(self.jobs[key].token_ids) // BLOCK_SIZE
+        first = min(self.cached, total)
+        ids = self.pool.take(key, GRANT, total - first)
+        if ids is None:
+            self.log[key].append("refused")
+            self.receiver.refused(key, GrantRefused("pool is full"))
+            return
+        if "failed" in self.log[key]:
+            self.pool.ledger.move(key, GRANT, QUIESCE)
+        self.granted_ids[key] = ids
+        self.receiver.granted(key, first, ids)
+
+    def ready(self, key, commit):
+        self.log[key].append("ready")
+        self.commits[key] = commit
+        self.pool.ledger.move(key, GRANT, REQUEST)
+        first = len(self.jobs[key].token_ids) // BLOCK_SIZE - len(self.granted_ids[key])
+        for index, block_id in enumerate(self.granted_ids[key], first):
+            assert (self.pool.memory[block_id] == content(key[1], index)).all(), (key, index)
+
+    def failed(self, key, error):
+        self.log[key].append("failed")
+        self.errors[key] = error
+        self.pool.ledger.move(key, GRANT, QUIESCE)
+
+    def quiet(self, key):
+        self.log[key].append("quiet")
+        self.pool.give(key, QUIESCE)
+
+    def finish(self, key) -> None:
+        """The request is done generating."""
+        self.pool.give(key, REQUEST)
+
+
+def content(transfer: int, index: int) -> int:
+    """The byte that fills a prompt block; never the canary, the filler or the late byte."""
+    return 1 + (transfer * 31 + index * 7) % 80
