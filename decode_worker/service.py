@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 
 from fastapi import Request, Response
-from kv_transfer.receiver import Receiver
 
 from decode_worker.streams import TokenStreams, frames
 from engine.events import Event, Failed, Generated, ReservationFailed, Reserved
 from engine.request import Key
 from kv_transfer.ports import TransferKey
+from kv_transfer.receiver import Receiver
 from node.assembly import PoolMemory
 from node.frames import FrameResponse
 from node.http import read_message

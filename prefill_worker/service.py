@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request, Response
-from kv_transfer.sender import Sender
 
 from engine.events import Computed, Event, Failed, Generated
 from engine.request import Key, key_of
 from kv_transfer.ports import ShipStats
+from kv_transfer.sender import Sender
 from node.assembly import PoolMemory
 from node.frames import FrameResponse
 from node.http import read_message

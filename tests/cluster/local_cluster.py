@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import httpx
 import openai
 import psutil
-from kv_transfer.redis_store import RedisStore
 from prometheus_client.parser import text_string_to_metric_families
 
+from kv_transfer.redis_store import RedisStore
 from protocol.messages import NodeLease
 
 START_S = 120.0
