@@ -73,6 +73,7 @@ def redis_answers(url: str) -> str:
         with redis.Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2) as client:
             info = client.info("server")
     except (redis.RedisError, ValueError, OSError) as error:
-        raise ConfigError(f"no Redis at --redis-url {url}: {error}", param="redis_url") from error
+        remedy = "start one there, or leave the flag out for an embedded Valkey"
+        raise ConfigError(f"no Redis at --redis-url {url} ({error}); {remedy}", param="redis_url") from error
     name = "Valkey" if "valkey_version" in info else "Redis"
     return f"{name} {info.get('valkey_version') or info.get('redis_version')}"

@@ -109,6 +109,17 @@ def test_gpu(monkeypatch):
     assert one(doctor.gpu, device="cuda:1").level == "fail"
 
 
+def test_transfer_uses_the_link_s_settings(monkeypatch):
+    def self_test(transports, net_devices):
+        if transports == "broken":
+            raise ConfigError("the self-test failed; try --ucx-transports tcp")
+        return types.SimpleNamespace(describe=lambda: f"moved over {transports} on {net_devices}")
+
+    monkeypatch.setitem(sys.modules, "kv_transfer.selftest", types.SimpleNamespace(self_test=self_test))
+    assert one(doctor.transfer, ucx_transports="tcp", ucx_net_devices="lo").found == "moved over tcp on lo"
+    assert one(doctor.transfer, ucx_transports="broken").level == "fail"
+
+
 def test_one_broken_check_does_not_hide_the_rest(capsys):
     def refuse(settings):
         raise ConfigError("no such model; name another")
