@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kv_transfer.checksum import UNVERIFIED, Checksums, InlineChecksums, is_sampled
+from kv_transfer.checksum import UNVERIFIED, Checksums, ThreadedChecksums, is_sampled
 from kv_transfer.link import Link, Peer
 from kv_transfer.peers import Peers
 from kv_transfer.ports import BlockMemory, GrantEvents, TransferKey
@@ -100,7 +100,7 @@ class Receiver:
     ):
         self._link, self._memory, self._events = link, memory, events
         self._epoch, self._fingerprint, self._verify = epoch, fingerprint, verify
-        self._checksums = checksums or InlineChecksums(link.submit)
+        self._checksums = checksums or ThreadedChecksums(link.submit)
         self._clock = clock
         self._nonces = itertools.count(random.randrange(MAX_NONCE))
         self._connections: dict[Peer, Connection] = {}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_transfer.checksum import UNVERIFIED, Checksums, InlineChecksums, is_sampled
+from kv_transfer.checksum import UNVERIFIED, Checksums, ThreadedChecksums, is_sampled
 from kv_transfer.link import MAX_MESSAGE_BYTES, Link, Peer
 from kv_transfer.peers import Peers
 from kv_transfer.ports import BlockMemory, ShipEvents, ShipStats
@@ -60,7 +60,7 @@ class Sender:
 
     verify         share of blocks, 0 to 1, that get a checksum
     grant_timeout  seconds an offer waits for its grant; ack_timeout: a commit for its acknowledgement
-    clock          monotonic seconds
+    checksums      by default on a thread of their own; clock: monotonic seconds
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Sender:
     ):
         self._link, self._memory, self._events = link, memory, events
         self._verify, self._grant_timeout, self._ack_timeout = verify, grant_timeout, ack_timeout
-        self._checksums = checksums or InlineChecksums(link.submit)
+        self._checksums = checksums or ThreadedChecksums(link.submit)
         self._clock = clock
         self._lock = threading.Lock()
         self._last_transfer = 0
