@@ -106,11 +106,18 @@ def _round(sender: UcxLink, receiver: UcxLink, peer: Peer, far: _End, size_bytes
     source = np.random.default_rng(number).integers(0, 256, (count, BLOCK_BYTES), dtype=np.uint8)
     target = np.ones_like(source)
     landed, sent = _Counter(count), _Counter(count)
-    receiver.submit(
-        lambda: _each(count, lambda i: receiver.receive_block(far.peer, _tag(number, i), target[i], landed))
-    )
+
+    def post() -> None:
+        for index in range(count):
+            receiver.receive_block(far.peer, block_tag(1, number, index), target[index], landed)
+
+    def send() -> None:
+        for index in range(count):
+            sender.send_block(peer, block_tag(1, number, index), source[index], sent)
+
+    receiver.submit(post)
     began = time.perf_counter()
-    sender.submit(lambda: _each(count, lambda i: sender.send_block(peer, _tag(number, i), source[i], _Counter(1))))
+    sender.submit(send)
     if not landed.event.wait(LIMIT_S) or landed.error is not None:
         raise _failed(landed.error or TimeoutError(f"blocks did not arrive within {LIMIT_S:g} s"))
     seconds = time.perf_counter() - began
