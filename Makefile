@@ -1,6 +1,7 @@
 # make serve     install what is missing and run a whole local cluster; flags: make serve ARGS="--port 8123 --prefill 2"
 # make test      linters, then all tests; arguments of pytest: make test PYTEST_ARGS="-k router"
 # make lint      format, style and types only
+# make bench     start a cluster and measure it over its API; flags of `kvferry serve`: make bench ARGS="--prefill 0"
 # make bench-gpu measure the kernels on the GPU of this machine
 # make clean     remove the virtual environment and all caches
 #
@@ -19,7 +20,7 @@ BIN    := $(VENV)/bin
 UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint bench-gpu clean FORCE
+.PHONY: help serve test lint bench bench-gpu clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +36,9 @@ lint: $(VENV)/test.done
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+bench: $(VENV)/worker.done $(VENV)/model.done
+	$(BIN)/python benchmarks/serving.py $(ARGS)
 
 bench-gpu: $(VENV)/test.done
 	$(BIN)/python benchmarks/gpu_kernels.py $(ARGS)

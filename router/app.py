@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from typing import Any
 
@@ -14,6 +13,7 @@ from starlette.responses import Response
 from protocol.errors import ModelNotFound
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
+from protocol.version import VERSION
 from router import http_errors
 from router.chat import ChatEndpoint
 from router.completions import CompletionEndpoint
@@ -29,7 +29,7 @@ from router.tokenization import detokenize, tokenize
 
 def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metrics: RouterMetrics) -> FastAPI:
     """The application that serves `text`'s model on `cluster`. It starts and stops neither."""
-    app = FastAPI(title="kvferry", version=version())
+    app = FastAPI(title="kvferry", version=VERSION)
     serving = Serving(settings, cluster, text, metrics)
     http_errors.install(app)
     _add_generation(app, serving, Admission(settings.max_inflight))
@@ -38,14 +38,6 @@ def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metr
     _add_operations(app, serving)
     app.add_middleware(Envelope, api_key=settings.api_key)
     return app
-
-
-def version() -> str:
-    """The installed version of the project."""
-    try:
-        return importlib.metadata.version("kvferry")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _add_generation(app: FastAPI, serving: Serving, admission: Admission) -> None:
@@ -111,7 +103,7 @@ def _add_operations(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/version")
     async def version_() -> Response:
-        return _json({"version": version()})
+        return _json({"version": VERSION})
 
 
 def _json(value: Any, status: int = 200) -> Response:

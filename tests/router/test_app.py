@@ -13,7 +13,7 @@ from api_parts import EOS, MESSAGES, Api, FakeCluster, demo_text, error_of, ids_
 
 from protocol.errors import ConfigError, Overloaded
 from protocol.settings import RouterSettings
-from router.app import version
+from protocol.version import VERSION
 from router.text_model import load_text_model
 
 LONG = says("word " * 2000)
@@ -35,7 +35,7 @@ async def test_operations() -> None:
     api.cluster.is_ready = False
     assert (await api.http.get("/ready")).status_code == 503
     assert (await api.http.get("/health")).status_code == 200
-    assert (await api.http.get("/version")).json() == {"version": version()}
+    assert (await api.http.get("/version")).json() == {"version": VERSION}
     assert "kvferry_requests_inflight 0.0" in (await api.http.get("/metrics")).text
     paths = (await api.http.get("/openapi.json")).json()["paths"]
     assert "messages" in str(paths["/v1/chat/completions"]["post"]["requestBody"])
