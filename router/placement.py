@@ -29,7 +29,7 @@ from router.costs import (
     wait_s,
 )
 
-BACKLOG = 2.0
+BACKLOG = 4.0
 """A decode node takes requests until the blocks in use and asked for reach this multiple of its pool."""
 
 

@@ -94,6 +94,7 @@ class FakeWorker:
     async def start(self) -> None:
         self._queues: dict[str, asyncio.Queue[StepFrame | None]] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._dropped: dict[str, int] = {}
         self._deltas = 0
         self._open = 0
         routes = [
@@ -139,7 +140,11 @@ class FakeWorker:
     def decode(self, job: Job, first_index: int, reuse: Reuse | None = None) -> None:
         """Generate output tokens from `first_index` (0 = first of the whole request) on."""
         self.jobs.append(job)
-        task = asyncio.create_task(self._run(job, first_index, reuse))
+        if job.attempt <= self._dropped.get(job.request_id, -1) or job.router_id not in self._queues:
+            return
+        if known := self._running.get(job.request_id):
+            known.cancel()
+        task = asyncio.create_task(self._run(job, first_index, reuse), name=str(job.attempt))
         self._running[job.request_id] = task
         task.add_done_callback(lambda done: self._forget(job.request_id, done))
 
@@ -204,7 +209,9 @@ class FakeWorker:
         message = unpack(await request.body())
         assert isinstance(message, CancelRequest)
         self.cancels.append(message)
-        if task := self._running.get(message.request_id):
+        self._dropped[message.request_id] = max(message.attempt, self._dropped.get(message.request_id, -1))
+        task = self._running.get(message.request_id)
+        if task and int(task.get_name()) <= message.attempt:
             task.cancel()
         return Response(status_code=202)
 

@@ -161,7 +161,7 @@ async def test_nothing_can_be_placed() -> None:
 
 
 async def test_full_decode_nodes_refuse_with_a_time() -> None:
-    load = Load(active_blocks=100, total_blocks=100, granted_blocks=0, waiting_tokens=400)
+    load = Load(active_blocks=100, total_blocks=100, waiting_tokens=1400)
     async with Bench([decode(changes={"load": load})]) as bench:
         with pytest.raises(Overloaded) as caught:
             bench.start(4)

@@ -122,7 +122,7 @@ def test_equal_nodes_take_turns() -> None:
         ([node("p1")], NoNodes),
         ([node("d1", state="draining")], NoNodes),
         ([node("d1", load=Load(free_blocks=64, total_blocks=64))], ContextLengthExceeded),
-        ([node("d1", load=Load(active_blocks=1000, total_blocks=1000), pending=990)], Overloaded),
+        ([node("d1", load=Load(active_blocks=1000, total_blocks=1000), pending=2950)], Overloaded),
     ],
 )
 def test_refusals(nodes: list[NodeView], error: type[KvferryError]) -> None:
