@@ -24,6 +24,8 @@ MAX_DEPTH = 8
 _UNREADABLE = (ValueError, TypeError, msgpack.UnpackException)
 _CODES: dict[type, int] = {}
 _CLASSES: dict[int, type] = {}
+_FIELDS: dict[type, tuple[str, ...]] = {}
+"""Names of each class's fields; asking `dataclasses.fields` for every message would be its largest cost."""
 
 
 class WireError(KvferryError):
@@ -39,6 +41,7 @@ def message(code: int) -> Any:
         assert is_dataclass(cls), cls
         assert code not in _CLASSES, (cls, code)
         _CODES[cls], _CLASSES[code] = code, cls
+        _FIELDS[cls] = tuple(field.name for field in fields(cls))
         return cls
 
     return register
@@ -82,7 +85,7 @@ def _to_ext(value: Any) -> Any:
     code = _CODES.get(type(value))
     if code is None:
         raise TypeError(f"{type(value).__name__} is not a message")
-    return msgpack.ExtType(code, pack([getattr(value, f.name) for f in fields(value)]))
+    return msgpack.ExtType(code, pack([getattr(value, name) for name in _FIELDS[type(value)]]))
 
 
 def _from_ext(code: int, data: bytes, depth: int = 0) -> Any:
@@ -92,8 +95,8 @@ def _from_ext(code: int, data: bytes, depth: int = 0) -> Any:
     if cls is None:
         raise ValueError(f"unknown message code {code}")
     values = _unpack(data, depth + 1)
-    if not isinstance(values, list) or len(values) != len(fields(cls)):
-        raise ValueError(f"a {cls.__name__} has {len(fields(cls))} fields")
+    if not isinstance(values, list) or len(values) != len(_FIELDS[cls]):
+        raise ValueError(f"a {cls.__name__} has {len(_FIELDS[cls])} fields")
     return cls(*(_tupled(value) if isinstance(value, list) else value for value in values))
 
 
