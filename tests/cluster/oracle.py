@@ -54,10 +54,12 @@ def answers() -> tuple[Answer, ...]:
 
     path = resolve("smollm2").path
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    return tuple(_answer(model, prompt) for prompt in prompts())
+    return tuple(answer_of(model, prompt) for prompt in prompts())
 
 
-def _answer(model: torch.nn.Module, prompt: tuple[int, ...]) -> Answer:
+@torch.inference_mode()
+def answer_of(model: torch.nn.Module, prompt: tuple[int, ...]) -> Answer:
+    """What `model` says after the prompt."""
     out = model(input_ids=torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
     tokens, gaps = [], []
     for _ in range(NEW_TOKENS):

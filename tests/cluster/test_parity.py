@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import pytest
 from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
@@ -68,16 +69,22 @@ def check(made: list[list[int]], path: str) -> None:
         answer.check(tokens, path)
 
 
+@cache
+def sampled_locally() -> list[list[int]]:
+    """Sampled continuations of the first prompts, nothing cached."""
+    return run(make_engine(512), SAMPLED, count=12)
+
+
 def test_local_cached_and_sampled_tokens() -> None:
     engine = make_engine(512)
     check(run(engine, GREEDY), "local")
     hits = engine.pool.cached_blocks
     check(run(engine, GREEDY), "cached")
     assert hits > 500
-    cold = run(make_engine(512), SAMPLED, count=12)
-    assert run(engine, SAMPLED, count=12) == cold, "sampled text differs when the prompt is cached"
+    assert run(engine, SAMPLED, count=12) == sampled_locally(), "sampled text differs when the prompt is cached"
     other = make_engine(37, caching=False)
-    assert run(other, SAMPLED, preempting(other), count=12) == cold, "sampled text differs by chunks and preemption"
+    made = run(other, SAMPLED, preempting(other), count=12)
+    assert made == sampled_locally(), "sampled text differs by chunks and preemption"
     assert other.scheduler.preempted_total > 0
 
 
@@ -96,18 +103,21 @@ def float32_cluster() -> Iterator[LocalCluster]:
 def test_disaggregated_tokens_over_ucx(float32_cluster: LocalCluster) -> None:
     client = float32_cluster.client
 
-    def ask(prompt: tuple[int, ...]) -> list[int]:
+    def ask(prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
         made = client.completions.create(
             model=MODEL,
             prompt=list(prompt),
-            max_tokens=NEW_TOKENS,
-            temperature=0.0,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            seed=params.seed,
+            extra_body={"top_k": params.top_k, "ignore_eos": True, "return_token_ids": True},
         )
         return list(made.choices[0].token_ids)  # type: ignore[attr-defined]
 
     with ThreadPoolExecutor(4) as pool:
-        check(list(pool.map(ask, prompts())), "disaggregated")
+        check(list(pool.map(lambda prompt: ask(prompt, GREEDY), prompts())), "disaggregated")
+        assert list(pool.map(lambda prompt: ask(prompt, SAMPLED), prompts()[:12])) == sampled_locally()
     router = scrape(float32_cluster.url)
     assert value(router, "kvferry_placements_total", kind="remote") >= 40
     float32_cluster.settle()
