@@ -13,13 +13,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from kv_transfer.checksum import UNVERIFIED, Checksums, ThreadedChecksums, is_sampled
 from kv_transfer.link import MAX_MESSAGE_BYTES, Link, Peer
 from kv_transfer.peers import Peers
 from kv_transfer.ports import BlockMemory, ShipEvents, ShipStats
+from kv_transfer.ship import Ship
 from kv_transfer.states import ShipState, moved
 from kv_transfer.tags import block_tag
 from protocol import errors
@@ -32,27 +32,6 @@ FILLER = b"\0"
 SWEEP_S = 0.25
 QUIESCE_TIMEOUT_S = 10.0
 LIVE = (ShipState.OFFERED, ShipState.GRANTED, ShipState.RUNNING, ShipState.DRAINING)
-
-
-@dataclass(slots=True, eq=False)
-class Ship:
-    """One offer. in_flight: posted sends not ended; unanswered: neither Grant nor Refusal came yet; crcs: of the posted
-    blocks by prompt block index; summing: how many of them are still being taken."""
-
-    transfer: int
-    job: Job
-    peer: Peer
-    deadline: float
-    state: ShipState = ShipState.OFFERED
-    unanswered: bool = True
-    grant: Grant | None = None
-    crcs: dict[int, int] = field(default_factory=dict)
-    summing: int = 0
-    in_flight: int = 0
-    bytes: int = 0
-    first: TokenDelta | None = None
-    posted_at: float | None = None
-    committed_at: float = 0.0
 
 
 class Sender:

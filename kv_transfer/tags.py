@@ -19,6 +19,6 @@ def block_tag(nonce: int, transfer: int, index: int) -> int:
     return nonce << 40 | (transfer & MAX_TRANSFER) << 16 | index
 
 
-def link_tag(serial: int) -> int:
-    """Tag for the link's own use (warming up a new connection)."""
-    return serial & ((1 << 40) - 1)
+def link_tag(channel: int, use: int) -> int:
+    """Tag for the link's own messages to the connection that the receiving process knows by this channel number."""
+    return (channel & MAX_TRANSFER) << 16 | use

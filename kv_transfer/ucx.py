@@ -22,7 +22,7 @@ from kv_transfer.link import MAX_MESSAGE_BYTES, Done, LinkHandler, Peer
 from kv_transfer.tags import link_tag
 from kv_transfer.ucx_library import context_options, load
 from kv_transfer.ucx_loop import UcxLoop
-from kv_transfer.ucx_peer import ALIVE, HELLO, MESSAGE, WELCOME, Post, UcxPeer
+from kv_transfer.ucx_peer import ALIVE, GREETING, HELLO, MESSAGE, WARM, WELCOME, Post, UcxPeer
 from protocol.errors import ConfigError, Incompatible, KvferryError, NodeLost
 from protocol.layout import WIRE_VERSION
 
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 WARM_BYTES = 1 << 19
 CONNECT_TRIES = 3
 RETRY_S = 0.2
+AFTER_CLOSE_S = 0.002
 
 
 class UcxLink:
@@ -121,6 +122,7 @@ class UcxLink:
             for done in known.abandon():
                 self._loop.submit(lambda done=done: done(error))  # type: ignore[misc]
             known.close()
+            self._progress_for(AFTER_CLOSE_S)
         self._loop.submit(quiet)
 
     # The link thread: opening, rounds, closing.
@@ -182,6 +184,12 @@ class UcxLink:
             self.disconnect(name, lambda: None)
         self._listener = self._worker = None
 
+    def _progress_for(self, seconds: float) -> None:
+        """Let UCX finish what closing an endpoint began; a worker whose endpoints are not done is never freed."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._worker.progress()
+
     # Connections.
 
     def _dial(self, peer: UcxPeer) -> None:
@@ -193,7 +201,7 @@ class UcxLink:
             found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
             endpoint = self._worker.create_endpoint_from_hostname(str(found[0][4][0]), int(port), True)
             self._attach(peer, endpoint)
-            peer.send_frames(HELLO, bytes([WIRE_VERSION]))
+            peer.greet(WIRE_VERSION)
         except (OSError, ValueError, NodeLost, self._library.api.UCXError) as error:
             self._fail(peer, error)
             return
@@ -219,16 +227,19 @@ class UcxLink:
         endpoint.set_close_callback(self._closures.append, cb_args=((peer.name, peer.attachment),))
 
     def _greeted(self, peer: UcxPeer, kind: int, data: bytes) -> None:
-        """HELLO: the dialling side is there; prepare a receive that warms the connection up and name its tag.
+        """HELLO: the dialling side is there; answer, and prepare the receive that warms the connection up.
         WELCOME: the connection is open; send what was queued, then warm up (the first large block takes 45–90 ms)."""
-        if data[0] != WIRE_VERSION:
-            self._lose(peer, Incompatible(f"{peer.name} speaks wire version {data[0]}, this node {WIRE_VERSION}"))
+        version, channel = GREETING.unpack_from(data)
+        if version != WIRE_VERSION:
+            self._lose(peer, Incompatible(f"{peer.name} speaks wire version {version}, this node {WIRE_VERSION}"))
             return
-        peer.open = True
+        try:
+            peer.welcome(WIRE_VERSION, channel)
+        except NodeLost as error:
+            self._fail(peer, error)
+            return
         if kind == HELLO:
-            serial = next(self._serial)
-            self._post(peer.name, Post(False, link_tag(serial), self._warm, _warmed))
-            self._send_frames(peer, WELCOME, bytes([WIRE_VERSION]) + serial.to_bytes(8, "little"))
+            self._post(peer.name, Post(False, link_tag(peer.attachment, WARM), self._warm, _warmed))
             return
         while peer.outbox and not peer.lost:
             item = peer.outbox.popleft()
@@ -236,7 +247,7 @@ class UcxLink:
                 self._post(peer.name, item)
             else:
                 self._send_frames(peer, MESSAGE, item)
-        self._post(peer.name, Post(True, link_tag(int.from_bytes(data[1:9], "little")), self._warm, _warmed))
+        self._post(peer.name, Post(True, link_tag(channel, WARM), self._warm, _warmed))
 
     def _post(self, name: Peer, post: Post) -> None:
         peer = self._peers.get(name)

@@ -1,8 +1,11 @@
 """One endpoint of a UCX link: framed control messages in order, and the blocks in flight on it.
 
-Control travels as active messages of at most FRAME_BYTES, below the size from which UCX would ask for a rendezvous:
-header (kind, last, sequence number), then a piece of the message. Blocks travel as tagged messages. A request of UCX
-keeps no reference to its buffer, so the peer does.
+Everything travels as tagged messages, because ucxx never gives up an active-message receive that stays unanswered, nor
+the endpoint and worker it belongs to. Only HELLO, which is always answered, is an active message: it tells the
+accepting side by which connection it came and on which channel (see tags) to answer. Control is cut into frames of
+FRAME_BYTES, below the size from which UCX asks for a rendezvous: header (kind, last, sequence number, length), then a
+piece of the message; RING receives stand ready for them. A request of UCX keeps no reference to its buffer, so the peer
+does.
 """
 
 from __future__ import annotations
@@ -11,13 +14,19 @@ import struct
 from collections import deque
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kv_transfer.link import Done
+from kv_transfer.tags import link_tag
 from kv_transfer.ucx_library import UcxLibrary
 from protocol.errors import NodeLost, TransferFailed
 
 HELLO, WELCOME, MESSAGE, ALIVE = range(4)
+CONTROL, WARM = range(2)
 FRAME_BYTES = 8000
-HEADER = struct.Struct("<BBI")
+HEADER = struct.Struct("<BBII")
+GREETING = struct.Struct("<BI")
+RING = 8
 SCAN = 64
 
 
@@ -49,19 +58,39 @@ class UcxPeer:
         self.outbox: deque[bytes | Post] = deque()
         self._library = library
         self._endpoint: Any = None
+        self._hello: Any = None
+        self._frames_in: deque[tuple[Any, Any]] = deque()
         self._frames_out: deque[tuple[Any, bytes]] = deque()
         self._operations: deque[Operation] = deque()
         self._kept: list[Operation] = []
         self._unscanned = 0
 
     def attach(self, endpoint: Any, attachment: int) -> None:
-        """Use this endpoint; `attachment` numbers it, so that news of an earlier one can be told apart."""
+        """Use this endpoint; `attachment` numbers it in this process and is its channel for the other side's frames."""
         assert self._endpoint is None, self.name
         self._endpoint, self.attachment = endpoint, attachment
-        self._inbound: Any = None
+        self._channel = 0
         self._expected = self._next_sequence = 0
         self._early: dict[int, tuple[int, int, bytes]] = {}
         self._pieces: list[bytes] = []
+        self._hello = None if self.dialled else endpoint.am_recv()
+        for _ in range(RING):
+            self._post_frame(np.empty(HEADER.size + FRAME_BYTES, dtype=np.uint8))
+
+    def _post_frame(self, buffer: Any) -> None:
+        tag = self._library.api.UCXXTag(link_tag(self.attachment, CONTROL))
+        self._frames_in.append((self._endpoint.tag_recv(self._library.array(buffer), tag), buffer))
+
+    def greet(self, version: int) -> None:
+        """Dialling side: tell the other one how to answer. Raises NodeLost."""
+        data = GREETING.pack(version, self.attachment)
+        self._frames_out.append((self._sent(self._endpoint.am_send, self._library.array(data)), data))
+
+    def welcome(self, version: int, channel: int) -> None:
+        """Accepting side, or the dialling one at the answer: frames go to this channel from now on."""
+        self._channel, self.open = channel, True
+        if not self.dialled:
+            self.send_frames(WELCOME, GREETING.pack(version, self.attachment))
 
     @property
     def scanned(self) -> bool:
@@ -76,35 +105,39 @@ class UcxPeer:
         """Queue one message, cut into frames. Raises NodeLost."""
         for start in range(0, max(1, len(data)), FRAME_BYTES):
             last = start + FRAME_BYTES >= len(data)
-            frame = HEADER.pack(kind, last, self._next_sequence) + data[start : start + FRAME_BYTES]
+            piece = data[start : start + FRAME_BYTES]
+            frame = HEADER.pack(kind, last, self._next_sequence, len(piece)) + piece
             self._next_sequence = (self._next_sequence + 1) & 0xFFFFFFFF
-            try:
-                request = self._endpoint.am_send(self._library.array(frame))
-            except self._library.api.UCXError as error:
-                raise NodeLost(f"{self.name}: control message not sent: {error}") from error
-            self._frames_out.append((request, frame))
+            tag = self._library.api.UCXXTag(link_tag(self._channel, CONTROL))
+            self._frames_out.append((self._sent(self._endpoint.tag_send, self._library.array(frame), tag), frame))
+
+    def _sent(self, call: Any, *args: Any) -> Any:
+        try:
+            return call(*args)
+        except self._library.api.UCXError as error:
+            raise NodeLost(f"{self.name}: control message not sent: {error}") from error
 
     def receive_messages(self) -> list[tuple[int, bytes]]:
-        """(kind, payload) of the messages that are whole now, in the order of their sending. Raises NodeLost.
-
-        One receive is always outstanding: ucxx's probe answers true for messages that are already taken.
-        """
+        """(kind, payload) of the messages that are whole now, in the order of their sending. Raises NodeLost."""
         messages: list[tuple[int, bytes]] = []
         try:
-            if self._inbound is None:
-                self._inbound = self._endpoint.am_recv()
-            while self._inbound.completed:
-                self._inbound.check_error()
-                self._arrived(bytes(self._inbound.recv_buffer), messages)
-                self._inbound = self._endpoint.am_recv()
+            if self._hello is not None and self._hello.completed:
+                self._hello.check_error()
+                messages.append((HELLO, bytes(self._hello.recv_buffer)))
+                self._hello = None
+            while self._frames_in and self._frames_in[0][0].completed:
+                request, buffer = self._frames_in.popleft()
+                request.check_error()
+                self._arrived(buffer.tobytes(), messages)
+                self._post_frame(buffer)
         except self._library.api.UCXError as error:
             if not messages:
                 raise NodeLost(f"{self.name}: connection broken: {error}") from error
         return messages
 
     def _arrived(self, data: bytes, messages: list[tuple[int, bytes]]) -> None:
-        kind, last, sequence = HEADER.unpack_from(data)
-        self._early[sequence] = kind, last, data[HEADER.size :]
+        kind, last, sequence, length = HEADER.unpack_from(data)
+        self._early[sequence] = kind, last, data[HEADER.size : HEADER.size + length]
         while (frame := self._early.pop(self._expected, None)) is not None:
             self._expected = (self._expected + 1) & 0xFFFFFFFF
             self._pieces.append(frame[2])
@@ -162,6 +195,7 @@ class UcxPeer:
         if self._endpoint is not None:
             self._endpoint.close_blocking()
             self._endpoint.remove_close_callback()
-        self._endpoint = self._inbound = None
+        self._endpoint = self._hello = None
         self._frames_out.clear()
+        self._frames_in.clear()
         self._kept.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -214,3 +215,27 @@ def test_a_taken_port_is_a_config_error_with_a_remedy(links):
 def test_transports_without_tcp_are_refused():
     with pytest.raises(ConfigError, match="must contain tcp"):
         UcxLink("127.0.0.1", transports="posix,self")
+
+
+def test_stopped_links_give_their_descriptors_back():
+    """Ten per pair stayed open while closing an endpoint was not followed by progress."""
+
+    def pair():
+        left, right = Recorder(), Recorder()
+        a, b = UcxLink("127.0.0.1"), UcxLink("127.0.0.1")
+        a.start(left)
+        b.start(right)
+        a.submit(lambda: a.send(a.connect(b.address), b"hi"))
+        wait_for(lambda: right.messages)
+        a.stop()
+        b.stop()
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    pair()
+    before = descriptors()
+    for _ in range(5):
+        pair()
+    assert descriptors() - before < 30
