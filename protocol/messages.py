@@ -206,8 +206,9 @@ class Refusal:
 @message(33)
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Prefill → decode, last message of a ship: every block was sent. checksums: CRC32 per shipped block, in order, or
-    empty where the sender took none. `first` is the delta with the first token; `reuse` the prompt's accounting."""
+    """Prefill → decode, last message of a ship: every block was sent. checksums: CRC32 per shipped block, in order (-1:
+    not taken for this block), or empty where the sender took none. `first` is the delta with the first token; `reuse`
+    the prompt's accounting."""
 
     transfer: int
     block_count: int
