@@ -167,7 +167,7 @@ def test_grace_periods_fit_what_a_process_does_after_sigterm(
     settings = parsed(process, overlay, monkeypatch)
     spec = pod_spec(overlay, process)
     hook = spec["containers"][0].get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-    drain = settings.get("drain_timeout", 0)
+    drain = settings["drain_timeout" if process in WORKERS else "request_timeout"]
     assert spec["terminationGracePeriodSeconds"] >= hook + drain + SPARE_S
     assert hook + drain >= MIN_DRAIN_S, "open requests need time to finish"
 
