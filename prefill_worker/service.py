@@ -128,7 +128,8 @@ class PrefillService:
         job = message.job
         if key_of(job) in self._attempts:
             raise InvalidRequest(f"attempt {job.attempt} of {job.request_id} is already here", param="attempt")
-        if message.target is None and job.params.max_tokens > 1:
+        delivered = len(job.token_ids) - job.prompt_len
+        if message.target is None and job.params.max_tokens - delivered > 1:
             raise InvalidRequest("a prefill without a decode target makes one token", param="max_tokens")
         attempt = self._attempts[key_of(job)] = Attempt(job)
         if message.target is None:

@@ -80,8 +80,9 @@ class Job:
 @message(12)
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
-    """Router → prefill, `POST /attempts/prefill`. Without a target the request must end with its first token
-    (max_tokens 1, scoring). The answer is a stream of FirstToken, then ShipDone or AttemptFailed."""
+    """Router → prefill, `POST /attempts/prefill`. Without a target the request must end with its next
+    token (max_tokens 1, scoring, the last token of a retried request). The answer is a stream of FirstToken, then
+    ShipDone or AttemptFailed."""
 
     job: Job
     target: DecodeTarget | None = None

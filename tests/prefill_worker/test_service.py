@@ -1,0 +1,89 @@
+"""The prefill role over HTTP, with an engine that is a list of what it was told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from fastapi import FastAPI
+
+from engine.events import Generated
+from engine.request import key_of
+from kv_transfer.loopback import LoopbackNetwork
+from node.http import make_app
+from prefill_worker.service import PrefillService
+from protocol.messages import FirstToken, Job, PrefillRequest, TokenDelta
+from protocol.metrics import WorkerMetrics
+from protocol.sampling import SamplingParams
+from protocol.wire import FrameReader, pack
+
+
+class Engine:
+    """Collects the jobs that are added."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def submit(self, call: Callable[[Any], None]) -> None:
+        call(self)
+
+    def add(self, job: Job, **_: Any) -> None:
+        self.jobs.append(job)
+
+    def cancel(self, request_id: str, attempt: int) -> None: ...
+
+
+def service_on(app: FastAPI, engine: Engine) -> PrefillService:
+    node: Any = SimpleNamespace(
+        settings=SimpleNamespace(role="prefill", grant_timeout=30.0),
+        parts=SimpleNamespace(kv=torch.zeros(2, 4)),
+        metrics=WorkerMetrics("prefill"),
+        verify_checksums=0.0,
+        app=app,
+        engine=engine,
+        make_link=lambda: LoopbackNetwork().link("here:1"),
+        require_ready=lambda: None,
+        call_soon=lambda call: call(),
+    )
+    return PrefillService(node)
+
+
+def job(delivered: int, max_tokens: int) -> Job:
+    return Job("r", 1, tuple(range(10 + delivered)), 10, SamplingParams(max_tokens=max_tokens), "router")
+
+
+async def post(app: FastAPI, message: PrefillRequest) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://node") as client:
+        return await client.post("/attempts/prefill", content=pack(message))
+
+
+async def test_the_last_token_of_a_retried_request_needs_no_decode_node() -> None:
+    engine, app = Engine(), make_app(lambda: (200, {}), lambda: True)
+    service, last = service_on(app, engine), job(delivered=4, max_tokens=5)
+    answer = asyncio.create_task(post(app, PrefillRequest(last)))
+    async with asyncio.timeout(5):
+        while not engine.jobs:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    delta = TokenDelta("r", 1, 4, (7,), finish_reason="length")
+    service.on_event(Generated(key_of(last), "router", delta))
+    response = await answer
+    assert response.status_code == 200
+    (first,) = FrameReader().feed(response.content)
+    assert first == FirstToken(delta, 0.0, 0.0)
+    assert not service.busy()
+
+
+@pytest.mark.parametrize(("delivered", "max_tokens"), [(0, 2), (4, 6)])
+async def test_without_a_decode_node_there_is_one_token_only(delivered: int, max_tokens: int) -> None:
+    engine, app = Engine(), make_app(lambda: (200, {}), lambda: True)
+    service = service_on(app, engine)
+    response = await post(app, PrefillRequest(job(delivered, max_tokens)))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "max_tokens"
+    assert not engine.jobs
+    assert not service.busy()
