@@ -113,15 +113,17 @@ def parse_config(config: dict[str, Any]) -> DecoderConfig:
 
 def _parse(config: dict[str, Any]) -> DecoderConfig:
     family = FAMILIES[config["model_type"]]
-    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    heads, layers, hidden_size = (
+        _whole(config, name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size")
+    )
+    head_dim = config.get("head_dim") or hidden_size // heads
     bias = bool(config.get("attention_bias", False))
     rotated = _rotated_layers(config, layers)
     return DecoderConfig(
         model_type=config["model_type"],
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
+        vocab_size=_whole(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_whole(config, "intermediate_size"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
@@ -136,6 +138,13 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
         rotated=rotated,
         windows=_windows(config, rotated),
     )
+
+
+def _whole(config: dict[str, Any], name: str) -> int:
+    value = config[name]
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json: {name} must be a whole number of at least 1, got {value!r}", param="model")
+    return value
 
 
 def _rotated_layers(config: dict[str, Any], layers: int) -> tuple[bool, ...]:

@@ -30,6 +30,7 @@ def transformers_module() -> Any:
     for module in (import_utils, transformers.utils):
         module.is_kernels_available = _not_available
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     transformers.AttentionInterface.register(ATTENTION, seated_attention)
     return transformers
 
@@ -97,19 +98,30 @@ def load_hf(
 
 
 def _load_module(source: ModelSource, dtype: torch.dtype) -> Any:
+    """The module with every weight from the checkpoint: transformers itself would fill what is missing with noise."""
     transformers = transformers_module()
     is_file = source.kind == "gguf"
     place = source.path.parent if is_file else source.path
     extra = {"gguf_file": source.path.name} if is_file else {}
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            place, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True, **extra
+        module, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            place,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            output_loading_info=True,
+            **extra,
         )
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if isinstance(error, KeyError) and ATTENTION in reason:
             reason = "its attention does not use transformers' attention interface"
         raise ConfigError(f"transformers cannot load {source.name}: {reason}", param="model") from error
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise ConfigError(f"the model's files lack the tensor {missing[0]}{more}", param="model")
+    return module
 
 
 @torch.inference_mode()

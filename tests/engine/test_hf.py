@@ -148,6 +148,17 @@ def test_transformers_errors_are_one_line(tmp_path):
     assert "\n" not in caught.value.message
 
 
+def test_a_missing_tensor_is_named_and_not_made_up(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    save_tiny(OTHERS["gpt2"](), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: value for name, value in load_file(file).items() if "h.1.mlp.c_fc" not in name}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lack the tensor transformer.h.1.mlp.c_fc.bias and 1 more"):
+        load(tmp_path)
+
+
 PROBE = """
 import importlib.metadata
 assert importlib.metadata.version("kernels") == {version!r}

@@ -124,6 +124,8 @@ def test_progress_rises_to_one(llama):
         ({"num_hidden_layers": 4}, "lack the tensor model.layers.3"),
         ({"intermediate_size": 95}, r"gate_proj.weight has shape \(96, 64\)"),
         ({"max_position_embeddings": None}, "max_position_embeddings"),
+        ({"num_attention_heads": "four"}, "num_attention_heads must be a whole number of at least 1, got 'four'"),
+        ({"hidden_size": 0}, "hidden_size must be a whole number of at least 1, got 0"),
     ],
 )
 def test_what_is_not_supported_is_named(llama, values, words):
