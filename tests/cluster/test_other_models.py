@@ -1,0 +1,92 @@
+"""Models other than the demo, through a whole cluster: transformers' own float32 tokens over the disaggregated path."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from local_cluster import LocalCluster, local_cluster, scrape, value
+from tiny_checkpoints import VOCAB, greedy, save_checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama3-sharded": {"family": "LlamaConfig", "rope_parameters": LLAMA3, "shard_size": "200KB"},
+    "gpt2": {"family": "GPT2Config", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
+}
+
+
+@contextmanager
+def streams_running(cluster: LocalCluster, model: str, count: int) -> Iterator[None]:
+    """Streams that decode is busy with, so that computing a prompt beside them costs more than shipping it."""
+    ending, started = threading.Event(), threading.Semaphore(0)
+
+    def run(seed: int) -> None:
+        body = {"model": model, "prompt": [seed + 3] * 20, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        while not ending.is_set():
+            with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
+                for _ in response.iter_lines():
+                    started.release()
+                    if ending.is_set():
+                        break
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in threads:
+            assert started.acquire(timeout=30)
+        yield
+    finally:
+        ending.set()
+        for thread in threads:
+            thread.join(30)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_and_chat(name: str, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / name, **FAMILIES[name])
+    assert (len(list(path.glob("*.safetensors"))) > 1) == name.endswith("sharded")
+    prompts = [random.Random(count).choices(range(3, VOCAB), k=count) for count in (21, 150, 400)]
+    wanted = greedy(path, prompts)
+    arguments = ("--dtype", "float32", "--kv-blocks", "300", "--threads", "1")
+    with local_cluster("--model", str(path), *arguments) as cluster:
+
+        def ask(prompt: tuple[int, ...]) -> openai.types.Completion:
+            extra = {"ignore_eos": True, "return_token_ids": True}
+            return cluster.client.completions.create(
+                model=name, prompt=list(prompt), max_tokens=16, temperature=0, extra_body=extra
+            )
+
+        with streams_running(cluster, name, 3):
+            for answer in wanted:
+                answer.check(ask(answer.prompt).choices[0].token_ids, "disaggregated")  # type: ignore[attr-defined]
+        assert value(scrape(cluster.url), "kvferry_placements_total", kind="remote") >= 1
+        for answer in wanted:
+            again = ask(answer.prompt)
+            answer.check(again.choices[0].token_ids, "reused")  # type: ignore[attr-defined]
+            assert again.usage is not None
+            assert again.usage.prompt_tokens_details is not None
+            assert again.usage.prompt_tokens_details.cached_tokens == (len(answer.prompt) - 1) // 16 * 16
+        chat = cluster.client.chat.completions.create(
+            model=name, messages=[{"role": "user", "content": "Count to 3, é!"}], max_tokens=8, temperature=0
+        )
+        assert chat.usage is not None
+        assert chat.usage.prompt_tokens > 10
+        assert chat.choices[0].finish_reason in ("stop", "length")
+        cluster.settle()
