@@ -35,8 +35,8 @@ class BlockPool:
         self._free = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._by_hash: dict[bytes, int] = {}
-        self._stored: list[bytes] = []
-        self._removed: list[bytes] = []
+        self._stored: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
 
     @property
     def free_blocks(self) -> int:
@@ -62,11 +62,13 @@ class BlockPool:
                 found.append(block_id)
         return found
 
-    def acquire(self, owner: Hashable, reason: str, reused: Sequence[int], fresh: int) -> list[int] | None:
+    def acquire(
+        self, owner: Hashable, reason: str, reused: Sequence[int], fresh: int, *, keep: int = 0
+    ) -> list[int] | None:
         """Hold `reused` (from `match`, just now) and `fresh` new blocks for the owner; returns their ids in order, or
-        None, with nothing changed, when there is no room."""
+        None, with nothing changed, when fewer than `keep` blocks would stay available."""
         idle = sum(block_id in self._cached for block_id in reused)
-        if fresh > self.available - idle:
+        if fresh + keep > self.available - idle:
             return None
         for block_id in reused:
             self._cached.pop(block_id, None)
@@ -101,13 +103,13 @@ class BlockPool:
         if parent is not None:
             self._blocks[parent].children += 1
         self._by_hash[digest] = block_id
-        self._stored.append(digest)
+        _note(digest, self._stored, self._removed)
         return block_id
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """(hashes stored, hashes removed) since the last call, for the block index."""
-        changes = (self._stored, self._removed)
-        self._stored, self._removed = [], []
+        """(hashes stored, hashes removed) since the last call, for the block index; none is in both."""
+        changes = (list(self._stored), list(self._removed))
+        self._stored, self._removed = {}, {}
         return changes
 
     def findable(self) -> list[bytes]:
@@ -143,7 +145,7 @@ class BlockPool:
         block = self._blocks[block_id]
         assert block.hash is not None and block.children == 0, "evicted before its descendants"  # noqa: PT018
         del self._by_hash[block.hash]
-        self._removed.append(block.hash)
+        _note(block.hash, self._removed, self._stored)
         if block.parent is not None:
             self._blocks[block.parent].children -= 1
         block.hash = block.parent = None
@@ -155,3 +157,11 @@ class BlockPool:
             self._cached[block_id] = None
         else:
             self._free.append(block_id)
+
+
+def _note(digest: bytes, done: dict[bytes, None], undone: dict[bytes, None]) -> None:
+    """Record a change, or cancel it against its opposite."""
+    if digest in undone:
+        del undone[digest]
+    else:
+        done[digest] = None

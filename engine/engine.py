@@ -27,7 +27,7 @@ from engine.request import Request, Reservation, key_of
 from engine.runner import Runner
 from engine.sampler import Sampled
 from engine.scheduler import Limits, Scheduler, Slice
-from protocol.errors import Cancelled, ContextLengthExceeded, GrantRefused, KvferryError
+from protocol.errors import Cancelled, ContextLengthExceeded, GrantRefused, InvalidRequest, KvferryError
 from protocol.hashing import root_hash
 from protocol.messages import Job, Load, Reuse, TokenDelta, TokenLogprobs
 
@@ -53,6 +53,7 @@ class Engine:
         self.pool = pool
         self.scheduler = Scheduler(pool, config.block_size, config.limits)
         self.events: list[Event] = []
+        self.longest = min(config.max_model_len, pool.num_blocks * config.block_size)
         self._ships: dict[int, list[int]] = {}
         self._quiescing: dict[Hashable, list[int]] = {}
         self._cancelled: OrderedDict[str, int] = OrderedDict()
@@ -61,7 +62,7 @@ class Engine:
     def add(self, job: Job, *, transfer: int | None = None, first_block: int = 0, prefill_only: bool = False) -> None:
         """Queue an attempt; one that is here already stays as it is. With a transfer its blocks from `first_block` on
         are announced as they are computed, and `ship_quiet` must follow. Refusals come as a Failed event."""
-        if self.scheduler.knows(key_of(job)):
+        if self.scheduler.known(key_of(job)):
             return
         error = self._refusal(job)
         if error is not None:
@@ -69,23 +70,25 @@ class Engine:
             return
         request = self._request(job)
         request.transfer, request.first_block, request.prefill_only = transfer, first_block, prefill_only
-        self.scheduler.waiting.append(request)
+        self.scheduler.enqueue(request)
 
     def reserve(self, owner: Hashable, job: Job) -> None:
         """Queue a reservation for an attempt prefilled elsewhere; a Reserved or ReservationFailed event answers. The
         blocks stay held until `start` or `grant_quiet`."""
         error = self._refusal(job)
-        if error is None and self.scheduler.knows(key_of(job)):
+        if error is None and self.scheduler.known(key_of(job)):
             error = GrantRefused(f"attempt {job.attempt} of {job.request_id} is here already")
         if error is not None:
             self.events.append(ReservationFailed(owner, error))
             return
-        self.scheduler.waiting.append(Reservation(owner, self._request(job)))
+        self.scheduler.enqueue(Reservation(owner, self._request(job)))
 
     def start(self, owner: Hashable, first: TokenDelta) -> None:
-        """The reservation's blocks have landed: continue after the first token."""
+        """The reservation's blocks have landed: continue after the first token. If it was withdrawn meanwhile, nothing
+        else will report it quiet: its blocks are released."""
         reservation = self.scheduler.reserved.get(owner)
         if reservation is None:
+            self.grant_quiet(owner)
             return
         request = self.scheduler.start(reservation)
         request.computed_len = len(request.token_ids)
@@ -95,19 +98,17 @@ class Engine:
 
     def withdraw(self, owner: Hashable, error: KvferryError) -> None:
         """The grant failed: queued, it is dropped; with blocks, they stay held until `grant_quiet`."""
-        reservation = self.scheduler.reserved.pop(owner, None)
-        if reservation is not None:
+        reservation = self.scheduler.withdraw(owner)
+        if reservation is None:
+            return
+        granted = bool(reservation.request.block_ids)
+        if granted:
             self._quiescing[owner] = reservation.request.block_ids
             self.pool.holds.move(owner, GRANT, QUIESCE)
-            self.events.append(ReservationFailed(owner, error, granted=True))
-            return
-        for entry in list(self.scheduler.waiting):
-            if isinstance(entry, Reservation) and entry.owner == owner:
-                self.scheduler.waiting.remove(entry)
-                self.events.append(ReservationFailed(owner, error))
+        self.events.append(ReservationFailed(owner, error, granted))
 
     def grant_quiet(self, owner: Hashable) -> None:
-        """No receive of the failed grant touches its blocks any more."""
+        """No receive of the withdrawn grant touches its blocks any more."""
         self.pool.release(owner, QUIESCE, self._quiescing.pop(owner, []))
 
     def ship_quiet(self, transfer: int) -> None:
@@ -120,12 +121,12 @@ class Engine:
         if len(self._cancelled) > REMEMBERED_CANCELS:
             self._cancelled.popitem(last=False)
         error = Cancelled("the request was cancelled")
-        for request in self._matching(request_id, attempt):
-            self._finish(request)
-            self.events.append(Failed(request.key, request.job.router_id, error))
-        for reservation in [*self.scheduler.reserved.values(), *self.scheduler.waiting]:
-            if isinstance(reservation, Reservation) and _matches(reservation.job, request_id, attempt):
-                self.withdraw(reservation.owner, error)
+        for entry in self.scheduler.attempts(request_id, attempt):
+            if isinstance(entry, Reservation):
+                self.withdraw(entry.owner, error)
+            else:
+                self.scheduler.remove(entry)
+                self.events.append(Failed(entry.key, entry.job.router_id, error))
 
     def cancel_router(self, router_id: str) -> None:
         """The router is gone: drop everything it asked for."""
@@ -154,7 +155,7 @@ class Engine:
     def fail_all(self, error: KvferryError) -> None:
         """The step broke: every running request ends with the error; what is queued stays."""
         for request in list(self.scheduler.running):
-            self._finish(request)
+            self.scheduler.remove(request)
             self.events.append(Failed(request.key, request.job.router_id, error))
 
     def load(self) -> Load:
@@ -186,16 +187,22 @@ class Engine:
     def _refusal(self, job: Job) -> KvferryError | None:
         if self._cancelled.get(job.request_id, -1) >= job.attempt:
             return Cancelled("the request was cancelled before it arrived")
-        longest = min(self.config.max_model_len, self.pool.num_blocks * self.config.block_size)
-        if not 0 < len(job.token_ids) < longest:
+        if not 0 < len(job.token_ids) < self.longest:
             return ContextLengthExceeded(
-                f"the prompt has {len(job.token_ids)} tokens; this node takes 1 to {longest - 1}", param="prompt"
+                f"the prompt has {len(job.token_ids)} tokens; this node takes 1 to {self.longest - 1}", param="prompt"
             )
-        return None
+        return self._out_of_range(job)
 
-    def _matching(self, request_id: str, attempt: int) -> list[Request]:
-        entries = [*self.scheduler.running, *self.scheduler.waiting]
-        return [e for e in entries if isinstance(e, Request) and _matches(e.job, request_id, attempt)]
+    def _out_of_range(self, job: Job) -> KvferryError | None:
+        """Ids that the model does not have would break the step for everybody in it."""
+        vocab_size = self.runner.model.info.vocab_size
+        if min(job.token_ids) < 0 or max(job.token_ids) >= vocab_size:
+            return InvalidRequest(f"token ids must be at least 0 and below {vocab_size}", param="prompt")
+        try:
+            job.params.validate(vocab_size)
+        except InvalidRequest as error:
+            return error
+        return None
 
     def _announce_admissions(self) -> None:
         for request in self.scheduler.newly_admitted:
@@ -229,6 +236,8 @@ class Engine:
 
     def _register(self, request: Request) -> None:
         """Make the request's newly full blocks findable."""
+        if request.computed_len // self.config.block_size == request.registered:
+            return
         request.extend_hashes()
         holders: list[tuple[Hashable, str]] = [(request.key, REQUEST)]
         if request.transfer is not None:
@@ -252,7 +261,7 @@ class Engine:
         index = request.output_len
         request.token_ids.append(sampled.token_id)
         ended = sampled.token_id in params.ending_token_ids
-        full = request.output_len >= params.max_tokens or len(request.token_ids) >= self.config.max_model_len
+        full = request.output_len >= params.max_tokens or len(request.token_ids) >= self.longest
         delta = TokenDelta(
             request.job.request_id,
             request.job.attempt,
@@ -268,7 +277,7 @@ class Engine:
             event = self._first(request, event)
         self.events.append(event)
         if delta.finish_reason is not None or request.prefill_only:
-            self._finish(request)
+            self.scheduler.remove(request)
 
     def _first(self, request: Request, event: Generated) -> Generated:
         """The first output on this node carries the prompt's accounting, its log-probabilities and the times."""
@@ -280,11 +289,8 @@ class Engine:
         admitted = request.admitted or request.arrived
         return replace(event, delta=delta, queue_s=admitted - request.arrived, compute_s=time.monotonic() - admitted)
 
-    def _finish(self, request: Request) -> None:
-        self.scheduler.remove(request)
-
     def _report_step(self, slices: Sequence[Slice], seconds: float) -> None:
-        decodes = sum(s.count == 1 and s.request.output_len > 0 for s in slices)
+        decodes = sum(s.count == 1 and s.start >= len(s.request.job.token_ids) for s in slices)
         preempted, evicted = self.scheduler.preempted_total, self.pool.evicted_total
         self.events.append(
             Stepped(
@@ -302,7 +308,3 @@ class Engine:
         stored, removed = self.pool.drain_changes()
         if stored or removed:
             self.events.append(BlocksChanged(tuple(stored), tuple(removed)))
-
-
-def _matches(job: Job, request_id: str, attempt: int) -> bool:
-    return job.request_id == request_id and job.attempt <= attempt

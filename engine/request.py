@@ -30,6 +30,7 @@ class Request:
     transfer      the ship its blocks go to (prefill), else None; `first_block`: decode holds the blocks before it
     shipped       blocks handed to the sender so far
     prefill_only  ends with its first output token
+    expected_tokens  while queued: tokens it will compute, as far as the cache told when it was queued
     """
 
     job: Job
@@ -48,6 +49,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     arrived: float = field(default_factory=time.monotonic)
     admitted: float | None = None
+    expected_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.job.token_ids)
@@ -56,6 +58,11 @@ class Request:
     @property
     def key(self) -> Key:
         return key_of(self.job)
+
+    @property
+    def request(self) -> Request:
+        """Itself, as a reservation has the request it is for."""
+        return self
 
     @property
     def uncomputed(self) -> int:
@@ -94,3 +101,15 @@ class Reservation:
     @property
     def job(self) -> Job:
         return self.request.job
+
+    @property
+    def key(self) -> Key:
+        return self.request.key
+
+    @property
+    def expected_tokens(self) -> int:
+        """Its prompt is computed elsewhere."""
+        return 0
+
+
+Entry = Request | Reservation

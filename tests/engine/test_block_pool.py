@@ -114,7 +114,10 @@ def test_books_balance_and_changes_mirror_the_pool(steps: list[tuple[list[int], 
             oldest = next(iter(held))
             pool.release(oldest, REQUEST, held.pop(oldest))
         stored, removed = pool.drain_changes()
-        mirror = (mirror | set(stored)) - set(removed) if not set(stored) & set(removed) else set(pool.findable())
+        assert not set(stored) & set(removed)
+        assert not set(stored) & mirror
+        assert set(removed) <= mirror
+        mirror = (mirror | set(stored)) - set(removed)
         assert mirror == set(pool.findable())
         pool.check_integrity()
     for owner, blocks in held.items():

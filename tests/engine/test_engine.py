@@ -206,9 +206,18 @@ def test_a_cancelled_grant_keeps_its_blocks_until_it_is_quiet() -> None:
     failed = [e for e in engine.events if isinstance(e, ReservationFailed)]
     assert [(e.granted, e.error.code) for e in failed] == [(True, "cancelled")]
     assert engine.pool.available == 3
+    engine.grant_quiet("g")
+    assert engine.pool.available == 8
+    engine.check_integrity()
+
+
+def test_a_grant_that_landed_while_it_was_cancelled_is_quiet() -> None:
+    engine = make_engine(num_blocks=8)
+    engine.reserve("g", make_job("a", prompt(20)))
+    engine.step()
+    engine.cancel("a", 0)
     engine.start("g", TokenDelta("a", 0, 0, (1,)))
     assert not engine.has_work()
-    engine.grant_quiet("g")
     assert engine.pool.available == 8
     engine.check_integrity()
 
@@ -278,7 +287,10 @@ def test_books_balance_under_any_interleaving(ops: list[tuple[str, int]], blocks
                 granted.add(str(event.owner))
             elif isinstance(event, ReservationFailed) and event.granted and event.owner in granted:
                 granted.discard(str(event.owner))
-                engine.grant_quiet(event.owner)
+                if n % 2:
+                    engine.start(event.owner, TokenDelta("x", 0, 0, (n,)))
+                else:
+                    engine.grant_quiet(event.owner)
         engine.events.clear()
         load = engine.load()
         assert load.free_blocks + load.active_blocks + load.cached_blocks + load.granted_blocks == blocks
