@@ -21,7 +21,7 @@ SELF_CHECK_S = 10.0
 class EngineLoop:
     """Owns an engine on a thread of its own. `on_events` is called on that thread with each batch of news, in order; it
     must not block. `prepare` is the thread's first call. `load` is the engine's load after the last step; `fault` says
-    what a self-check found wrong."""
+    what a self-check found wrong, or what ended the thread."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class EngineLoop:
         self._inbox: deque[Callable[[Engine], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._turning = False
         self._dirty = False
         self._last_check = 0.0
         self.load = engine.load()
@@ -57,19 +58,37 @@ class EngineLoop:
             self._inbox.append(call)
             self._wake.notify()
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything was submitted and not looked at, or is under way. Once false, all news was handed out. From
+        any thread."""
+        with self._wake:
+            return self._turning or bool(self._inbox) or self._engine.has_work()
+
     def _run(self) -> None:
-        self._prepare()
-        stuck = False
-        while True:
-            with self._wake:
-                while not (self._stopping or self._inbox or (self._engine.has_work() and not stuck)):
-                    self._idle()
-                    self._wake.wait()
-                if self._stopping:
-                    return
-                calls = list(self._inbox)
-                self._inbox.clear()
-            stuck = not self._turn(calls)
+        try:
+            self._prepare()
+            stuck = False
+            while (calls := self._next_calls(stuck)) is not None:
+                stuck = not self._turn(calls)
+        except Exception as error:
+            self.fault = f"the engine thread ended: {error}"
+            log.critical(self.fault, exc_info=True)
+
+    def _next_calls(self, stuck: bool) -> list[Callable[[Engine], None]] | None:
+        """Wait until there is something to do; None: stop."""
+        self._turning = False
+        if not (self._inbox or (self._engine.has_work() and not stuck)):
+            self._idle()
+        with self._wake:
+            while not (self._stopping or self._inbox or (self._engine.has_work() and not stuck)):
+                self._wake.wait()
+            if self._stopping:
+                return None
+            calls = list(self._inbox)
+            self._inbox.clear()
+            self._turning = True
+            return calls
 
     def _turn(self, calls: Sequence[Callable[[Engine], None]]) -> bool:
         """One round: inbox, step, outbox. False when nothing could run."""
@@ -101,7 +120,7 @@ class EngineLoop:
             self._on_events(events)
 
     def _idle(self) -> None:
-        """Check the books when the engine falls idle, now and then."""
+        """Check the books when the engine falls idle, now and then; nobody waits for a lock meanwhile."""
         now = time.monotonic()
         if self._dirty and now - self._last_check > SELF_CHECK_S:
             self._dirty, self._last_check = False, now

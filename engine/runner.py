@@ -54,7 +54,8 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, slices: Sequence[Slice]) -> list[Sampled | None]:
-        """Compute the slices and draw the next token of each that samples (None for the others)."""
+        """Compute the slices and draw the next token of each that samples (None for the others). On return their K/V is
+        in the pool: the link may read it, which no stream orders (drawing tokens has waited for the device already)."""
         plan = build_plan(slices, self.block_size, self.model.device)
         token_ids = np.concatenate(
             [np.asarray(s.request.token_ids[s.start : s.start + s.count], dtype=np.int64) for s in slices]
@@ -71,6 +72,8 @@ class Runner:
             rows = [_sample_row(slices[i]) for i in drawing]
             for i, result in zip(drawing, sample(self.model.logits(hidden[last]), rows), strict=True):
                 drawn[i] = result
+        elif hidden.is_cuda:
+            torch.cuda.current_stream(hidden.device).synchronize()
         return drawn
 
     def _score(self, part: Slice, hidden: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -32,6 +33,13 @@ class Outbox:
 
     def tokens(self, name: str) -> list[int]:
         return [t for e in self.events if isinstance(e, Generated) and e.key[0] == name for t in e.delta.token_ids]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -108,4 +116,24 @@ def test_books_that_do_not_balance_are_a_fault(
     assert checked.wait(10)
     loop.submit(lambda engine: None)
     monkeypatch.undo()
-    assert loop.fault == "self-check failed: a block leaked"
+    wait_until(lambda: loop.fault == "self-check failed: a block leaked")
+
+
+def test_a_thread_that_ends_is_a_fault() -> None:
+    def prepare() -> None:
+        raise RuntimeError("no device")
+
+    loop = EngineLoop(make_engine(), lambda events: None, prepare)
+    loop.start()
+    wait_until(lambda: loop.fault == "the engine thread ended: no device")
+    loop.stop()
+
+
+def test_the_loop_is_busy_from_submission_to_the_last_news(running: tuple[Engine, EngineLoop, Outbox]) -> None:
+    _, loop, outbox = running
+    assert not loop.busy
+    for name in ("a", "b", "c"):
+        loop.submit(lambda engine, name=name: engine.add(make_job(name, [1, 2, 3])))  # type: ignore[misc]
+        assert loop.busy
+        wait_until(lambda: not loop.busy)
+        assert len(outbox.tokens(name)) == 8
