@@ -6,9 +6,13 @@ from collections.abc import Hashable, Iterable
 from typing import Protocol
 
 REQUEST = "request"
+"""A running request reads or writes the block."""
 GRANT = "grant"
+"""Reserved on the decode side for a ship: receives are posted into it."""
 SHIP = "ship"
+"""The prefill side sends from it."""
 QUIESCE = "quiesce"
+"""A failed ship: the link may still touch it until it reports quiet."""
 
 
 class Holds(Protocol):

@@ -2,6 +2,7 @@
 
 A hold is (owner, reason, block). A block may carry many at once: requests share a prefix, and a ship still reads what
 its request no longer needs. A block whose last hold is gone may be reused; nothing else makes it reusable.
+Reasons are the engine's words (engine/ports.py).
 Single-threaded: only the engine thread calls it. Misuse (releasing what is not held, holding twice) is a bug of ours
 and asserts, leaving the books untouched.
 """
@@ -9,15 +10,6 @@ and asserts, leaving the books untouched.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-
-REQUEST = "request"
-"""A waiting or running request reads or writes the block."""
-GRANT = "grant"
-"""Reserved on the decode side for a ship: receives are posted into it."""
-SHIP = "ship"
-"""The prefill side sends from it."""
-QUIESCE = "quiesce"
-"""A failed ship: the link may still touch it until it reports quiet."""
 
 
 class Ledger:

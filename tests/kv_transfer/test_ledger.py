@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kv_transfer.ledger import GRANT, QUIESCE, REQUEST, SHIP, Ledger
+from engine.ports import GRANT, QUIESCE, REQUEST, SHIP
+from kv_transfer.ledger import Ledger
 
 NUM_BLOCKS = 8
 OWNERS = st.sampled_from(["a", "b", ("peer", 3)])

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from ship_kit import DecodeSide, PrefillSide, delta
 
+from engine.ports import QUIESCE
 from kv_transfer.faulty import LATE_BYTE, Faults
-from kv_transfer.ledger import QUIESCE
 from kv_transfer.loopback import LoopbackNetwork
 from protocol import errors
 from protocol.messages import Commit, CommitAck, Grant, GrantRequest
