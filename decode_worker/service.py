@@ -63,10 +63,10 @@ class DecodeService:
         return FrameResponse(frames(queue), on_close=lambda: self._streams.close(router_id, queue))
 
     def busy(self) -> bool:
-        load = self._node.engine.load
-        return bool(load.running_requests or load.waiting_requests or load.granted_blocks or self._pending)
+        return bool(self._node.engine.load.open_grants or self._pending)
 
     def stop(self) -> None:
+        self._publish()
         self._streams.stop()
         self._link.stop()
 
@@ -123,6 +123,7 @@ class _Grants:
         try:
             self._node.require_ready()
         except Draining as error:
+            self._node.metrics.grants.labels("decode", "refused").inc()
             self._service._receiver.refused(key, error)
             return
         self._node.engine.submit(lambda engine: engine.reserve(key, job))

@@ -7,11 +7,12 @@ runs. A node is loading, ready, or draining.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
 
 import torch
 from fastapi import FastAPI
@@ -34,6 +35,8 @@ from protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
 
+LEAVE_S = 1.0
+"""What each last word to Redis may take: a Redis that hangs must not keep a node from ending."""
 UNSPECIFIED = ("0.0.0.0", "::", "")
 """Hosts to listen on that name no machine."""
 
@@ -199,15 +202,20 @@ class Node:
         """Take nothing new, let what runs finish unless there is a hurry, leave the registry, stop."""
         self._state = "draining"
         assert self._service is not None
-        await self._keeper.announce_now()
+        if not stop.hurry.is_set():
+            await _within(LEAVE_S, self._keeper.announce_now())
         deadline = time.monotonic() + self.settings.drain_timeout
-        while self._service.busy() and not stop.hurry.is_set() and time.monotonic() < deadline:  # noqa: ASYNC110
+        while self._busy() and not stop.hurry.is_set() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        await self._keeper.stop()
-        await self._writer.stop()
-        self._service.stop()
+        await _within(LEAVE_S, self._keeper.stop(), self._writer.stop())
         await asyncio.to_thread(self.engine.stop)
-        await self._store.close()
+        await asyncio.sleep(0)
+        self._service.stop()
+        await _within(LEAVE_S, self._store.close())
+
+    def _busy(self) -> bool:
+        assert self._service is not None
+        return self.engine.busy or self._service.busy()
 
     def _on_progress(self, share: float) -> None:
         self._progress = share
@@ -265,6 +273,13 @@ class Node:
         m.grants_open.labels(role).set(load.open_grants)
         m.index_rows.labels(role).set(self._writer.rows)
         m.index_pending.labels(role).set(self._writer.pending)
+
+
+async def _within(seconds: float, *calls: Coroutine[Any, Any, Any]) -> None:
+    """Run the calls at once and give up those that take longer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(*calls)
 
 
 def block_books(load: Load) -> dict[str, int]:

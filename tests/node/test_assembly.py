@@ -53,9 +53,9 @@ def test_sequences_fit_model_and_pool() -> None:
         longest_sequence(WorkerSettings(max_model_len=40), INFO, 2)
 
 
-def test_a_step_has_room_for_every_running_request() -> None:
-    limits = step_limits(WorkerSettings(max_num_seqs=500, max_num_batched_tokens=100), CPU)
-    assert (limits.max_num_batched_tokens, limits.max_num_seqs) == (500, 500)
+def test_a_step_has_room_for_every_running_request_and_a_block_of_a_prompt() -> None:
+    limits = step_limits(WorkerSettings(max_num_seqs=500, max_num_batched_tokens=100, block_size=8), CPU)
+    assert (limits.max_num_batched_tokens, limits.max_num_seqs) == (508, 500)
 
 
 def test_an_unknown_device_is_refused() -> None:
