@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 from typing import Protocol
 
@@ -14,6 +13,7 @@ import uvicorn
 from kv_transfer.redis_store import RedisStore
 from node.http import Server, bind
 from node.status import Status
+from node.stop import Stop
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.app import create_app
@@ -32,28 +32,6 @@ IDLE_S = 30.0
 
 class Store(NodeSource, BlockLookup, Protocol):
     """What the router needs of Redis."""
-
-
-class Stop:
-    """How the process was asked to end. `wait` returns at the first signal; `hurry` is set when running requests shall
-    not be waited for."""
-
-    def __init__(self) -> None:
-        self._asked, self.hurry = asyncio.Event(), asyncio.Event()
-
-    def listen(self) -> None:
-        """Take SIGTERM and SIGINT over from now on."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.ask, number)
-
-    def ask(self, number: int) -> None:
-        if number == signal.SIGINT or self._asked.is_set():
-            self.hurry.set()
-        self._asked.set()
-
-    async def wait(self) -> None:
-        await self._asked.wait()
 
 
 async def serve_router(settings: RouterSettings) -> None:
@@ -99,7 +77,7 @@ async def run_router(settings: RouterSettings, store: Store, sock: socket.socket
 
 async def _until_ended(server: uvicorn.Server, serving: asyncio.Task[None], stop: Stop) -> None:
     """Return when the server ended: by itself, after its last request, or `HURRY_S` after it was hurried."""
-    asked = asyncio.create_task(stop.wait())
+    asked = asyncio.create_task(stop.asked.wait())
     await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
     asked.cancel()
     server.should_exit = True

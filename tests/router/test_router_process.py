@@ -14,9 +14,10 @@ import pytest
 from fake_workers import Bench, decode, prefill, until
 
 from node.http import bind
+from node.stop import Stop
 from protocol.errors import ConfigError
 from protocol.settings import RouterSettings
-from router.main import Stop, run_router, serve_router
+from router.main import run_router, serve_router
 
 BODY = {"model": "", "prompt": list(range(100, 164)), "max_tokens": 64, "stream": True}
 
