@@ -84,6 +84,10 @@ def model(settings: ServeSettings) -> Result:
     return Result("ok", "model", f"{source.name}, {facts.architecture}, {facts.max_model_len} tokens, {source.path}")
 
 
+def memory(settings: ServeSettings) -> Result:
+    return Result("ok", "memory", preflight.pool_memory(settings))
+
+
 def port(settings: ServeSettings) -> Result:
     """The router's port is free, or a router already answers there."""
     place = f"{settings.host}:{settings.port}"
@@ -104,7 +108,7 @@ def gpu(settings: ServeSettings) -> Result:
         return Result("ok", "gpu", f"{', '.join(names)}, CUDA {torch.version.cuda}")
     if settings.device.startswith("cuda"):
         raise ConfigError("no CUDA device; use --device cpu, or install a driver and a CUDA build of torch")
-    if torch.version.cuda is None and Path("/proc/driver/nvidia/version").exists():
+    if torch.version.cuda is None and preflight.NVIDIA_DRIVER.exists():
         return Result("warn", "gpu", "there is one, but this torch is a CPU build", "install a CUDA build of torch")
     return Result("ok", "gpu", "none; workers compute on the CPU")
 
@@ -114,6 +118,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("model", model),
     ("redis", redis),
     ("port", port),
+    ("memory", memory),
     ("threads", threads),
     ("instructions", instructions),
     ("gpu", gpu),

@@ -27,7 +27,7 @@ def kvferry() -> None:
 @kvferry.command()
 @settings_options(ServeSettings, SERVE_FIXED)
 def serve(settings: ServeSettings) -> None:
-    """Run a whole cluster on this machine: Valkey, router, prefill and decode processes."""
+    """Run a whole cluster on this machine: Valkey, router, prefill and decode."""
     set_up_log(settings.log_level)
     from cli.serve import check, serve_cluster
 
@@ -37,7 +37,7 @@ def serve(settings: ServeSettings) -> None:
 @kvferry.command()
 @settings_options(RouterSettings)
 def router(settings: RouterSettings) -> None:
-    """Run one router: the OpenAI API in front of all nodes of a cluster."""
+    """Run one router: the OpenAI API in front of a cluster."""
     set_up_log(settings.log_level)
     from router.main import serve_router
 
@@ -67,9 +67,9 @@ def decode(settings: WorkerSettings) -> None:
 @kvferry.command()
 @settings_options(ServeSettings, SERVE_FIXED)
 def doctor(settings: ServeSettings) -> int:
-    """Check this machine for what a cluster needs, and say what to do about each failure.
+    """Check what a cluster needs of this machine.
 
-    Takes the flags of `serve`, so that what it checks is what `serve` would do."""
+    Says what to do about each failure. Takes the flags of `serve`, so that what it checks is what `serve` would do."""
     settings = dataclasses.replace(settings, threads=worker_threads(settings.threads))
     set_threads(settings.threads)
     set_up_log("error")

@@ -52,6 +52,7 @@ def check(settings: ServeSettings) -> ServeSettings:
     else:
         preflight.valkey_binary()
     resolve(settings.model)
+    preflight.pool_memory(settings)
     return dataclasses.replace(settings, port=port)
 
 

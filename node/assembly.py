@@ -21,12 +21,11 @@ from kv_transfer.ledger import Ledger
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.model_source import resolve
-from protocol.settings import WorkerSettings
+from protocol.settings import CPU_POOL_GIB, WorkerSettings
 
 log = logging.getLogger("kvferry.node")
 
 GIB = 1024**3
-CPU_POOL_GIB = 1.0
 GPU_POOL_SHARE = 0.8
 MEMORY_MARGIN = 0.95
 """Share of the available memory that the pool may take."""

@@ -148,8 +148,8 @@ def _directory_source(path: Path, name: str, weights: bool) -> ModelSource:
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
             return _gguf_source(files[0], name, weights)
-        remedy = f"; name one of its {len(files)} .gguf files" if files else ""
-        raise ConfigError(f"{path} holds no config.json{remedy}", param="model")
+        remedy = f"name one of its {len(files)} .gguf files" if files else "name a model's own directory"
+        raise ConfigError(f"{path} holds no config.json; {remedy}", param="model")
     read_json(path / "config.json")
     if not weights:
         return ModelSource("hf", path, name, "")

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+CPU_POOL_GIB = 1.0
+"""KV pool of a worker on a CPU when no size is given."""
+
 
 def setting(
     default: Any,

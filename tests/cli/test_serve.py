@@ -188,6 +188,8 @@ def test_mistakes_are_one_line_and_status_2_before_anything_starts(tmp_path):
             ("--port", "0", "--redis-url", "redis://127.0.0.1:1/0"): "--redis-url",
             ("--port", "0", "--host", "192.0.2.1"): "--host",
             ("--port", "0", "--dtype", "int3"): "--dtype",
+            ("--port", "0", "--device", "cpu", "--kv-cache-gib", "100000"): "--kv-cache-gib",
+            ("--port", "0", "--model", str(tmp_path)): "name a model's own directory",
         }
         for flags, remedy in cases.items():
             cluster = Cluster(tmp_path, *flags)
