@@ -95,6 +95,7 @@ class Engine:
         request.admitted = time.monotonic()
         request.token_ids.extend(first.token_ids)
         self._register(request)
+        self._report_blocks()
 
     def withdraw(self, owner: Hashable, error: KvferryError) -> None:
         """The grant failed: queued, it is dropped; with blocks, they stay held until `grant_quiet`."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from toy import VOCAB, expected, make_engine, make_job
 
 from engine.engine import Engine
-from engine.events import Computed, Failed, Generated, ReservationFailed, Reserved
+from engine.events import BlocksChanged, Computed, Failed, Generated, ReservationFailed, Reserved
 from engine.ports import GRANT
 from protocol.errors import Cancelled, TransferFailed
 from protocol.messages import TokenDelta
@@ -220,6 +220,18 @@ def test_a_grant_that_landed_while_it_was_cancelled_is_quiet() -> None:
     assert not engine.has_work()
     assert engine.pool.available == 8
     engine.check_integrity()
+
+
+def test_landed_blocks_are_announced_even_if_the_request_is_cancelled_before_a_step() -> None:
+    engine = make_engine(num_blocks=8)
+    engine.reserve("g", make_job("a", prompt(20)))
+    engine.step()
+    engine.start("g", TokenDelta("a", 0, 0, (1,)))
+    engine.cancel("a", 0)
+    assert not engine.has_work()
+    stored = [digest for e in engine.events if isinstance(e, BlocksChanged) for digest in e.stored]
+    assert stored == engine.pool.findable()
+    assert len(stored) == 5
 
 
 def test_reservations_wait_for_room_in_order_and_can_be_withdrawn() -> None:
