@@ -12,6 +12,7 @@ import httpx
 from protocol.errors import KvferryError, NodeLost, from_body
 from protocol.messages import CancelRequest, GenerateRequest, NodeLease, PrefillRequest, StepFrame
 from protocol.wire import FrameReader, pack
+from router.transport import CancelSafeTransport
 
 KEEPALIVE_S = 2.0
 """Idle connections are dropped before the nodes' server does it (5 s), so that none is used as it closes."""
@@ -32,12 +33,12 @@ class NodeClient:
     ) -> None:
         self.router_id = router_id
         self._connect_s, self._silence_s = connect_s, silence_s
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_S)
         self._http = httpx.AsyncClient(
             trust_env=False,
             timeout=httpx.Timeout(answer_s, connect=connect_s, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_S),
             headers={"content-type": "application/msgpack"},
-            transport=transport,
+            transport=transport or CancelSafeTransport(httpx.AsyncHTTPTransport(limits=limits, trust_env=False)),
         )
 
     async def aclose(self) -> None:
