@@ -59,7 +59,8 @@ async def frames(queue: asyncio.Queue[StepFrame | None]) -> AsyncIterator[StepFr
     yield StepFrame()
     while True:
         try:
-            frame = await asyncio.wait_for(queue.get(), HEARTBEAT_S)
+            async with asyncio.timeout(HEARTBEAT_S):  # wait_for may swallow a cancellation before Python 3.12
+                frame = await queue.get()
         except TimeoutError:
             frame = StepFrame()
         if frame is None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
 
 from decode_worker.streams import MAX_QUEUED_FRAMES, TokenStreams, frames
 from protocol.messages import StepFrame, TokenDelta
@@ -47,3 +50,22 @@ async def test_a_reader_that_falls_too_far_behind_is_dropped() -> None:
     for _ in range(MAX_QUEUED_FRAMES + 1):
         streams.publish("a", [DELTA], [])
     assert lost == ["a"]
+
+
+@pytest.mark.parametrize("ticks", range(6))
+async def test_a_stream_ends_when_it_is_cancelled_as_a_frame_arrives(ticks: int) -> None:
+    queue = TokenStreams(lambda router: None).open("a")
+
+    async def read(reader: AsyncIterator[StepFrame]) -> None:
+        async for _ in reader:
+            pass
+
+    task = asyncio.create_task(read(frames(queue)))
+    await asyncio.sleep(0.01)
+    queue.put_nowait(StepFrame((DELTA,)))
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=0.2)
+    task.cancel()
+    assert done
