@@ -222,7 +222,7 @@ class Sender:
         ship.state = moved(ship.state, ShipState.DONE)
         ship.deadline = self._clock() + QUIESCE_TIMEOUT_S
         now = self._clock()
-        began = ship.committed_at if ship.posted_at is None else ship.posted_at
+        began = ship.committed_at if ship.posted_at is None else min(ship.posted_at, ship.committed_at)
         stats = ShipStats(len(ship.crcs), ship.bytes, now - began, now - ship.committed_at)
         self._events.done(ship.transfer, stats)
         self._settle(ship)

@@ -59,6 +59,18 @@ def test_stats_measure_the_ship_and_the_part_after_the_commit():
     assert prefill.stats[t].exposed_s == pytest.approx(0.5)
 
 
+def test_a_ship_that_is_posted_after_the_commit_hides_nothing(sides):
+    network, prefill, decode = sides
+    t = prefill.offer(decode.target, 2)
+    network.run()
+    prefill.ship(t, 0, 2)
+    prefill.sender.commit(t, delta())
+    network.now += 2.0
+    network.run()
+    assert (prefill.stats[t].ship_s, prefill.stats[t].exposed_s) == (2.0, 2.0)
+    decode.finish(next(iter(decode.log)))
+
+
 @pytest.mark.parametrize("cached", [0, 3, 4])
 def test_blocks_that_decode_holds_are_not_sent(sides, cached):
     network, prefill, decode = sides
