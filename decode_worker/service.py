@@ -129,9 +129,13 @@ class _Grants:
         self._node.engine.submit(lambda engine: engine.reserve(key, job))
 
     def ready(self, key: TransferKey, commit: Commit) -> None:
+        metrics, block_bytes = self._node.metrics, self._node.parts.layout.block_bytes
+        metrics.ships.labels("decode", "done").inc()
+        metrics.ship_bytes.labels("decode").inc(commit.block_count * block_bytes)
         self._node.engine.submit(lambda engine: engine.start(key, commit.first))
 
     def failed(self, key: TransferKey, error: KvferryError) -> None:
+        self._node.metrics.ships.labels("decode", "failed").inc()
         self._node.engine.submit(lambda engine: engine.withdraw(key, error))
 
     def quiet(self, key: TransferKey) -> None:

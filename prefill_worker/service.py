@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request, Response
@@ -22,7 +22,7 @@ from node.assembly import PoolMemory
 from node.frames import FrameResponse
 from node.http import read_message
 from node.node import Node
-from protocol.errors import Cancelled, InvalidRequest, KvferryError
+from protocol.errors import Cancelled, Draining, InvalidRequest, KvferryError
 from protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, PrefillRequest, ShipDone
 
 
@@ -76,7 +76,7 @@ class PrefillService:
 
     def stop(self) -> None:
         for attempt in list(self._attempts.values()):
-            self._fail(attempt, Cancelled("the node is stopping"))
+            self._fail(attempt, Draining("the node is stopping"))
         self._link.stop()
 
     def on_event(self, event: Event) -> None:
@@ -93,7 +93,7 @@ class PrefillService:
     def granted(self, transfer: int, first_block: int) -> None:
         """Decode reserved its blocks: now the prompt may be computed."""
         attempt = self._ships.get(transfer)
-        if attempt is not None and key_of(attempt.job) in self._attempts:
+        if attempt is not None and self._is_open(attempt):
             job = attempt.job
             self._node.engine.submit(
                 lambda engine: engine.add(job, transfer=transfer, first_block=first_block, prefill_only=True)
@@ -105,8 +105,9 @@ class PrefillService:
         self._node.metrics.ships.labels(self._role, "done").inc()
         self._node.metrics.ship_exposed.labels(self._role).inc(stats.exposed_s)
         attempt = self._ships.get(transfer)
-        if attempt is not None and self._attempts.pop(key_of(attempt.job), None) is not None:
+        if attempt is not None and self._is_open(attempt):
             job = attempt.job
+            del self._attempts[key_of(job)]
             attempt.outbox.put_nowait(
                 ShipDone(job.request_id, job.attempt, stats.blocks, stats.bytes, stats.ship_s, stats.exposed_s)
             )
@@ -116,7 +117,7 @@ class PrefillService:
         """The ship broke, or was aborted by us (the attempt has ended already then)."""
         self._node.metrics.ships.labels(self._role, "failed").inc()
         attempt = self._ships.get(transfer)
-        if attempt is not None and key_of(attempt.job) in self._attempts:
+        if attempt is not None:
             self._fail(attempt, error)
 
     def quiet(self, transfer: int) -> None:
@@ -145,7 +146,7 @@ class PrefillService:
             return
         attempt.outbox.put_nowait(FirstToken(event.delta, event.queue_s, event.compute_s))
         if event.handover is not None:
-            self._sender.commit(event.handover, event.delta)
+            self._sender.commit(event.handover, replace(event.delta, prompt_logprobs=None))
             return
         del self._attempts[event.key]
         if attempt.transfer is not None:
@@ -153,15 +154,20 @@ class PrefillService:
         self._end(attempt, "done")
 
     def _fail(self, attempt: Attempt, error: KvferryError) -> None:
-        """End an attempt with an error: tell the router, the engine and the sender."""
-        job = attempt.job
-        if self._attempts.pop(key_of(job), None) is None:
+        """End an attempt, unless it has ended, with an error: tell the router, the engine and the sender."""
+        if not self._is_open(attempt):
             return
+        job = attempt.job
+        del self._attempts[key_of(job)]
         attempt.outbox.put_nowait(AttemptFailed(job.request_id, job.attempt, error.code, error.message))
         self._end(attempt, "cancelled" if isinstance(error, Cancelled) else "failed")
         self._node.engine.submit(lambda engine: engine.cancel(job.request_id, job.attempt))
         if attempt.transfer is not None:
             self._sender.abort(attempt.transfer, error.message)
+
+    def _is_open(self, attempt: Attempt) -> bool:
+        """Not ended. One that repeats its key is another."""
+        return self._attempts.get(key_of(attempt.job)) is attempt
 
     def _end(self, attempt: Attempt, outcome: str) -> None:
         self._node.metrics.attempts.labels(self._role, outcome).inc()

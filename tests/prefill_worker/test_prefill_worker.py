@@ -1,0 +1,305 @@
+"""The prefill role against a real decode node: every end of an attempt, from every phase, leaves both nodes clean."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+
+import httpx
+import pytest
+from toy import VOCAB, expected, make_engine, make_job
+from worker_pair import Answer, Router, pair, until, worker
+
+from protocol.messages import AttemptFailed, FirstToken, Job, ShipDone
+
+LENGTH = 40
+"""Three steps of prefill."""
+
+
+def prompt(length: int = LENGTH, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[Router]:
+    async with pair() as running:
+        yield running
+
+
+async def settle(router: Router) -> None:
+    await router.prefill.settle()
+    await router.decode.settle()
+
+
+async def complete(router: Router, job: Job) -> tuple[FirstToken, ShipDone]:
+    """Run a job through both nodes; its tokens must be the model's."""
+    answer = router.post_prefill(job, router.decode.target)
+    first, done = await answer.ended()
+    await until(lambda: router.finished(job.request_id))
+    made = [*first.delta.token_ids, *router.tokens(job.request_id)]
+    assert made == expected(list(job.token_ids), job.params.max_tokens)
+    return first, done
+
+
+async def test_a_prompt_is_computed_shipped_and_continued(router: Router) -> None:
+    first, done = await complete(router, make_job("a", prompt()))
+    assert first.delta.reuse is not None
+    assert (first.delta.reuse.computed, first.delta.reuse.cached_len) == (LENGTH, 0)
+    assert (done.blocks, done.bytes) == (10, 10 * 32)
+    assert 0 <= done.exposed_s <= done.ship_s
+    first, done = await complete(router, make_job("b", [*prompt(), 1, 2]))
+    assert first.delta.reuse is not None
+    assert (first.delta.reuse.computed, first.delta.reuse.reused_prefill) == (2, LENGTH)
+    assert done.blocks == 1
+    await settle(router)
+    received = router.decode.node.metrics.ship_bytes.labels("decode")._value.get()
+    assert received == router.prefill.node.metrics.ship_bytes.labels("prefill")._value.get() == 11 * 32
+
+
+async def test_many_at_once(router: Router) -> None:
+    await asyncio.gather(*(complete(router, make_job(f"r{i}", prompt(3 + i, i))) for i in range(12)))
+    await settle(router)
+
+
+async def test_prefill_only(router: Router) -> None:
+    (first,) = await router.post_prefill(make_job("a", prompt(), max_tokens=1, prompt_logprobs=1)).ended()
+    assert list(first.delta.token_ids) == expected(prompt(), 1)
+    assert first.delta.finish_reason == "length"
+    assert len(first.delta.prompt_logprobs) == LENGTH
+    await settle(router)
+
+
+async def test_a_request_that_ends_with_its_first_token_gives_its_grant_back(router: Router) -> None:
+    (stop,) = expected(prompt(), 1)
+    (first,) = await router.post_prefill(make_job("a", prompt(), stop_token_ids=(stop,)), router.decode.target).ended()
+    assert (first.delta.finish_reason, first.delta.stop_token) == ("stop", stop)
+    await settle(router)
+    assert router.tokens("a") == []
+
+
+async def test_prompt_logprobs_go_to_the_router_and_not_over_the_link(router: Router) -> None:
+    committed = []
+    commit = router.prefill.service._sender.commit
+    router.prefill.service._sender.commit = lambda transfer, first: (committed.append(first), commit(transfer, first))
+    first, _ = await complete(router, make_job("a", prompt(), prompt_logprobs=3, logprobs=1))
+    assert len(first.delta.prompt_logprobs) == LENGTH
+    assert committed[0].prompt_logprobs is None
+    await settle(router)
+
+
+async def offered(router: Router, stack: contextlib.ExitStack, job: Job) -> Answer:
+    """The decode node has not answered the offer."""
+    stack.enter_context(router.decode.frozen_engine())
+    answer = router.post_prefill(job, router.decode.target)
+    await until(lambda: router.decode.service._receiver._reservations)
+    return answer
+
+
+async def waiting_for_room(router: Router, stack: contextlib.ExitStack, job: Job) -> Answer:
+    """The reservation is queued behind a full pool."""
+    router.decode.engine.pool.acquire("hog", "test", [], 60)
+    stack.callback(
+        router.decode.node.engine.submit, lambda e: e.pool.release("hog", "test", e.pool.holds.blocks("hog", "test"))
+    )
+    answer = router.post_prefill(job, router.decode.target)
+    await until(lambda: router.decode.node.engine.load.waiting_requests)
+    return answer
+
+
+async def granted(router: Router, stack: contextlib.ExitStack, job: Job) -> Answer:
+    """The prefill engine has not looked at the granted request."""
+    stack.enter_context(router.prefill.frozen_engine())
+    answer = router.post_prefill(job, router.decode.target)
+    await until(lambda: router.decode.node.engine.load.open_grants)
+    return answer
+
+
+async def computing(router: Router, stack: contextlib.ExitStack, job: Job) -> Answer:
+    """Two of three chunks are computed and shipped."""
+    router.prefill.pause_at(2)
+    stack.callback(router.prefill.resume)
+    answer = router.post_prefill(job, router.decode.target)
+    await until(lambda: router.prefill.paused)
+    return answer
+
+
+async def committing(router: Router, stack: contextlib.ExitStack, job: Job) -> Answer:
+    """All is computed, the first token is out, decode does not read its link."""
+    answer = await computing(router, stack, job)
+    stack.enter_context(router.decode.frozen_link())
+    router.prefill.resume()
+    await until(lambda: answer.messages)
+    return answer
+
+
+async def landed(router: Router, stack: contextlib.ExitStack, job: Job) -> Answer:
+    """Decode acknowledged the commit; its engine has not looked at it."""
+    answer = await computing(router, stack, job)
+    stack.enter_context(router.decode.frozen_engine())
+    router.prefill.resume()
+    await answer.ended()
+    return answer
+
+
+async def generating(router: Router, stack: contextlib.ExitStack, job: Job) -> Answer:
+    """Decode is two tokens further."""
+    router.decode.pause_at(2)
+    stack.callback(router.decode.resume)
+    answer = router.post_prefill(job, router.decode.target)
+    await until(lambda: router.decode.paused)
+    await answer.ended()
+    return answer
+
+
+PHASES = [offered, waiting_for_room, granted, computing, committing, landed, generating]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_cancel(router: Router, phase: Callable[..., AsyncIterator[Answer]]) -> None:
+    job = make_job("a", prompt(), max_tokens=50)
+    with contextlib.ExitStack() as stack:
+        answer = await phase(router, stack, job)  # type: ignore[misc]
+        await router.cancel(job)
+        messages = await answer.ended()
+    kinds = [type(m) for m in messages]
+    if phase in (landed, generating):
+        assert kinds == [FirstToken, ShipDone]
+    else:
+        assert kinds[-1] is AttemptFailed
+        assert messages[-1].code == "cancelled"
+    await settle(router)
+    assert len(router.tokens("a")) <= 3
+    await complete(router, make_job("next", prompt(seed=1)))
+    await settle(router)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_the_router_goes_away(router: Router, phase: Callable[..., AsyncIterator[Answer]]) -> None:
+    job = make_job("a", prompt(), max_tokens=50)
+    with contextlib.ExitStack() as stack:
+        answer = await phase(router, stack, job)  # type: ignore[misc]
+        await answer.hang_up()
+        await router.hang_up()
+        await asyncio.sleep(0.02)
+    await settle(router)
+    await router.connect()
+    await complete(router, make_job("next", prompt(seed=1)))
+    await settle(router)
+
+
+@pytest.mark.parametrize("phase", [offered, waiting_for_room, granted, computing, landed, generating])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_the_peer_is_lost(router: Router, phase: Callable[..., AsyncIterator[Answer]], side: str) -> None:
+    job = make_job("a", prompt())
+    with contextlib.ExitStack() as stack:
+        answer = await phase(router, stack, job)  # type: ignore[misc]
+        await getattr(router, side).lose_link()
+        await asyncio.sleep(0.02)
+    messages = await answer.ended()
+    if phase in (landed, generating):
+        await until(lambda: router.finished("a"))
+        assert router.tokens("a") == expected(prompt(), 8)[1:]
+    else:
+        assert isinstance(messages[-1], AttemptFailed)
+        assert messages[-1].code in ("node_lost", "transfer_failed")
+    await settle(router)
+
+
+async def test_decode_refuses_what_it_cannot_take(router: Router) -> None:
+    target = router.decode.target
+    cases = {
+        "node_lost": dataclasses.replace(target, epoch=target.epoch - 1),
+        "incompatible": dataclasses.replace(target, fingerprint="other"),
+    }
+    for code, wrong in cases.items():
+        (failed,) = await router.post_prefill(make_job(code, prompt()), wrong).ended()
+        assert (type(failed), failed.code) == (AttemptFailed, code)
+    router.decode.node._state = "draining"
+    (failed,) = await router.post_prefill(make_job("draining", prompt()), target).ended()
+    assert failed.code == "draining"
+    await settle(router)
+
+
+async def test_decode_with_a_smaller_pool_refuses_long_prompts() -> None:
+    async with pair(decode_blocks=8) as router:
+        (failed,) = await router.post_prefill(make_job("a", prompt()), router.decode.target).ended()
+        assert failed.code == "context_length_exceeded"
+        await complete(router, make_job("b", prompt(20)))
+        await settle(router)
+
+
+async def test_an_address_where_nobody_listens(router: Router) -> None:
+    target = dataclasses.replace(router.decode.target, link_address="127.0.0.1:1")
+    (failed,) = await router.post_prefill(make_job("a", prompt()), target).ended()
+    assert failed.code == "node_lost"
+    await settle(router)
+
+
+async def test_the_same_attempt_twice_at_once(router: Router) -> None:
+    job = make_job("a", prompt())
+    with contextlib.ExitStack() as stack:
+        answer = await computing(router, stack, job)
+        again = router.post_prefill(job, router.decode.target)
+        await again.ended()
+    assert (again.status, again.error["param"]) == (400, "attempt")
+    assert [type(m) for m in await answer.ended()] == [FirstToken, ShipDone]
+    await until(lambda: router.finished("a"))
+    assert router.tokens("a") == expected(prompt(), 8)[1:]
+    await settle(router)
+
+
+async def test_a_late_end_of_a_ship_does_not_touch_the_attempt_that_repeats_it(router: Router) -> None:
+    job = make_job("a", prompt())
+    with contextlib.ExitStack() as stack:
+        answer = await computing(router, stack, job)
+        stack.enter_context(router.prefill.frozen_link())
+        await router.cancel(job)
+        await answer.ended()
+        again = router.post_prefill(job, router.decode.target)
+        await until(lambda: router.prefill.service._attempts)
+    failed = (await again.ended())[-1]
+    assert (type(failed), failed.code) == (AttemptFailed, "cancelled")
+    await settle(router)
+
+
+async def test_a_drain_lets_attempts_finish_and_takes_no_new_ones(router: Router) -> None:
+    router.prefill.pause_at(1)
+    job = make_job("a", prompt())
+    answer = router.post_prefill(job, router.decode.target)
+    await until(lambda: router.prefill.paused)
+    router.prefill.stop.ask(signal.SIGTERM)
+    await until(lambda: router.prefill.node._state == "draining")
+    refused = router.post_prefill(make_job("b", prompt()), router.decode.target)
+    await refused.ended()
+    assert (refused.status, refused.error["code"]) == (503, "draining")
+    router.prefill.resume()
+    assert [type(m) for m in await answer.ended()] == [FirstToken, ShipDone]
+    await asyncio.wait_for(asyncio.shield(router.prefill.run), 5)
+    await until(lambda: router.finished("a"))
+    await router.decode.settle()
+
+
+async def test_a_hurried_end_fails_what_runs_within_seconds(router: Router) -> None:
+    with contextlib.ExitStack() as stack:
+        answer = await computing(router, stack, make_job("a", prompt()))
+        began = time.monotonic()
+        router.prefill.stop.ask(signal.SIGINT)
+        await asyncio.sleep(0.05)
+    messages = await answer.ended()
+    await asyncio.wait_for(asyncio.shield(router.prefill.run), 5)
+    assert time.monotonic() - began < 5
+    assert (type(messages[-1]), messages[-1].code) == (AttemptFailed, "draining")
+    await router.decode.settle()
+
+
+async def test_a_message_of_the_wrong_kind_is_refused() -> None:
+    async with worker("prefill", make_engine()) as prefill, httpx.AsyncClient(trust_env=False) as client:
+        for path in ("prefill", "cancel"):
+            response = await client.post(f"{prefill.node.http_url}/attempts/{path}", content=b"\x01")
+            assert response.status_code == 400
+        await prefill.settle()

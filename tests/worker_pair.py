@@ -1,0 +1,274 @@
+"""A prefill and a decode node in the test's own process: real HTTP, real UCX between them, the toy model in each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+import torch
+from toy import FINGERPRINT, ToyModel, make_engine
+
+import node.node as node_module
+from decode_worker.service import DecodeService
+from engine.engine import Engine
+from kv_transfer.memory_store import MemoryStore
+from node.assembly import Assembled
+from node.node import Node
+from node.stop import Stop
+from prefill_worker.service import PrefillService
+from protocol.messages import (
+    AttemptFailed,
+    CancelRequest,
+    DecodeTarget,
+    GenerateRequest,
+    Job,
+    PrefillRequest,
+    StepFrame,
+    TokenDelta,
+)
+from protocol.settings import WorkerSettings
+from protocol.wire import FrameReader, pack
+
+PATIENCE_S = 15.0
+SERVICES: dict[str, Any] = {"prefill": PrefillService, "decode": DecodeService}
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+class Worker:
+    """One running node. `pause_at` stops the engine before that step, counted from when it was set, until `resume`."""
+
+    def __init__(self, node: Node, engine: Engine, run: asyncio.Task[None], stop: Stop) -> None:
+        self.node, self.engine, self.run, self.stop = node, engine, run, stop
+        self.paused = self.link_lost = False
+        self._go = threading.Event()
+        self._steps_left: int | None = None
+        self._step = engine.runner.run
+        engine.runner.run = self._run_step  # type: ignore[method-assign]
+
+    @property
+    def service(self) -> Any:
+        return self.node._service
+
+    @property
+    def target(self) -> DecodeTarget:
+        return self.node.lease().target
+
+    def pause_at(self, step: int) -> None:
+        self._go.clear()
+        self._steps_left = step
+
+    def resume(self) -> None:
+        self._steps_left = None
+        self._go.set()
+
+    def _run_step(self, slices: Any) -> Any:
+        if self._steps_left is not None:
+            self._steps_left -= 1
+            if self._steps_left < 0:
+                self.paused = True
+                self._go.wait(PATIENCE_S)
+                self.paused = False
+        return self._step(slices)
+
+    @contextlib.contextmanager
+    def frozen_engine(self) -> Iterator[None]:
+        """The engine thread takes no command and runs no step."""
+        with _frozen(lambda call: self.node.engine.submit(lambda engine: call())):
+            yield
+
+    @contextlib.contextmanager
+    def frozen_link(self) -> Iterator[None]:
+        """The link thread neither sends nor receives."""
+        with _frozen(self.service._link.submit):
+            yield
+
+    async def lose_link(self) -> None:
+        """Every connection breaks, as when the process dies, and none comes again."""
+        self.link_lost = True
+        await asyncio.to_thread(self.service._link.stop)
+
+    async def settle(self) -> None:
+        """Nothing is under way and every block is back. Fails if that does not come about."""
+        self.resume()
+        await until(lambda: not self._remains())
+        done = asyncio.get_running_loop().create_future()
+
+        def check(engine: Engine) -> None:
+            try:
+                engine.check_integrity()
+                result: BaseException | None = None
+            except AssertionError as error:
+                result = error
+            self.node.call_soon(lambda: done.set_exception(result) if result else done.set_result(None))
+
+        self.node.engine.submit(check)
+        await asyncio.wait_for(done, PATIENCE_S)
+        assert self.engine.pool.available == self.engine.pool.num_blocks
+        load = self.node.engine.load
+        assert load.free_blocks + load.cached_blocks == load.total_blocks
+
+    def _remains(self) -> object:
+        engine, service = self.engine, self.service
+        tables = [engine._ships, engine._quiescing, engine.scheduler._attempts]
+        if isinstance(service, PrefillService):
+            tables += [service._attempts, service._ships, {} if self.link_lost else service._sender._ships]
+        else:
+            tables += [service._pending, {} if self.link_lost else service._receiver._reservations]
+        return self.node.engine.busy or service.busy() or any(tables)
+
+
+@contextlib.contextmanager
+def _frozen(submit: Callable[[Callable[[], Any]], None]) -> Iterator[None]:
+    stopped, go = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        stopped.set()
+        go.wait(PATIENCE_S)
+
+    submit(wait)
+    assert stopped.wait(PATIENCE_S)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+@dataclass
+class Answer:
+    """What a router reads of one `POST /attempts/prefill`."""
+
+    task: asyncio.Task[None]
+    messages: list[Any] = field(default_factory=list)
+    status: int = 0
+    error: dict[str, Any] = field(default_factory=dict)
+
+    async def ended(self) -> list[Any]:
+        await asyncio.wait_for(asyncio.shield(self.task), PATIENCE_S)
+        return self.messages
+
+    async def hang_up(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+class Router:
+    """A router's side of both nodes; `deltas` and `failed` come from its standing stream of the decode node."""
+
+    def __init__(self, prefill: Worker, decode: Worker, name: str) -> None:
+        self.prefill, self.decode, self.name = prefill, decode, name
+        self.deltas: list[TokenDelta] = []
+        self.failed: list[AttemptFailed] = []
+        self.frames = 0
+        self._http = httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S)
+        self._stream: asyncio.Task[None] | None = None
+
+    async def connect(self) -> None:
+        self._stream = asyncio.create_task(self._read_stream())
+        await until(lambda: self.frames)
+
+    async def hang_up(self) -> None:
+        """Close the standing stream."""
+        if self._stream is not None:
+            self._stream.cancel()
+            await asyncio.gather(self._stream, return_exceptions=True)
+
+    async def close(self) -> None:
+        await self.hang_up()
+        await self._http.aclose()
+
+    def post_prefill(self, job: Job, target: DecodeTarget | None = None) -> Answer:
+        answer = Answer(None)  # type: ignore[arg-type]
+        answer.task = asyncio.create_task(self._read_answer(answer, PrefillRequest(job, target)))
+        return answer
+
+    async def generate(self, job: Job) -> httpx.Response:
+        return await self._post(self.decode, "generate", GenerateRequest(job))
+
+    async def cancel(self, job: Job, *workers: Worker) -> None:
+        for worker in workers or (self.prefill, self.decode):
+            response = await self._post(worker, "cancel", CancelRequest(job.request_id, job.attempt))
+            assert response.status_code == 202
+
+    def tokens(self, request_id: str) -> list[int]:
+        """Output tokens from the decode node, which must come in order."""
+        deltas = [d for d in self.deltas if d.request_id == request_id]
+        assert [d.index for d in deltas] == list(range(deltas[0].index, deltas[0].index + len(deltas))) if deltas else 1
+        return [token for delta in deltas for token in delta.token_ids]
+
+    def finished(self, request_id: str) -> bool:
+        return any(d.request_id == request_id and d.finish_reason for d in self.deltas)
+
+    async def _post(self, worker: Worker, path: str, message: Any) -> httpx.Response:
+        return await self._http.post(f"{worker.node.http_url}/attempts/{path}", content=pack(message))
+
+    async def _read_answer(self, answer: Answer, request: PrefillRequest) -> None:
+        url = f"{self.prefill.node.http_url}/attempts/prefill"
+        async with self._http.stream("POST", url, content=pack(request)) as response:
+            answer.status = response.status_code
+            if response.status_code != 200:
+                await response.aread()
+                answer.error = response.json()["error"]
+                return
+            reader = FrameReader()
+            async for data in response.aiter_raw():
+                answer.messages += reader.feed(data)
+
+    async def _read_stream(self) -> None:
+        url = f"{self.decode.node.http_url}/streams/{self.name}"
+        async with self._http.stream("GET", url) as response:
+            reader = FrameReader()
+            async for data in response.aiter_raw():
+                for frame in reader.feed(data):
+                    assert isinstance(frame, StepFrame)
+                    self.frames += 1
+                    self.deltas += frame.deltas
+                    self.failed += frame.failed
+
+
+@contextlib.asynccontextmanager
+async def worker(role: str, engine: Engine, **settings: Any) -> AsyncIterator[Worker]:
+    """A node of its own registry, ready; ended with SIGINT."""
+    layout = ToyModel.info.layout(ToyModel.dtype, engine.config.block_size)
+    kv: torch.Tensor = engine.runner.kv
+    parts = Assembled(engine, kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
+    stop = Stop()
+    with (
+        patch.object(node_module, "assemble", lambda settings, progress: parts),
+        patch.object(node_module, "RedisStore", lambda url, cluster: MemoryStore()),
+    ):
+        node = Node(WorkerSettings(role=role, **settings), SERVICES[role])
+        run = asyncio.create_task(node.run(stop))
+        await until(lambda: node._state == "ready" or run.done())
+    try:
+        yield (running := Worker(node, engine, run, stop))
+    finally:
+        running.resume()
+        stop.ask(signal.SIGINT)
+        await asyncio.wait_for(run, PATIENCE_S)
+
+
+@contextlib.asynccontextmanager
+async def pair(*, prefill_blocks: int = 64, decode_blocks: int = 64) -> AsyncIterator[Router]:
+    """A router's view of two fresh nodes. Both must be settled by the test itself."""
+    async with (
+        worker("prefill", make_engine(prefill_blocks)) as prefill,
+        worker("decode", make_engine(decode_blocks)) as decode,
+    ):
+        router = Router(prefill, decode, "router")
+        await router.connect()
+        try:
+            yield router
+        finally:
+            await router.close()
