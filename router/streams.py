@@ -86,7 +86,8 @@ class _Stream:
                 await self._client.stream(self._node, self._opened, self._frame)
             except KvferryError as error:
                 if self.open:
-                    log.warning("token stream of %s broke: %s", self._node.node_id, error)
+                    level = logging.WARNING if self.sinks else logging.INFO
+                    log.log(level, "token stream ended with %d requests on it: %s", len(self.sinks), error)
                     pause = self._backoff[0]
                 self._break(error)
             except Exception:

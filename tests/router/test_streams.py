@@ -113,6 +113,22 @@ async def test_a_broken_stream_fails_its_listeners_and_is_opened_again(end: Any)
     await streams.close()
 
 
+async def test_only_a_stream_that_requests_need_ends_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "router.streams")
+    first, second = Body(), Body()
+    streams = streams_to(Node(first, second))
+    streams.keep([D1])
+    await until(lambda: streams.is_open(KEY))
+    first.parts.put_nowait(None)
+    await until(lambda: bool(caplog.records) and streams.is_open(KEY))
+    streams.attach(KEY, "r1", Listener())
+    second.parts.put_nowait(None)
+    await until(lambda: len(caplog.records) == 2)
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert "1 requests on it: d1 closed the token stream" in caplog.messages[1]
+    await streams.close()
+
+
 async def test_nothing_is_attached_to_a_closed_stream() -> None:
     node = Node()
     streams = streams_to(node)
