@@ -19,7 +19,7 @@ from node.assembly import PoolMemory
 from node.frames import FrameResponse
 from node.http import read_message
 from node.node import Node
-from protocol.errors import Draining, KvferryError
+from protocol.errors import Cancelled, Draining, KvferryError
 from protocol.messages import AttemptFailed, CancelRequest, Commit, GenerateRequest, Job, TokenDelta
 
 
@@ -135,7 +135,8 @@ class _Grants:
         self._node.engine.submit(lambda engine: engine.start(key, commit.first))
 
     def failed(self, key: TransferKey, error: KvferryError) -> None:
-        self._node.metrics.ships.labels("decode", "failed").inc()
+        outcome = "aborted" if isinstance(error, Cancelled) else "failed"
+        self._node.metrics.ships.labels("decode", outcome).inc()
         self._node.engine.submit(lambda engine: engine.withdraw(key, error))
 
     def quiet(self, key: TransferKey) -> None:

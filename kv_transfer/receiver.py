@@ -20,7 +20,7 @@ from kv_transfer.ports import BlockMemory, GrantEvents, TransferKey
 from kv_transfer.reservation import Connection, Reservation
 from kv_transfer.states import GrantState, moved
 from kv_transfer.tags import MAX_BLOCKS, MAX_NONCE, block_tag
-from protocol.errors import DeadlineExceeded, Incompatible, KvferryError, NodeLost, TransferFailed
+from protocol.errors import Cancelled, DeadlineExceeded, Incompatible, KvferryError, NodeLost, TransferFailed
 from protocol.messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
 from protocol.wire import WireError, pack, unpack
 
@@ -138,7 +138,7 @@ class Receiver:
             self._committed(held, message)
         elif isinstance(message, Abort):
             unposted = held.state is GrantState.NEW
-            self._fail(held, TransferFailed(f"the prefill node gave up: {message.reason}"), tell=unposted)
+            self._fail(held, Cancelled(f"the prefill node gave up: {message.reason}"), tell=unposted)
 
     def _requested(self, peer: Peer, request: GrantRequest) -> None:
         if peer not in self._connections:

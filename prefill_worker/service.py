@@ -115,8 +115,9 @@ class PrefillService:
 
     def failed(self, transfer: int, error: KvferryError) -> None:
         """The ship broke, or was aborted by us (the attempt has ended already then)."""
-        self._node.metrics.ships.labels(self._role, "failed").inc()
         attempt = self._ships.get(transfer)
+        broke = attempt is not None and self._is_open(attempt) and not isinstance(error, Cancelled)
+        self._node.metrics.ships.labels(self._role, "failed" if broke else "aborted").inc()
         if attempt is not None:
             self._fail(attempt, error)
 

@@ -24,7 +24,7 @@ NODE_STATES = ("ready", "draining", "incompatible")
 PHASES = ("prefill", "decode")
 BLOCK_STATES = ("free", "active", "cached", "granted")
 ATTEMPT_OUTCOMES = ("done", "cancelled", "failed")
-SHIP_OUTCOMES = ("done", "failed")
+SHIP_OUTCOMES = ("done", "aborted", "failed")
 GRANT_OUTCOMES = ("granted", "refused", "aborted")
 RENEWAL_OUTCOMES = ("renewed", "created", "fenced", "failed")
 
@@ -135,7 +135,11 @@ class WorkerMetrics:
         )
         self.prefix_hits = counter("kvferry_prefix_cache_hits_tokens", "Prompt tokens found in the prefix cache.")
         self.evictions = counter("kvferry_kv_blocks_evicted", "Cached blocks evicted.")
-        self.ships = counter("kvferry_ships", "Ships ended, by outcome (done, failed).", outcome=SHIP_OUTCOMES)
+        self.ships = counter(
+            "kvferry_ships",
+            "Ships ended, by outcome: done, aborted (the request ended or was cancelled), failed.",
+            outcome=SHIP_OUTCOMES,
+        )
         self.ship_bytes = counter("kvferry_ship_bytes", "KV bytes shipped or received.")
         self.ship_seconds = counter(
             "kvferry_ship_seconds", "Seconds between a ship's first block and its acknowledgement."

@@ -36,6 +36,12 @@ async def settle(router: Router) -> None:
     await router.decode.settle()
 
 
+def ships(router: Router, outcome: str) -> tuple[float, float]:
+    """Ships that ended so, as prefill and decode count them."""
+    prefill, decode = (worker.node.metrics.ships for worker in (router.prefill, router.decode))
+    return prefill.labels("prefill", outcome)._value.get(), decode.labels("decode", outcome)._value.get()
+
+
 async def complete(router: Router, job: Job) -> tuple[FirstToken, ShipDone]:
     """Run a job through both nodes; its tokens must be the model's."""
     answer = router.post_prefill(job, router.decode.target)
@@ -80,6 +86,8 @@ async def test_a_request_that_ends_with_its_first_token_gives_its_grant_back(rou
     assert (first.delta.finish_reason, first.delta.stop_token) == ("stop", stop)
     await settle(router)
     assert router.tokens("a") == []
+    assert ships(router, "aborted") == (1, 1)
+    assert ships(router, "failed") == (0, 0)
 
 
 async def test_prompt_logprobs_go_to_the_router_and_not_over_the_link(router: Router) -> None:
@@ -173,6 +181,7 @@ async def test_cancel(router: Router, phase: Callable[..., AsyncIterator[Answer]
         assert kinds[-1] is AttemptFailed
         assert messages[-1].code == "cancelled"
     await settle(router)
+    assert ships(router, "failed") == (0, 0)
     assert len(router.tokens("a")) <= 3
     await complete(router, make_job("next", prompt(seed=1)))
     await settle(router)
@@ -208,6 +217,8 @@ async def test_the_peer_is_lost(router: Router, phase: Callable[..., AsyncIterat
         assert isinstance(messages[-1], AttemptFailed)
         assert messages[-1].code in ("node_lost", "transfer_failed")
     await settle(router)
+    if phase is computing:
+        assert ships(router, "failed") == (1, 1)
 
 
 async def test_decode_refuses_what_it_cannot_take(router: Router) -> None:
