@@ -85,6 +85,15 @@ def test_help_shows_flags_variables_and_defaults_but_nothing_hidden(capsys):
     assert "--node-id" not in capsys.readouterr().out
 
 
+def test_the_console_script_leaves_at_once_with_its_output_and_status():
+    code = (
+        "import atexit, cli.main as m; atexit.register(print, 'taken apart'); "
+        "m.run = lambda: print('last words') or 3; m.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "last words\n", "")
+
+
 def test_no_arguments_show_help(capsys):
     assert command.run([]) == 2
     assert "Commands:" in capsys.readouterr().err
