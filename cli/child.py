@@ -29,7 +29,7 @@ class Command:
     alone configures a child.
 
     reports       the command writes its status as node/status.py does
-    ends_last     the others need it until they have ended
+    ends_last     the others need it until they have ended; it gets no SIGINT, which a terminal sends to all at once
     """
 
     name: str
@@ -110,7 +110,7 @@ class Child:
                 stdout=PIPE,
                 stderr=STDOUT,
                 pass_fds=(write,),
-                preexec_fn=partial(_die_with, os.getpid()),
+                preexec_fn=partial(_enter, os.getpid(), self.command.ends_last),
             )
         except BaseException:
             reports.close()
@@ -183,8 +183,10 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
         yield line.decode(errors="replace").rstrip()
 
 
-def _die_with(parent: int) -> None:
+def _enter(parent: int, ends_last: bool) -> None:
     """Between fork and exec: have Linux kill this process when the supervisor ends, be it by SIGKILL."""
+    if ends_last:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     if hasattr(_LIBC, "prctl"):
         _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:

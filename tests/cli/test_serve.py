@@ -128,10 +128,14 @@ def test_one_ready_line_then_a_clean_end(start, tmp_path):
     assert not [process for process in cluster.family if alive(process)]
 
 
-def test_ctrl_c_reaches_the_whole_group_and_nothing_is_restarted(start):
+def test_ctrl_c_reaches_the_whole_group_and_nothing_is_restarted(start, tmp_path):
+    (tmp_path / "decode-0.mode").write_text("stubborn")
     cluster = start()
     cluster.until_ready()
+    (valkey,) = [process for process in cluster.family if "valkey-server" in process.name()]
     os.killpg(os.getpgid(cluster.process.pid), signal.SIGINT)
+    time.sleep(1)
+    assert alive(valkey)
     assert cluster.process.wait(5) == 0
     assert not [process for process in cluster.family if alive(process)]
     assert len(cluster.pids("prefill-0")) == 1

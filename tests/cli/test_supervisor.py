@@ -136,6 +136,20 @@ async def test_stop_ends_the_stubborn_and_those_that_others_need_last(supervisor
     assert [child.pid for child in children] == [None, None, None]
 
 
+async def test_ctrl_c_does_not_reach_those_that_others_need(supervisor):
+    child = supervisor.start(
+        python("print('up', flush=True); import time; time.sleep(60)", reports=False, ends_last=True)
+    )
+    while not supervisor.lines:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    pid = child.pid
+    os.kill(pid, signal.SIGINT)
+    await asyncio.sleep(0.3)
+    assert child.pid == pid
+    await supervisor.stop(grace_s=5)
+    assert child.pid is None
+
+
 async def test_stop_in_the_middle_of_a_start_and_of_a_backoff(supervisor):
     waiting = supervisor.start(python(serving(0), "waiting"))
     await asyncio.wait_for(waiting.ready.wait(), 10)
