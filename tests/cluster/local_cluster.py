@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import httpx
@@ -44,8 +44,9 @@ class LocalCluster:
         """Live processes of `kvferry <role>` (or valkey-server)."""
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            if role in child.cmdline() or child.name() == role:
-                found.append(child)
+            with suppress(psutil.NoSuchProcess):
+                if role in child.cmdline() or child.name() == role:
+                    found.append(child)
         return found
 
     def leases(self) -> list[NodeLease]:
