@@ -120,7 +120,9 @@ class WorkerMetrics:
         self.waiting_tokens = gauge("kvferry_waiting_tokens", "Prompt tokens queued and not yet computed.")
         self.requests_running = gauge("kvferry_requests_running", "Requests scheduled in the last step.")
         self.attempts = counter(
-            "kvferry_attempts", "Attempts ended, by outcome (done, cancelled, failed).", outcome=ATTEMPT_OUTCOMES
+            "kvferry_attempts",
+            "Attempts ended, by outcome: done, cancelled (by the client, or at a stop string), failed.",
+            outcome=ATTEMPT_OUTCOMES,
         )
         self.queue = histogram("kvferry_queue_seconds", "Seconds from arrival at the node to the first scheduled step.")
         self.step = histogram("kvferry_step_seconds", "Seconds per engine step.", STEP_BUCKETS)
