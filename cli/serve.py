@@ -126,7 +126,8 @@ async def _live(supervisor: Supervisor, settings: ServeSettings, program: Progra
 
 def ready_line(url: str, model: str, api_key: str) -> str:
     """The one line that says where the cluster is and how to talk to it."""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
+    question = [{"role": "user", "content": "Why is the sky blue?"}]
+    body = json.dumps({"model": model, "temperature": 0.2, "messages": question})
     key = ["-H", "Authorization: Bearer YOUR_API_KEY"] if api_key else []
     curl = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json", *key, "-d", body]
     return f"kvferry is ready at {url}/v1 - try: {shlex.join(curl)}"
