@@ -122,6 +122,7 @@ class Node:
             asked.cancel()
             server.should_exit = True
             await serving
+            log.info("%s has ended", self.node_id)
 
     def make_link(self) -> UcxLink:
         """The link of this node, not yet started."""
@@ -202,6 +203,7 @@ class Node:
         """Take nothing new, let what runs finish unless there is a hurry, leave the registry, stop."""
         self._state = "draining"
         assert self._service is not None
+        log.info("%s drains%s", self.node_id, ", in a hurry" if stop.hurry.is_set() else "")
         if not stop.hurry.is_set():
             await _within(LEAVE_S, self._keeper.announce_now())
         deadline = time.monotonic() + self.settings.drain_timeout
