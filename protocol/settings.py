@@ -53,6 +53,11 @@ class RouterSettings(CommonSettings):
     served_model_name: str = setting("", "name clients use for the model; default: derived from --model")
     api_key: str = setting("", "bearer token clients must present; empty: none")
     chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own")
+    generation_config: str = setting(
+        "auto",
+        "sampling defaults; auto: those of the model's generation_config.json, none: the API's own",
+        choices=("auto", "none"),
+    )
     request_timeout: float = setting(600.0, "seconds a request may take from arrival to its last token", least=0)
     max_inflight: int = setting(1024, "requests in progress beyond which new ones get 429", least=1)
     local_prefill_tokens: int = setting(

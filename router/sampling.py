@@ -16,11 +16,12 @@ _SEEDS = 2**64
 def sampling_params(
     body: GenerationBody, text: TextModel, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """Validated parameters of the first choice. Without a seed in the body one is drawn here, so that a retried
-    attempt continues the same text. Raises InvalidRequest naming the field."""
+    """Validated parameters of the first choice; the model's own defaults stand in for what the body leaves out. Without
+    a seed in the body one is drawn here, so that a retried attempt continues the same text. Raises InvalidRequest
+    naming the field."""
     given = {name: value for name in (*_FIELDS, "presence_penalty") if (value := getattr(body, name)) is not None}
     params = SamplingParams(
-        **given,
+        **{**dict(text.facts.sampling), **given},
         max_tokens=max_tokens,
         logit_bias=tuple((body.logit_bias or {}).items()),
         seed=body.seed if body.seed is not None else random.getrandbits(63),

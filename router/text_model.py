@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,10 @@ def load_text_model(settings: RouterSettings) -> TextModel:
     template = None
     if templates.chat is not None:
         template = ChatTemplate(templates.chat, special_tokens, tool_use=templates.tool_use)
-    return TextModel(settings.served_model_name or source.name, tokenizer, template, read_facts(source))
+    facts = read_facts(source)
+    if settings.generation_config == "none":
+        facts = replace(facts, sampling=())
+    return TextModel(settings.served_model_name or source.name, tokenizer, template, facts)
 
 
 def _from_gguf(source: ModelSource) -> tuple[TextTokenizer, dict[str, str], _Templates]:

@@ -9,7 +9,10 @@ from api_parts import MESSAGES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from protocol.errors import ConfigError
+from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings
+from router.sampling import sampling_params
+from router.schemas import CompletionBody
 from router.text_model import TextModel, load_text_model
 
 
@@ -88,3 +91,19 @@ def test_a_template_setting_in_json(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(ConfigError, match="no chat_template"):
         load_text_model(RouterSettings(model=str(path), chat_template=str(file)))
+
+
+def test_the_model_s_own_sampling_defaults_stand_in_for_what_a_request_leaves_out(tmp_path: Path) -> None:
+    path = directory(tmp_path)
+    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "max_new_tokens": 5}
+    (path / "generation_config.json").write_text(json.dumps(defaults))
+
+    def params(settings: RouterSettings, **body: Any) -> SamplingParams:
+        asked = CompletionBody(model="m", prompt="p", **body)
+        text = load_text_model(settings)
+        return sampling_params(asked, text, max_tokens=9, logprobs=None, prompt_logprobs=None)
+
+    own = params(RouterSettings(model=str(path)), top_p=0.5)
+    assert (own.temperature, own.top_k, own.top_p, own.max_tokens) == (0.6, 20, 0.5, 9)
+    plain = params(RouterSettings(model=str(path), generation_config="none"))
+    assert (plain.temperature, plain.top_k, plain.top_p) == (1.0, 0, 1.0)
