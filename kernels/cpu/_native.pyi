@@ -45,6 +45,10 @@ class Kernels:
     ) -> None: ...
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed: ...
     def dense(self, packed: Packed, x: Tensor, out: Tensor) -> None: ...
+    def read(self, data: Tensor) -> None:
+        """Read the tensor once with all threads: the machine's memory limit."""
+    def multiply(self, rounds: int) -> int:
+        """Multiply in registers with all threads; the number of floating point operations done."""
 
 class Step:
     """A decoder recorded for batches of single tokens."""

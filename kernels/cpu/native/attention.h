@@ -34,11 +34,38 @@ KVF_INLINE Floats dot(const bf16* q, const bf16* k, int64_t dim) {
   return total;
 }
 
-// scores [kTile] = scale * q . k[j] of `count` positions, -inf behind them, up to a whole vector.
+// Where the K and V of up to kTile positions lie.
+template <class T>
+struct Tile {
+  const T *k[kTile], *v[kTile];
+  int64_t count = 0;
+
+  void find(const KVLayer& kv, int64_t head, const int32_t* table, int64_t begin, int64_t end) {
+    count = end - begin < kTile ? end - begin : kTile;
+    int64_t block = begin / kv.block_size, slot = begin % kv.block_size;
+    for (int64_t j = 0; j < count; ++j) {
+      k[j] = slot_of<T>(kv, table[block], slot, head);
+      v[j] = k[j] + kv.kv_step;
+      if (++slot == kv.block_size) slot = 0, ++block;
+    }
+  }
+};
+
+template <class T>
+KVF_INLINE void fetch(const T* row, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + d);
+}
+
+// scores [kTile] = scale * q . k[j] of the tile's positions, -inf behind them, up to a whole vector. The rows of `ahead`
+// are fetched meanwhile: blocks lie apart, which no hardware prefetcher foresees.
 template <class T, int Dim>
-KVF_INLINE void score_tile(const T* q, const T* const* k, int64_t count, int64_t dim, float scale, float* scores) {
-  const int64_t width = Dim > 0 ? Dim : dim;
+KVF_INLINE void score_tile(const T* q, const Tile<T>& tile, const Tile<T>* ahead, int64_t dim, float scale,
+                           float* scores) {
+  const int64_t width = Dim > 0 ? Dim : dim, count = tile.count;
+  const T* const* k = tile.k;
   for (int64_t j = 0; j < count; j += kLanes) {
+    if (ahead != nullptr)
+      for (int64_t i = j; i < j + kLanes && i < ahead->count; ++i) fetch(ahead->k[i], width);
     Floats parts[kLanes];
     if (j + kLanes <= count) {
 #pragma GCC unroll 16
@@ -54,13 +81,14 @@ KVF_INLINE void score_tile(const T* q, const T* const* k, int64_t count, int64_t
 
 // total [Heads][dim] (columns from `column` on) += sum over j of weights[head][j] * v[j].
 template <class T, int Heads, int Columns>
-KVF_INLINE void weigh(const T* const* v, const float* weights, int64_t count, int64_t dim, int64_t column,
+KVF_INLINE void weigh(const Tile<T>& tile, const Tile<T>* ahead, const float* weights, int64_t dim, int64_t column,
                       float* total) {
   Floats sum[Heads][Columns];
   for (int h = 0; h < Heads; ++h)
     for (int c = 0; c < Columns; ++c) sum[h][c] = load(total + h * dim + column + c * kLanes);
-  for (int64_t j = 0; j < count; ++j) {
-    const T* row = v[j] + column;
+  for (int64_t j = 0; j < tile.count; ++j) {
+    const T* row = tile.v[j] + column;
+    if (ahead != nullptr && j < ahead->count) fetch(ahead->v[j], dim);
 #pragma GCC unroll 4
     for (int c = 0; c < Columns; ++c) {
       const Floats value = load(row + c * kLanes);
@@ -73,22 +101,28 @@ KVF_INLINE void weigh(const T* const* v, const float* weights, int64_t count, in
 }
 
 template <class T, int Heads>
-inline __attribute__((noinline)) void weigh_heads(const T* const* v, const float* weights, int64_t count, int64_t dim,
-                                                  float* total) {
+inline __attribute__((noinline)) void weigh_heads(const Tile<T>& tile, const Tile<T>* ahead, const float* weights,
+                                                  int64_t dim, float* total) {
   int64_t column = 0;
-  for (; column + kColumns * kLanes <= dim; column += kColumns * kLanes)
-    weigh<T, Heads, kColumns>(v, weights, count, dim, column, total);
-  for (; column < dim; column += kLanes) weigh<T, Heads, 1>(v, weights, count, dim, column, total);
+  for (; column + kColumns * kLanes <= dim; column += kColumns * kLanes, ahead = nullptr)
+    weigh<T, Heads, kColumns>(tile, ahead, weights, dim, column, total);
+  for (; column < dim; column += kLanes, ahead = nullptr)
+    weigh<T, Heads, 1>(tile, ahead, weights, dim, column, total);
 }
 
-// Of `group` query heads (q, `dim` apart) and one K/V head: partial results over positions [begin, end), each
-// `partial_step` floats apart.
+// Some of a sequence's positions, for one K/V head.
+struct Span {
+  const int32_t* table;
+  int64_t head, begin, end;
+};
+
+// Of `group` query heads (q, `dim` apart): partial results over the span, each `partial_step` floats apart. `after`:
+// what this thread attends to next, or null.
 template <class T, int Dim>
-inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KVLayer& kv, int64_t head,
-                                             const int32_t* table, int64_t begin, int64_t end, float scale,
-                                             float* partial, int64_t partial_step) {
+inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KVLayer& kv, const Span& span,
+                                             const Span* after, float scale, float* partial, int64_t partial_step) {
   const int64_t dim = kv.dim;
-  const T *k[kTile], *v[kTile];
+  Tile<T> tiles[2];
   alignas(64) float weights[4 * kTile];
   alignas(64) float total[4 * kMaxDim];
   for (int64_t first = 0; first < group; first += 4) {
@@ -99,27 +133,28 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
       weight[h] = 0;
     }
     for (int64_t i = 0; i < heads * dim; i += kLanes) store(total + i, Floats{});
-    for (int64_t at = begin; at < end; at += kTile) {
-      const int64_t count = end - at < kTile ? end - at : kTile;
-      int64_t block = at / kv.block_size, slot = at % kv.block_size;
-      for (int64_t j = 0; j < count; ++j) {
-        k[j] = slot_of<T>(kv, table[block], slot, head);
-        v[j] = k[j] + kv.kv_step;
-        if (++slot == kv.block_size) slot = 0, ++block;
-      }
+    Tile<T>*tile = tiles, *ahead = tiles + 1;
+    tile->find(kv, span.head, span.table, span.begin, span.end);
+    for (int64_t at = span.begin; at < span.end; at += kTile) {
+      if (at + kTile < span.end)
+        ahead->find(kv, span.head, span.table, at + kTile, span.end);
+      else if (after != nullptr)
+        ahead->find(kv, after->head, after->table, after->begin, after->end);
+      else
+        ahead->count = 0;
       for (int64_t h = 0; h < heads; ++h) {
         float* scores = weights + h * kTile;
-        score_tile<T, Dim>(q + (first + h) * dim, k, count, dim, scale, scores);
+        score_tile<T, Dim>(q + (first + h) * dim, *tile, h == 0 ? ahead : nullptr, dim, scale, scores);
         Floats top = load(scores);
-        for (int64_t j = kLanes; j < count; j += kLanes) top = larger(top, load(scores + j));
+        for (int64_t j = kLanes; j < tile->count; j += kLanes) top = larger(top, load(scores + j));
         const float peak = largest(top), higher = peak > highest[h] ? peak : highest[h];
         Floats added{};
-        for (int64_t j = 0; j < count; j += kLanes) {
+        for (int64_t j = 0; j < tile->count; j += kLanes) {
           const Floats e = exponential(load(scores + j) - higher);
           added = added + e;
           store(scores + j, e);
         }
-        if (at == begin) {
+        if (at == span.begin) {
           weight[h] = sum(added);
         } else {
           const Floats kept = exponential(splat(highest[h] - higher));
@@ -129,11 +164,12 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
         highest[h] = higher;
       }
       switch (heads) {
-        case 1: weigh_heads<T, 1>(v, weights, count, dim, total); break;
-        case 2: weigh_heads<T, 2>(v, weights, count, dim, total); break;
-        case 3: weigh_heads<T, 3>(v, weights, count, dim, total); break;
-        default: weigh_heads<T, 4>(v, weights, count, dim, total);
+        case 1: weigh_heads<T, 1>(*tile, ahead, weights, dim, total); break;
+        case 2: weigh_heads<T, 2>(*tile, ahead, weights, dim, total); break;
+        case 3: weigh_heads<T, 3>(*tile, ahead, weights, dim, total); break;
+        default: weigh_heads<T, 4>(*tile, ahead, weights, dim, total);
       }
+      std::swap(tile, ahead);
     }
     for (int64_t h = 0; h < heads; ++h) {
       float* out = partial + (first + h) * partial_step;
@@ -145,14 +181,14 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
 }
 
 template <class T>
-KVF_INLINE void attend_any(const T* q, int64_t group, const KVLayer& kv, int64_t head, const int32_t* table,
-                           int64_t begin, int64_t end, float scale, float* partial, int64_t partial_step) {
+KVF_INLINE void attend_any(const T* q, int64_t group, const KVLayer& kv, const Span& span, const Span* after,
+                           float scale, float* partial, int64_t partial_step) {
   if (kv.dim == 64)
-    attend<T, 64>(q, group, kv, head, table, begin, end, scale, partial, partial_step);
+    attend<T, 64>(q, group, kv, span, after, scale, partial, partial_step);
   else if (kv.dim == 128)
-    attend<T, 128>(q, group, kv, head, table, begin, end, scale, partial, partial_step);
+    attend<T, 128>(q, group, kv, span, after, scale, partial, partial_step);
   else
-    attend<T, 0>(q, group, kv, head, table, begin, end, scale, partial, partial_step);
+    attend<T, 0>(q, group, kv, span, after, scale, partial, partial_step);
 }
 
 // out [dim] of the chunks' partial results, which lie one after the other.
@@ -175,41 +211,54 @@ KVF_INLINE void merge(const float* partial, int64_t chunks, int64_t dim, T* out)
   }
 }
 
-// Calls visit(row, kv_head, chunk index, chunks of the row) for the member's share of a batch's work, which is cut
-// where the positions read so far pass the member's part of all.
+// One chunk of a row's positions under one K/V head.
+struct Piece {
+  Span span;
+  int64_t row, chunk;
+  bool last;  // of its row and head
+};
+
+// Calls visit(piece, the next piece or null) for the member's share of a batch's work, which is cut where the positions
+// read so far pass the member's part of all.
 template <class Visit>
-KVF_INLINE void visit_chunks(const Batch& batch, int64_t kv_heads, int64_t window, int member, int size, Visit visit) {
+KVF_INLINE void visit_pieces(const Batch& batch, int64_t kv_heads, int64_t window, int member, int size, Visit visit) {
   int64_t all = 0, done = 0;
   for (int64_t row = 0; row < batch.rows; ++row) {
     const Chunks chunks = chunks_of(batch.total_len[row], window);
     all += kv_heads * chunks.count * chunks.length;
   }
+  Piece held{};
+  bool holding = false;
   for (int64_t row = 0; row < batch.rows; ++row) {
     const Chunks chunks = chunks_of(batch.total_len[row], window);
+    const int32_t* table = batch.block_table + row * batch.table_step;
     for (int64_t head = 0; head < kv_heads; ++head)
-      for (int64_t c = 0; c < chunks.count; ++c, done += chunks.length)
-        if (done * size / all == member) visit(row, head, c, chunks);
+      for (int64_t c = 0; c < chunks.count; ++c, done += chunks.length) {
+        if (done * size / all != member) continue;
+        const int64_t begin = chunks.first + c * chunks.length, end = begin + chunks.length;
+        const int64_t total = batch.total_len[row];
+        const Piece piece{{table, head, begin, end < total ? end : total}, row, c, c + 1 == chunks.count};
+        if (holding) visit(held, &piece.span);
+        held = piece;
+        holding = true;
+      }
   }
+  if (holding) visit(held, static_cast<const Span*>(nullptr));
 }
 
 KVF_INLINE float* partial_of(float* partial, int64_t row, int64_t head, int64_t heads, int64_t dim) {
   return partial + (row * heads + head) * kMaxChunks * partial_floats(dim);
 }
 
-KVF_INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
-
 template <class T>
 void run_decode(void* argument, int member, int size, Barrier& barrier) {
   const DecodeTask& t = *static_cast<DecodeTask*>(argument);
   const int64_t dim = t.kv.dim, group = t.heads / t.kv.heads, step = partial_floats(dim);
-  visit_chunks(t.batch, t.kv.heads, t.window, member, size,
-               [&](int64_t row, int64_t head, int64_t c, const Chunks& chunks) {
-                 const int64_t begin = chunks.first + c * chunks.length;
-                 const int64_t end = smaller_of(begin + chunks.length, t.batch.total_len[row]);
-                 attend_any(static_cast<const T*>(t.q) + (row * t.heads + head * group) * dim, group, t.kv, head,
-                            t.batch.block_table + row * t.batch.table_step, begin, end, t.scale,
-                            partial_of(t.partial, row, head * group, t.heads, dim) + c * step, kMaxChunks * step);
-               });
+  visit_pieces(t.batch, t.kv.heads, t.window, member, size, [&](const Piece& piece, const Span* after) {
+    const int64_t head = piece.span.head * group;
+    attend_any(static_cast<const T*>(t.q) + (piece.row * t.heads + head) * dim, group, t.kv, piece.span, after, t.scale,
+               partial_of(t.partial, piece.row, head, t.heads, dim) + piece.chunk * step, kMaxChunks * step);
+  });
   barrier.wait();
   const Share rows = share(t.batch.rows * t.heads, member, size);
   for (int64_t i = rows.begin; i < rows.end; ++i)

@@ -2,6 +2,7 @@
 // is local to this translation unit: code for a newer processor must never be merged into what older ones run.
 #include "attention.h"
 #include "elementwise.h"
+#include "limits.h"
 #include "product.h"
 #include "rope.h"
 #include "step.h"
@@ -32,6 +33,9 @@ const Kernels KVF_JOIN(kernels_, KVFERRY_ISA) = {
     {run_decode<float>, run_decode<bf16>},
     run_dense,
     run_step,
+    run_read,
+    run_multiply,
+    kRoundWork,
 };
 
 }  // namespace kvferry

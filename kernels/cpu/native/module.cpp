@@ -159,6 +159,19 @@ class NativeKernels {
     run(table_->dense, &task, packed.dense.in * packed.dense.out, kSmall);
   }
 
+  // Reads the tensor's memory once with all threads.
+  void read(Array a) {
+    ReadTask task{a.data(), static_cast<int64_t>(a.nbytes())};
+    run(table_->read, &task, 1, 0);
+  }
+
+  // Multiplies in registers with all threads; returns the number of floating point operations done.
+  int64_t multiply(int64_t rounds) {
+    MultiplyTask task{rounds};
+    run(table_->multiply, &task, 1, 0);
+    return rounds * table_->round_work * threads();
+  }
+
  private:
   static constexpr int64_t kSmall = 16384;  // elements: below, waking a thread costs more than it does
 
@@ -289,7 +302,9 @@ NB_MODULE(_native, m) {
            "positions"_a, "slots"_a, "out"_a)
       .def("decode", &NativeKernels::decode)
       .def("pack", &NativeKernels::pack, "weight"_a, "bias"_a.none())
-      .def("dense", &NativeKernels::dense);
+      .def("dense", &NativeKernels::dense)
+      .def("read", &NativeKernels::read)
+      .def("multiply", &NativeKernels::multiply);
   nb::class_<NativeStep>(m, "Step")
       .def(nb::init<std::shared_ptr<NativeKernels>, Array, Array, Array, Array, int64_t, int64_t, int64_t, float, float,
                     int64_t>())

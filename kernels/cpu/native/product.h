@@ -12,7 +12,7 @@ namespace kvferry {
 namespace {
 
 constexpr int kParts = kPanel / kLanes;
-constexpr int kAhead = 2048;  // bytes of weights prefetched ahead
+constexpr int kAhead = 8192;  // bytes of weights prefetched ahead
 #if defined(__AVX512F__)
 constexpr int kTileRows = 12;
 #elif defined(__AVX2__)

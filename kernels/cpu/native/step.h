@@ -46,27 +46,22 @@ constexpr int64_t kMaxGroup = 16;
 // The row's last chunk writes the new K and V; no other chunk reads them.
 KVF_INLINE void attend_step(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
   const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads, step = partial_floats(dim);
-  visit_chunks(s.batch, s.model.kv_heads, layer.window, s.member, s.size,
-               [&](int64_t row, int64_t head, int64_t c, const Chunks& chunks) {
-                 const bf16* q = s.task.scratch.qkv + row * s.qkv_size() + head * group * dim;
-                 const bf16* k = s.task.scratch.qkv + row * s.qkv_size() + s.q_size() + head * dim;
-                 const int64_t position = s.batch.positions[row];
-                 alignas(64) bf16 turned[kMaxGroup * kMaxDim];
-                 for (int64_t h = 0; h < group; ++h)
-                   prepare_head(s, layer, q + h * dim, layer.q_norm, position, turned + h * dim);
-                 if (c + 1 == chunks.count) {
-                   const int64_t slot = s.batch.slots[row];
-                   bf16* to = slot_of<bf16>(kv, slot / kv.block_size, slot % kv.block_size, head);
-                   prepare_head(s, layer, k, layer.k_norm, position, to);
-                   copy(to + kv.kv_step, k + s.model.kv_heads * dim, dim);
-                 }
-                 const int64_t begin = chunks.first + c * chunks.length;
-                 const int64_t end = smaller_of(begin + chunks.length, s.batch.total_len[row]);
-                 attend_any<bf16>(turned, group, kv, head, s.batch.block_table + row * s.batch.table_step, begin, end,
-                                  s.model.scale,
-                                  partial_of(s.task.scratch.partial, row, head * group, s.model.heads, dim) + c * step,
-                                  kMaxChunks * step);
-               });
+  visit_pieces(s.batch, s.model.kv_heads, layer.window, s.member, s.size, [&](const Piece& piece, const Span* after) {
+    const int64_t row = piece.row, head = piece.span.head, position = s.batch.positions[row];
+    const bf16* q = s.task.scratch.qkv + row * s.qkv_size() + head * group * dim;
+    const bf16* k = s.task.scratch.qkv + row * s.qkv_size() + s.q_size() + head * dim;
+    alignas(64) bf16 turned[kMaxGroup * kMaxDim];
+    for (int64_t h = 0; h < group; ++h)
+      prepare_head(s, layer, q + h * dim, layer.q_norm, position, turned + h * dim);
+    if (piece.last) {
+      const int64_t slot = s.batch.slots[row];
+      bf16* to = slot_of<bf16>(kv, slot / kv.block_size, slot % kv.block_size, head);
+      prepare_head(s, layer, k, layer.k_norm, position, to);
+      copy(to + kv.kv_step, k + s.model.kv_heads * dim, dim);
+    }
+    float* partial = partial_of(s.task.scratch.partial, row, head * group, s.model.heads, dim) + piece.chunk * step;
+    attend_any<bf16>(turned, group, kv, piece.span, after, s.model.scale, partial, kMaxChunks * step);
+  });
 }
 
 KVF_INLINE void merge_heads(const StepView& s, const StepLayer& layer) {

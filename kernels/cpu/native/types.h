@@ -145,10 +145,21 @@ struct StepTask {
   void* out;
 };
 
+struct ReadTask {
+  const void* data;
+  int64_t bytes;
+};
+
+struct MultiplyTask {
+  int64_t rounds;
+};
+
 struct Kernels {
   const char* name;
   Team::Function rms_norm[2], silu_mul[2], rope_and_cache[2], decode[2];  // float32, bfloat16
   Team::Function dense, step;                                             // bfloat16
+  Team::Function read, multiply;                                          // the machine's limits
+  int64_t round_work;  // floating point operations of one round of multiply on one thread
 };
 
 }  // namespace kvferry

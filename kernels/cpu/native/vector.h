@@ -55,8 +55,15 @@ KVF_INLINE bf16 narrow(float value) {
 
 KVF_INLINE Floats load(const float* from) { return load_as<Floats>(from); }
 
+// GCC splits a generic conversion of 16 lanes in halves, so the wide sets name the instruction.
 KVF_INLINE Floats load(const bf16* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+#else
   return reinterpret_cast<Floats>(__builtin_convertvector(load_as<Halves>(from), Words) << 16);
+#endif
 }
 
 KVF_INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
@@ -69,7 +76,11 @@ KVF_INLINE void store(bf16* to, Floats value) {
   const Words bits = reinterpret_cast<Words>(value);
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Words whole = value == value ? rounded : Words{} + 0x7fc0;
+#if defined(__AVX512F__)
+  const __m256i out = _mm512_cvtepi32_epi16((__m512i)whole);
+#else
   const Halves out = __builtin_convertvector(whole, Halves);
+#endif
   std::memcpy(to, &out, sizeof out);
 #endif
 }
