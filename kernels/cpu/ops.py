@@ -16,14 +16,15 @@ from kernels.step import DecoderForm, Linear
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _UNIT = 16
+_PREFILL_UNIT = 32
 _MAX_HEAD_DIM = 512
 
 
 class CpuOps:
-    """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, head dims that are not multiples
-    of 16, and prefill attention. Owns a team of threads; not thread-safe. threads None: as many as PyTorch has;
-    name None: the best instruction set. Raises RuntimeError without the extension, ValueError for a set that this
-    processor does not run."""
+    """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for attention with head dims that
+    are not multiples of 16, and for prefill attention in float32 or with head dims that are not multiples of 32. Owns
+    a team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best instruction set.
+    Raises RuntimeError without the extension, ValueError for a set that this processor does not run."""
 
     name = "cpu"
 
@@ -95,14 +96,29 @@ class CpuOps:
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, window: int = 0
     ) -> torch.Tensor:
         dim, decodes = q.shape[2], plan.num_decodes
-        if not decodes or q.dtype not in _DTYPES or dim % _UNIT or dim > _MAX_HEAD_DIM:
+        if q.dtype not in _DTYPES or dim % _UNIT or dim > _MAX_HEAD_DIM:
             return self._reference.paged_attention(q, kv_layer, plan, scale, window)
-        out = torch.empty(q.shape, dtype=q.dtype)
-        self._kernels.decode(q.contiguous(), kv_layer, plan.block_table, plan.total_len, decodes, scale, window, out)
-        if decodes < plan.num_seqs:
+        q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype)
+        if decodes:
+            self._kernels.decode(q, kv_layer, plan.block_table, plan.total_len, decodes, scale, window, out)
+        if decodes == plan.num_seqs:
+            return out
+        if q.dtype == torch.bfloat16 and dim % _PREFILL_UNIT == 0:
+            self._prefill(q, kv_layer, plan, scale, window, out)
+        else:
             rest = self._prefill_part(plan)
             out[decodes:] = self._reference.paged_attention(q[decodes:], kv_layer, rest, scale, window)
         return out
+
+    def _prefill(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, window: int, out: torch.Tensor
+    ) -> None:
+        start = plan.num_decodes
+        for seq in range(plan.num_decodes, plan.num_seqs):
+            end = start + plan.query_lens[seq]
+            blocks, total_len = plan.block_table[seq], plan.total_lens[seq]
+            self._kernels.prefill(q[start:end], kv_layer, blocks, total_len, scale, window, out[start:end])
+            start = end
 
     def _prefill_part(self, plan: BatchPlan) -> BatchPlan:
         """The plan without its decodes, made once per batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -193,3 +194,34 @@ def test_tensors_that_do_not_fit_are_refused(ops: CpuOps) -> None:
         ops.paged_attention(case.q[:, :5].contiguous(), case.kv_layer, case.plan, 0.25)
     with pytest.raises(ValueError, match="layout"):
         ops.paged_attention(case.q, case.kv_layer.transpose(-1, -2), case.plan, 0.25)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (5, 1)])
+@pytest.mark.parametrize("dim", [32, 64, 96])
+@pytest.mark.parametrize("window", [0, 1, 40, 150])
+def test_prefill_equals_dense_attention(ops: CpuOps, heads: int, kv_heads: int, dim: int, window: int) -> None:
+    case = make_case(
+        [1, 70, 1, 33], [40, 70, 300, 293], 1, heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16
+    )
+    got = ops.paged_attention(case.q, case.kv_layer, case.plan, 0.125, window)
+    close(got, dense_attention(case, 0.125, window), torch.bfloat16)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_chunks_of_a_prompt_give_what_one_pass_gives(window: int) -> None:
+    whole = make_case([330], [330], 0, heads=6, dim=64, dtype=torch.bfloat16)
+    expected = made(SETS[0]).paged_attention(whole.q, whole.kv_layer, whole.plan, 0.125, window)
+    for cut in (1, 127, 128, 200, 329):
+        for begin, end in ((0, cut), (cut, 330)):
+            part = replace(
+                whole.plan,
+                positions=whole.plan.positions[begin:end],
+                slots=whole.plan.slots[begin:end],
+                query_start=torch.tensor([0, end - begin], dtype=torch.int32),
+                total_len=torch.tensor([end], dtype=torch.int32),
+                query_lens=(end - begin,),
+                total_lens=(end,),
+            )
+            for threads in (1, 3):
+                got = made(SETS[0], threads).paged_attention(whole.q[begin:end], whole.kv_layer, part, 0.125, window)
+                assert torch.equal(got, expected[begin:end])

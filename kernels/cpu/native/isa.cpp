@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "limits.h"
+#include "prefill.h"
 #include "product.h"
 #include "rope.h"
 #include "step.h"
@@ -32,6 +33,7 @@ const Kernels KVF_JOIN(kernels_, KVFERRY_ISA) = {
     {run_rope<float>, run_rope<bf16>},
     {run_decode<float>, run_decode<bf16>},
     run_dense,
+    run_prefill,
     run_step,
     run_read,
     run_multiply,

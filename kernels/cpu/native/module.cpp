@@ -130,6 +130,30 @@ class NativeKernels {
     run(table_->decode[kind], &task, kSmall, 0);
   }
 
+  // One sequence: q [query_len, heads, dim], its row of the block table.
+  void prefill(Array q, Array kv, Array blocks, int64_t total_len, float scale, int64_t window, Array out) {
+    PrefillTask task{};
+    task.kv = kv_layer(kv, 1);
+    task.q = whole(q, 1, 3);
+    task.out = whole(out, 1, 3);
+    task.query_len = static_cast<int64_t>(q.shape(0));
+    task.heads = static_cast<int64_t>(q.shape(1));
+    task.total_len = total_len;
+    task.window = window;
+    task.scale = scale;
+    task.table = typed<int32_t>(blocks, 1);
+    require(task.heads % task.kv.heads == 0 && static_cast<int64_t>(q.shape(2)) == task.kv.dim &&
+                task.kv.dim % kPanel == 0 && task.kv.dim <= 512, "q does not fit the cache");
+    require(elements(out) == elements(q) && task.query_len <= total_len &&
+                total_len <= elements(blocks) * task.kv.block_size, "a sequence is longer than its blocks");
+    task.memory_step = prefill_memory(task.heads / task.kv.heads, task.kv.dim);
+    const int64_t packed = (prefill_bytes(task) + 63) / 64 * 64;
+    bytes_.resize(packed + threads() * task.memory_step + 64);
+    task.packed = bytes_.data() + (64 - reinterpret_cast<uintptr_t>(bytes_.data()) % 64) % 64;
+    task.memory = task.packed + packed;
+    run(table_->prefill, &task, elements(q), kSmall);
+  }
+
   std::shared_ptr<Packed> pack(Array weight, MaybeArray bias) {
     auto packed = std::make_shared<Packed>();
     packed->arena = arena_;
@@ -179,6 +203,7 @@ class NativeKernels {
   Team team_;
   std::shared_ptr<Arena> arena_;
   std::vector<float> partial_;
+  std::vector<uint8_t> bytes_;
 };
 
 // A decoder recorded for batches of single tokens. Holds what it was made of.
@@ -301,6 +326,7 @@ NB_MODULE(_native, m) {
       .def("rope_and_cache", &NativeKernels::rope_and_cache, "q"_a, "k"_a, "v"_a, "cos"_a.none(), "sin"_a.none(), "kv"_a,
            "positions"_a, "slots"_a, "out"_a)
       .def("decode", &NativeKernels::decode)
+      .def("prefill", &NativeKernels::prefill)
       .def("pack", &NativeKernels::pack, "weight"_a, "bias"_a.none())
       .def("dense", &NativeKernels::dense)
       .def("read", &NativeKernels::read)

@@ -111,6 +111,39 @@ inline int64_t decode_floats(int64_t rows, int64_t heads, int64_t dim) {
   return rows * heads * kMaxChunks * partial_floats(dim);
 }
 
+// out [query_len, heads, dim] = causal attention of one sequence's query tokens, the last of its total_len positions.
+// packed: prefill_bytes(); memory: prefill_memory() of each thread, memory_step bytes apart.
+struct PrefillTask {
+  const void* q;
+  void* out;
+  uint8_t *packed, *memory;
+  int64_t memory_step, heads, query_len, total_len, window;
+  float scale;
+  const int32_t* table;
+  KVLayer kv;
+};
+
+constexpr int64_t kPrefillBlock = 128;  // positions
+constexpr int64_t kPrefillRows = 96;
+
+// Query rows of one tile: whole tokens under one K/V head.
+inline int64_t prefill_rows(int64_t group) { return group > kPrefillRows ? group : kPrefillRows / group * group; }
+
+// The first position of the first block that a token at `position`, and those after it, attend to.
+inline int64_t prefill_first(int64_t position, int64_t window) {
+  const int64_t first = window > 0 && position >= window ? position - window + 1 : 0;
+  return first / kPrefillBlock * kPrefillBlock;
+}
+
+inline int64_t prefill_bytes(const PrefillTask& t) {
+  const int64_t seen = t.total_len - prefill_first(t.total_len - t.query_len, t.window);
+  return (seen + kPanel) * t.kv.heads * t.kv.dim * 4;
+}
+
+inline int64_t prefill_memory(int64_t group, int64_t dim) {
+  return (prefill_rows(group) * (6 * kPrefillBlock + 6 * dim + 12) + 127) / 64 * 64;
+}
+
 struct StepLayer {
   const void *input_norm, *post_norm, *q_norm, *k_norm;
   Dense qkv, o, gate_up, down;
@@ -157,7 +190,7 @@ struct MultiplyTask {
 struct Kernels {
   const char* name;
   Team::Function rms_norm[2], silu_mul[2], rope_and_cache[2], decode[2];  // float32, bfloat16
-  Team::Function dense, step;                                             // bfloat16
+  Team::Function dense, prefill, step;                                    // bfloat16
   Team::Function read, multiply;                                          // the machine's limits
   int64_t round_work;  // floating point operations of one round of multiply on one thread
 };
