@@ -1,39 +1,29 @@
-"""Dense layers in bfloat16 over weights packed once; PyTorch (oneDNN) where it is ahead."""
+"""Dense layers in bfloat16 over weights packed once. Measured ahead of or level with PyTorch (oneDNN) for any number of
+rows on each instruction set (benchmarks/cpu_kernels.py), so the plain weight is not kept."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from kernels.cpu._native import Kernels
 
-MAX_ROWS = {"avx512_bf16": 1 << 30, "avx512": 16, "avx2": 8, "portable": 4}
-"""Rows up to which the packed product is ahead of PyTorch's, by instruction set (benchmarks/cpu_kernels.py)."""
-
 
 class PackedLinear:
-    """y = x @ weight.T + bias of bfloat16 x [n, in]. Keeps the plain weight for large batches."""
+    """y = x @ weight.T + bias of bfloat16 x [n, in]. A row's result does not depend on the other rows."""
 
-    __slots__ = ("bias", "kernels", "max_rows", "packed", "weight")
+    __slots__ = ("in_features", "kernels", "out_features", "packed")
 
     def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None):
         self.kernels = kernels
-        self.weight = weight
-        self.bias = bias
-        self.max_rows = MAX_ROWS[kernels.instruction_set]
+        self.out_features, self.in_features = weight.shape
         self.packed = kernels.pack(weight, None if bias is None else bias.float())
 
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) > self.max_rows:
-            return F.linear(x, self.weight, self.bias)
-        out = torch.empty(len(x), len(self.weight), dtype=x.dtype)
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        out = torch.empty(len(x), self.out_features, dtype=x.dtype)
         self.kernels.dense(self.packed, x, out)
         return out
 

@@ -13,7 +13,7 @@ from kernels.step import DecoderForm, LayerForm
 if TYPE_CHECKING:
     from kernels.cpu._native import Kernels, Packed, Step
 
-MAX_ROWS = 64
+MAX_ROWS = 128
 """Rows of a recorded step; larger batches of decodes run layer by layer."""
 _UNIT = 32
 _MAX_HEAD_DIM = 512
