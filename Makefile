@@ -2,6 +2,7 @@
 # make test      linters, then all tests; arguments of pytest: make test PYTEST_ARGS="-k router"
 # make lint      format, style and types only
 # make bench     start a cluster and measure it over its API; flags of `kvferry serve`: make bench ARGS="--prefill 0"
+# make bench-cpu measure the CPU kernels against the limits of this machine and against PyTorch
 # make bench-gpu measure the kernels on the GPU of this machine
 # make clean     remove the virtual environment and all caches
 #
@@ -9,6 +10,8 @@
 #   make serve TORCH='torch --index-url https://download.pytorch.org/whl/cpu'
 # EXTRA is worker-cu13 where torch is built for CUDA 13 (worker: CUDA 12, or no GPU).
 #
+# The CPU kernels are compiled when the package is installed and again when their sources change; without a C++ compiler
+# it installs all the same and a CPU runs PyTorch's operations.
 # torch comes first and by pip, so that its build is yours to choose; uv then keeps it and resolves the rest in seconds.
 
 PYTHON ?= python3
@@ -17,10 +20,11 @@ TORCH  ?= torch==2.13.0
 EXTRA  ?= worker
 
 BIN    := $(VENV)/bin
-UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python
+UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python --reinstall-package kvferry
+NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint bench bench-gpu clean FORCE
+.PHONY: help serve test lint bench bench-cpu bench-gpu clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -40,11 +44,16 @@ lint: $(VENV)/test.done
 bench: $(VENV)/worker.done $(VENV)/model.done
 	$(BIN)/python benchmarks/serving.py $(ARGS)
 
+bench-cpu: $(VENV)/test.done $(VENV)/model.done
+	$(BIN)/python benchmarks/cpu_kernels.py $(ARGS)
+
 bench-gpu: $(VENV)/test.done
 	$(BIN)/python benchmarks/gpu_kernels.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	cd kernels/cpu && rm -rf _native*.so native/CMakeFiles native/CMakeCache.txt native/CMakeInit.txt native/*.cmake \
+	  native/build.ninja native/.ninja_* native/.skbuild-info.json native/.cmake
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/python.done:
@@ -63,11 +72,11 @@ $(VENV)/torch.done: $(VENV)/torch.wanted
 	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
 	@touch $@
 
-$(VENV)/worker.done: pyproject.toml $(VENV)/torch.done
+$(VENV)/worker.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
 	$(UV) -e '.[$(EXTRA)]'
 	@touch $@
 
-$(VENV)/test.done: pyproject.toml $(VENV)/torch.done
+$(VENV)/test.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
 	$(UV) -e '.[$(EXTRA),test]'
 	@touch $@
 

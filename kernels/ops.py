@@ -1,16 +1,19 @@
 """The table of operations: one name per operation, one row per implementation.
 
 `reference` is plain PyTorch and defines the meaning; every other row is tested against it. A model receives an Ops and
-calls nothing else for arithmetic beyond dense layers.
+calls nothing else for arithmetic.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from kernels.plan import BatchPlan
+from kernels.step import DecoderForm, Linear, Step
 
 
 class Ops(Protocol):
@@ -18,6 +21,14 @@ class Ops(Protocol):
     [num_blocks, 2, kv_heads, block_size, head_dim], strided."""
 
     name: str
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """The dense layer of weight [out, in] and bias [out], made once at load: it may keep the weight in a form of
+        its own."""
+
+    def record(self, form: DecoderForm) -> Step | None:
+        """The decoder's decode step as one call, where this row can replay the form; its dense layers are this row's
+        `linear`."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x * rsqrt(mean(x^2) + eps) * weight over the last dimension, statistics in float32. x: [..., d]."""
@@ -51,12 +62,40 @@ class Ops(Protocol):
         window > 0: only the last `window` positions, the token's own included. Returns [T, heads, dim]."""
 
 
+@dataclass(frozen=True, slots=True)
+class TorchLinear:
+    """A `Linear` by PyTorch."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class TorchDense:
+    """Dense layers by PyTorch, for rows of the table without their own."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return TorchLinear(weight, bias)
+
+    def record(self, form: DecoderForm) -> Step | None:
+        return None
+
+
 def select(name: str, device: torch.device) -> Ops:
-    """The implementation called `name`; auto: triton on a CUDA device, else reference. Raises ConfigError."""
+    """The implementation called `name`; auto: triton on a CUDA device; on a CPU cpu where its extension is installed,
+    else reference. Raises ConfigError."""
     from protocol.errors import ConfigError
 
     if name == "auto":
-        name = "triton" if device.type == "cuda" else "reference"
+        name = _best(device)
+    if name == "cpu":
+        from kernels.cpu import CpuOps, instruction_set
+
+        if device.type != "cpu" or instruction_set() is None:
+            raise ConfigError("attention cpu needs a CPU device and the compiled extension", param="attention")
+        return CpuOps()
     if name == "reference":
         from kernels.reference import ReferenceOps
 
@@ -65,4 +104,15 @@ def select(name: str, device: torch.device) -> Ops:
         from kernels.triton import TritonOps
 
         return TritonOps()
-    raise ConfigError(f"attention must be auto, reference or triton, got {name!r}", param="attention")
+    raise ConfigError(f"attention must be auto, reference, cpu or triton, got {name!r}", param="attention")
+
+
+def _best(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "triton"
+    if device.type == "cpu":
+        from kernels.cpu import instruction_set
+
+        if instruction_set() is not None:
+            return "cpu"
+    return "reference"

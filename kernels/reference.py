@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kernels.ops import TorchDense
 from kernels.plan import BatchPlan
 
 
@@ -152,7 +153,7 @@ def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
-class ReferenceOps:
+class ReferenceOps(TorchDense):
     """Ops on any device and in any of the three dtypes. Holds the last batch's index; not thread-safe."""
 
     name = "reference"

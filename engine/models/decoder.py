@@ -13,34 +13,10 @@ from engine.models.config import DecoderConfig
 from engine.models.weights import Weights
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
+from kernels.step import DecoderForm, LayerForm, Linear
 from protocol.errors import ConfigError
 
 Progress = Callable[[float], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """y = x @ weight.T + bias; weight [out, in]."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """qkv and gate_up are fused, in that order of rows. q_norm and k_norm [head_dim]: Qwen3's norm of each head."""
-
-    input_norm: torch.Tensor
-    qkv: Dense
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    o: Dense
-    post_norm: torch.Tensor
-    gate_up: Dense
-    down: Dense
 
 
 class Decoder:
@@ -62,14 +38,32 @@ class Decoder:
         self._cos, self._sin = rope
         self._ops = ops
         self._scale = config.head_dim**-0.5
+        self._step = ops.record(self._form())
+
+    def _form(self) -> DecoderForm:
+        config, parameters = self.config, self.parameters
+        return DecoderForm(
+            embedding=parameters.embedding,
+            layers=parameters.layers,
+            norm=parameters.norm,
+            cos=self._cos,
+            sin=self._sin,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            scale=self._scale,
+        )
 
     def forward(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        if self._step is not None and self._step.takes(plan, kv):
+            return self._step(token_ids, kv, plan)
         ops, eps = self._ops, self.config.rms_norm_eps
         layers = self.parameters.layers
         residual = F.embedding(token_ids, self.parameters.embedding)
         x = ops.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
-            x = self._attention(index, layer, x, kv[:, index], plan)
+            x = self._attention(layer, x, kv[:, index], plan)
             x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
             x = layer.down(ops.silu_mul(layer.gate_up(x)))
             following = layers[index + 1].input_norm if index + 1 < len(layers) else self.parameters.norm
@@ -77,31 +71,29 @@ class Decoder:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.parameters.head).float()
+        return self.parameters.head(hidden).float()
 
-    def _attention(
-        self, index: int, layer: Layer, x: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan
-    ) -> torch.Tensor:
+    def _attention(self, layer: LayerForm, x: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         config, ops = self.config, self._ops
         sizes = [config.q_size, config.kv_size, config.kv_size]
         q, k, v = (part.view(len(x), -1, config.head_dim) for part in torch.split(layer.qkv(x), sizes, dim=1))
         if layer.q_norm is not None and layer.k_norm is not None:
             q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        cos, sin = (self._cos, self._sin) if config.rotated[index] else (None, None)
+        cos, sin = (self._cos, self._sin) if layer.rotated else (None, None)
         q = ops.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
-        out = ops.paged_attention(q, kv_layer, plan, self._scale, config.windows[index])
+        out = ops.paged_attention(q, kv_layer, plan, self._scale, layer.window)
         return layer.o(out.flatten(1))
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """All tensors of a decoder on its device; head is the embedding where they are tied."""
+    """What a decoder reads on its device; head's weight is the embedding where they are tied."""
 
     embedding: torch.Tensor
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerForm, ...]
     norm: torch.Tensor
-    head: torch.Tensor
+    head: Linear
 
 
 class ParameterLoader:
@@ -114,12 +106,14 @@ class ParameterLoader:
         weights: Weights,
         device: torch.device,
         dtype: torch.dtype,
+        ops: Ops,
         progress: Progress | None = None,
     ):
         self._config = config
         self._weights = weights
         self._device = device
         self._dtype = dtype
+        self._ops = ops
         self._progress = progress
 
     def load(self) -> Parameters:
@@ -129,7 +123,7 @@ class ParameterLoader:
             layers = []
             for index in range(config.num_layers):
                 self._report(index)
-                layers.append(self._layer(f"model.layers.{index}"))
+                layers.append(self._layer(index))
             self._report(config.num_layers)
             norm = self._vector("model.norm.weight", config.hidden_size)
             tied = config.tie_embeddings
@@ -138,19 +132,19 @@ class ParameterLoader:
             raise ConfigError(f"the model's weights do not fit the memory of {self._device}", param="model") from error
         if self._progress is not None:
             self._progress(1.0)
-        return Parameters(embedding, tuple(layers), norm, head)
+        return Parameters(embedding, tuple(layers), norm, self._ops.linear(head))
 
     def _report(self, layers_done: int) -> None:
         if self._progress is not None:
             self._progress((1 + layers_done) / (self._config.num_layers + 2))
 
-    def _layer(self, prefix: str) -> Layer:
-        config = self._config
+    def _layer(self, index: int) -> LayerForm:
+        config, prefix = self._config, f"model.layers.{index}"
         hidden, inner, kv = config.hidden_size, config.intermediate_size, config.kv_size
         qkv = [("self_attn.q_proj", config.q_size), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
         gate_up = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
         q_norm, k_norm = f"{prefix}.self_attn.q_norm.weight", f"{prefix}.self_attn.k_norm.weight"
-        return Layer(
+        return LayerForm(
             input_norm=self._vector(f"{prefix}.input_layernorm.weight", hidden),
             qkv=self._dense(prefix, qkv, hidden, config.qkv_bias),
             q_norm=self._vector(q_norm, config.head_dim) if config.qk_norm else None,
@@ -159,12 +153,14 @@ class ParameterLoader:
             post_norm=self._vector(f"{prefix}.post_attention_layernorm.weight", hidden),
             gate_up=self._dense(prefix, gate_up, hidden, config.mlp_bias),
             down=self._dense(prefix, [("mlp.down_proj", hidden)], inner, config.mlp_bias),
+            rotated=config.rotated[index],
+            window=config.windows[index],
         )
 
-    def _dense(self, prefix: str, parts: list[tuple[str, int]], columns: int, bias: bool) -> Dense:
+    def _dense(self, prefix: str, parts: list[tuple[str, int]], columns: int, bias: bool) -> Linear:
         weight = self._stack([(f"{prefix}.{name}.weight", rows) for name, rows in parts], columns)
         biases = self._stack([(f"{prefix}.{name}.bias", rows) for name, rows in parts], None) if bias else None
-        return Dense(weight, biases)
+        return self._ops.linear(weight, biases)
 
     def _vector(self, name: str, size: int) -> torch.Tensor:
         return self._stack([(name, size)], None)

@@ -104,6 +104,6 @@ def _load_decoder(
         vocab_size=config.vocab_size,
         max_model_len=opened.max_model_len,
     )
-    parameters = ParameterLoader(config, opened.weights, device, dtype, progress).load()
+    parameters = ParameterLoader(config, opened.weights, device, dtype, ops, progress).load()
     rope = rope_tables(config.rope, opened.max_model_len, device, opened.rope_divisors)
     return Decoder(config, info, parameters, rope, ops)

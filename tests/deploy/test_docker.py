@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import subprocess
 import sys
 import tomllib
@@ -43,9 +42,8 @@ def test_every_copied_source_exists_and_reaches_the_build(dockerfile: Dockerfile
 
 def test_every_package_of_the_project_is_copied(dockerfile: Dockerfile) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    patterns = project["tool"]["setuptools"]["packages"]["find"]["include"]
-    packages = [path.parent.name for path in ROOT.glob("*/__init__.py")]
-    wanted = {name for name in packages if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)}
+    wanted = set(project["tool"]["scikit-build"]["wheel"]["packages"])
+    assert wanted == {path.parent.name for path in ROOT.glob("*/__init__.py")}
     copied = {word.rstrip("/") for item in dockerfile.of("COPY") for word in item.words[:-1]}
     assert wanted <= copied
     assert {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]} <= copied

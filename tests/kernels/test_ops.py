@@ -5,13 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+import kernels.cpu
 from kernels.ops import select
 from protocol.errors import ConfigError
 
 
-@pytest.mark.parametrize("name", ["auto", "reference"])
-def test_cpu_runs_the_reference(name: str) -> None:
-    assert select(name, torch.device("cpu")).name == "reference"
+def test_a_cpu_runs_its_own_kernels_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    assert select("reference", device).name == "reference"
+    assert select("auto", device).name == ("reference" if kernels.cpu.instruction_set() is None else "cpu")
+    monkeypatch.setattr(kernels.cpu, "instruction_set", lambda: None)
+    assert select("auto", device).name == "reference"
+    with pytest.raises(ConfigError, match="extension") as refusal:
+        select("cpu", device)
+    assert refusal.value.param == "attention"
 
 
 def test_auto_takes_triton_on_a_gpu() -> None:

@@ -1,0 +1,267 @@
+"""Measures the CPU kernels of this machine against its own limits and against the same engine on PyTorch's operations.
+
+    python benchmarks/cpu_kernels.py [--threads 2 --runs 9 --model smollm2 --only limits,dense,attention,step,engine]
+
+The limits (reading memory, multiplying bfloat16 in registers) are measured by the threads that run the kernels, in the
+same rounds as everything else. Forms of one subject run in turn, medians are printed, and outputs are compared before
+anything is timed. `step` is one decode step of the model without sampling; its GB/s count weights and K/V once.
+`engine` is the whole engine with scheduling and greedy sampling, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cli.door import available_cores, set_threads
+
+SECTIONS = ("limits", "dense", "attention", "step", "engine")
+ROWS = (1, 4, 8, 16, 64, 512)
+DECODES = ((1, 128), (1, 2048), (8, 384), (32, 384))
+PREFILLS = (128, 512, 2048)
+STREAMS = ((1, 32, 96), (8, 64, 48), (32, 32, 48))
+READ_BYTES = 256 << 20
+ROUNDS = 400_000
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
+    return parser.parse_args()
+
+
+def interleaved(forms: Sequence[Callable[[], object]], runs: int) -> list[float]:
+    """Median seconds of each form; they run in turn, once unmeasured."""
+    times: list[list[float]] = [[] for _ in forms]
+    for form in forms:
+        form()
+    for _ in range(runs):
+        for form, taken in zip(forms, times, strict=True):
+            begun = time.perf_counter()
+            form()
+            taken.append(time.perf_counter() - begun)
+    return [statistics.median(taken) for taken in times]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Forms that show the machine's limits: run beside each subject, so that both see the same machine."""
+
+    read: Callable[[], object]
+    multiply: Callable[[], object]
+    work: int
+
+    def shares(self, read: float, multiply: float) -> tuple[float, float]:
+        """(GB/s, GFLOP/s) of measured seconds."""
+        return READ_BYTES / read / 1e9, self.work / multiply / 1e9
+
+
+def machine_limits(ops) -> Limits:  # type: ignore[no-untyped-def]
+    import torch
+
+    kernels, data = ops._kernels, torch.ones(READ_BYTES, dtype=torch.uint8)
+    work = kernels.multiply(1) * ROUNDS
+    return Limits(lambda: kernels.read(data), lambda: kernels.multiply(ROUNDS), work)
+
+
+def report(title: str, limits: Limits, times: list[float], moved: float, work: float, unit: str = "") -> None:
+    """times: ours, the peer's or none, read, multiply."""
+    ours, *peer, read, multiply = times
+    gbs, gflops = limits.shares(read, multiply)
+    line = f"{title:34} {ours * 1e3:9.3f} ms"
+    line += f" {peer[0] / ours:6.2f} x reference" if peer else " " * 19
+    line += f" {moved / ours / 1e9:7.1f} GB/s ({100 * moved / ours / 1e9 / gbs:3.0f} % of {gbs:.0f})"
+    line += f" {work / ours / 1e9:7.0f} GFLOP/s ({100 * work / ours / 1e9 / gflops:3.0f} % of {gflops:.0f})"
+    print(line + unit, flush=True)
+
+
+def bench_dense(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
+    """The dense layers of SmolLM2-135M, enough copies of them to come from memory."""
+    import torch
+    import torch.nn.functional as F
+
+    for out, inputs in ((3072, 576), (576, 1536), (49152, 576)):
+        copies = max(1, (96 << 20) // (2 * out * inputs))
+        weights = [torch.randn(out, inputs).bfloat16() for _ in range(copies)]
+        packed = [ops.linear(weight) for weight in weights]
+        for rows in ROWS:
+            x = torch.randn(rows, inputs).bfloat16()
+            torch.testing.assert_close(packed[0](x), F.linear(x, weights[0]), atol=0.5, rtol=2e-2)
+            forms = [
+                lambda packed=packed, x=x: [layer(x) for layer in packed],
+                lambda weights=weights, x=x: [F.linear(x, weight) for weight in weights],
+                limits.read,
+                limits.multiply,
+            ]
+            times = interleaved(forms, max(3, runs // (1 + rows // 64)))
+            size = copies * out * inputs
+            report(f"dense {inputs} -> {out}, {rows} rows", limits, times, 2.0 * size, 2.0 * size * rows)
+
+
+def shuffled_plan(query_len: int, total_len: int, seqs: int):  # type: ignore[no-untyped-def]
+    """(plan, blocks in the pool) of equal sequences whose blocks lie in shuffled order."""
+    import torch
+
+    from kernels.plan import BatchPlan
+
+    per = -(-total_len // 16)
+    table = torch.randperm(seqs * per, generator=torch.Generator().manual_seed(0)).int().view(seqs, per)
+    positions = torch.arange(total_len - query_len, total_len).repeat(seqs)
+    rows = torch.arange(seqs).repeat_interleave(query_len)
+    slots = table[rows, positions // 16].long() * 16 + positions % 16
+    starts = torch.arange(seqs + 1, dtype=torch.int32) * query_len
+    total = torch.full((seqs,), total_len, dtype=torch.int32)
+    decodes = seqs if query_len == 1 else 0
+    lens = ((query_len,) * seqs, (total_len,) * seqs)
+    return BatchPlan(positions, slots, table, starts, total, *lens, decodes, 16), seqs * per
+
+
+def bench_attention(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
+    import torch
+
+    from kernels.reference import ReferenceOps
+
+    reference, heads, kv_heads, dim, layers = ReferenceOps(), 9, 3, 64, 6
+    for seqs, query_len, total_len in [(s, 1, n) for s, n in DECODES] + [(1, n, n) for n in PREFILLS]:
+        plan, blocks = shuffled_plan(query_len, total_len, seqs)
+        pool = torch.randn(blocks, layers, 2, kv_heads, 16, dim).bfloat16()
+        q = torch.randn(seqs * query_len, heads, dim).bfloat16()
+
+        def form(row, pool=pool, q=q, plan=plan):  # type: ignore[no-untyped-def]
+            return [row.paged_attention(q, pool[:, layer], plan, 0.125) for layer in range(layers)]
+
+        torch.testing.assert_close(form(ops)[0], form(reference)[0], atol=3e-2, rtol=3e-2)
+        forms = [lambda form=form: form(ops), lambda form=form: form(reference), limits.read, limits.multiply]
+        times = interleaved(forms, max(3, runs // (1 + query_len // 256)))
+        moved = 4.0 * layers * seqs * total_len * kv_heads * dim
+        pairs = query_len * (query_len + 1) / 2 + query_len * (total_len - query_len)
+        kind = f"decode {seqs} x {total_len}" if query_len == 1 else f"prefill {query_len}"
+        report(f"attention {kind}", limits, times, moved, 4.0 * layers * seqs * pairs * heads * dim)
+
+
+def bench_step(engines, ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
+    """One decode step and one prefill of the model, hidden states and logits."""
+    import torch
+
+    models = [engine.runner.model for engine in engines]
+    info, config = models[0].info, models[0].config
+    dense = config.hidden_size * (config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
+    weights = config.num_layers * (dense + config.q_size * config.hidden_size)
+    head = config.vocab_size * config.hidden_size
+    for seqs, query_len, total_len in [(s, 1, n) for s, n in DECODES] + [(1, n, n) for n in PREFILLS]:
+        plan, blocks = shuffled_plan(query_len, total_len, seqs)
+        pool = torch.randn(blocks, info.num_layers, 2, info.num_kv_heads, 16, info.head_dim).bfloat16()
+        tokens = torch.randint(0, info.vocab_size, (seqs * query_len,))
+        last = torch.arange(seqs) * query_len + query_len - 1
+
+        def form(model, pool=pool, tokens=tokens, plan=plan, last=last):  # type: ignore[no-untyped-def]
+            return model.logits(model.forward(tokens, pool, plan)[last])
+
+        forms = [lambda form=form, model=model: form(model) for model in models]
+        times = interleaved([*forms, limits.read, limits.multiply], max(3, runs // (1 + query_len // 256)))
+        pairs = query_len * (query_len + 1) / 2 + query_len * (total_len - query_len)
+        attention = 4.0 * info.num_layers * seqs * pairs * config.q_size
+        moved = 2.0 * (weights + head) + 4.0 * info.num_layers * seqs * total_len * config.kv_size
+        work = 2.0 * weights * seqs * query_len + 2.0 * head * seqs + attention
+        kind = f"step {seqs} x {total_len}" if query_len == 1 else f"prefill {query_len}"
+        report(kind, limits, times, moved, work, f" {seqs * query_len / times[0]:7.0f} tokens/s")
+
+
+def generate(engine, streams: int, prompt: int, output: int) -> float:  # type: ignore[no-untyped-def]
+    """Output tokens per second of the steps in which all streams decode."""
+    import random
+
+    from protocol.messages import Job
+    from protocol.sampling import SamplingParams
+
+    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    stamp = time.monotonic_ns()
+    for stream in range(streams):
+        tokens = tuple(random.Random(stamp + stream).choices(range(1000, 40000), k=prompt))
+        engine.add(Job(f"{stamp}-{stream}", 0, tokens, prompt, params, "bench"))
+    while any(request.uncomputed > 1 for request in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+        engine.events.clear()
+    begun, steps = time.perf_counter(), 0
+    while engine.has_work() and len(engine.scheduler.running) == streams:
+        engine.step()
+        engine.events.clear()
+        steps += 1
+    taken = time.perf_counter() - begun
+    assert steps, "a stream ended before the last one began"
+    while engine.has_work():
+        engine.step()
+    engine.events.clear()
+    return streams * steps / taken
+
+
+def bench_engine(engines, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
+    for streams, prompt, output in STREAMS:
+        speeds: list[list[float]] = [[] for _ in engines]
+        reads = []
+        for _ in range(max(3, runs // 3)):
+            for engine, found in zip(engines, speeds, strict=True):
+                found.append(generate(engine, streams, prompt, output))
+            reads.append(interleaved([limits.read], 1)[0])
+        ours, peer = (statistics.median(found) for found in speeds)
+        gbs = READ_BYTES / statistics.median(reads) / 1e9
+        print(
+            f"engine, {streams} streams at {prompt} + {output:4} {ours:9.0f} tokens/s {ours / peer:6.2f} x reference "
+            f"(read {gbs:.0f} GB/s)",
+            flush=True,
+        )
+
+
+def main() -> None:
+    options = parse()
+    set_threads(options.threads)
+    wanted = options.only.split(",")
+
+    import torch
+
+    from kernels.cpu import CpuOps, instruction_set
+    from node.assembly import assemble
+    from protocol.settings import WorkerSettings
+
+    if instruction_set() is None:
+        sys.exit("kvferry was installed without its CPU extension: install a C++ compiler, then the package again")
+    torch.set_num_threads(options.threads)
+    ops = CpuOps(options.threads)
+    limits = machine_limits(ops)
+    load = os.getloadavg()[0]
+    print(f"{ops.instruction_set}, {options.threads} threads, load {load:.1f} of {available_cores()} cores")
+    with torch.inference_mode():
+        if "limits" in wanted:
+            gbs, gflops = limits.shares(*interleaved([limits.read, limits.multiply], options.runs))
+            print(f"limits: read {gbs:.1f} GB/s, bfloat16 products {gflops:.0f} GFLOP/s")
+        if "dense" in wanted:
+            bench_dense(ops, limits, options.runs)
+        if "attention" in wanted:
+            bench_attention(ops, limits, options.runs)
+        if "step" in wanted or "engine" in wanted:
+            settings = [
+                WorkerSettings(
+                    model=options.model, dtype="bfloat16", threads=options.threads, attention=row, kv_cache_gib=0.5
+                )
+                for row in ("auto", "reference")
+            ]
+            engines = [assemble(each).engine for each in settings]
+            if "step" in wanted:
+                bench_step(engines, ops, limits, options.runs)
+            if "engine" in wanted:
+                bench_engine(engines, limits, options.runs)
+
+
+if __name__ == "__main__":
+    main()

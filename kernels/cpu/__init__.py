@@ -1,0 +1,12 @@
+"""The operations as C++ kernels, for CPUs: one build holds several instruction sets, the best that runs is chosen.
+
+Where the package was installed without a C++ compiler the extension is absent, `instruction_set()` is None and the
+reference serves.
+"""
+
+from __future__ import annotations
+
+from kernels.cpu.extension import instruction_set, instruction_sets
+from kernels.cpu.ops import CpuOps
+
+__all__ = ["CpuOps", "instruction_set", "instruction_sets"]

@@ -1,0 +1,95 @@
+"""The compiled extension (native/module.cpp). Tensors are on the CPU; ValueError where shapes, dtypes or layouts do not
+fit. Calls release the GIL; one call at a time per Kernels."""
+
+from torch import Tensor
+
+def instruction_sets() -> list[str]: ...
+
+class Packed:
+    """A weight [out, in] in bfloat16 and its bias, as panels (native/product.h)."""
+
+class Kernels:
+    """Kernels of one instruction set and the threads that run them."""
+
+    def __init__(self, instruction_set: str, threads: int) -> None: ...
+    @property
+    def instruction_set(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    def rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float
+    ) -> None: ...
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
+    def rope_and_cache(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        kv: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        out: Tensor,
+    ) -> None: ...
+    def decode(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        block_table: Tensor,
+        total_len: Tensor,
+        rows: int,
+        scale: float,
+        window: int,
+        out: Tensor,
+    ) -> None: ...
+    def prefill(
+        self, q: Tensor, kv: Tensor, blocks: Tensor, total_len: int, scale: float, window: int, out: Tensor
+    ) -> None: ...
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Packed: ...
+    def dense(self, packed: Packed, x: Tensor, out: Tensor) -> None: ...
+    def read(self, data: Tensor) -> None:
+        """Read the tensor once with all threads: the machine's memory limit."""
+    def multiply(self, rounds: int) -> int:
+        """Multiply in registers with all threads; the number of floating point operations done."""
+
+class Step:
+    """A decoder recorded for batches of single tokens."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        embedding: Tensor,
+        norm: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        scale: float,
+        max_rows: int,
+    ) -> None: ...
+    def add_layer(
+        self,
+        input_norm: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        post_norm: Tensor,
+        qkv: Packed,
+        o: Packed,
+        gate_up: Packed,
+        down: Packed,
+        rotated: bool,
+        window: int,
+    ) -> None: ...
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        block_table: Tensor,
+        total_len: Tensor,
+        kv: Tensor,
+        out: Tensor,
+    ) -> None: ...

@@ -1,0 +1,25 @@
+"""The door to the compiled extension, which may be absent."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+
+def extension() -> ModuleType | None:
+    try:
+        from kernels.cpu import _native
+    except ImportError:
+        return None
+    module: ModuleType = _native
+    return module
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Names of the compiled instruction sets that this processor runs, best first; empty without the extension."""
+    native = extension()
+    return tuple(native.instruction_sets()) if native is not None else ()
+
+
+def instruction_set() -> str | None:
+    """The one that `CpuOps` uses unless told otherwise; None without the extension."""
+    return next(iter(instruction_sets()), None)

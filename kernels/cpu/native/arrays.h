@@ -1,0 +1,74 @@
+// Tensors from Python: checked once here, plain pointers behind.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include "types.h"
+
+namespace kvferry {
+
+namespace nb = nanobind;
+using Array = nb::ndarray<nb::device::cpu>;
+using MaybeArray = std::optional<Array>;
+
+inline void require(bool holds, const char* what) {
+  if (!holds) throw nb::value_error(what);
+}
+
+inline bool is_bf16(const Array& a) {
+  return a.dtype().code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat) && a.dtype().bits == 16;
+}
+
+// 0: float32, 1: bfloat16, the index into the tables of kernels.
+inline int kind_of(const Array& a) {
+  if (is_bf16(a)) return 1;
+  require(a.dtype() == nb::dtype<float>(), "tensors must be float32 or bfloat16");
+  return 0;
+}
+
+// The last `inner` dimensions lie densely.
+inline bool dense_from(const Array& a, size_t first) {
+  int64_t step = 1;
+  for (size_t i = a.ndim(); i-- > first;) {
+    if (a.shape(i) != 1 && a.stride(i) != step) return false;
+    step *= static_cast<int64_t>(a.shape(i));
+  }
+  return true;
+}
+
+inline void* whole(const Array& a, int kind, size_t ndim) {
+  require(kind_of(a) == kind, "tensors must have one dtype");
+  require(a.ndim() == ndim, "a tensor has another number of dimensions than the operation takes");
+  require(dense_from(a, 0), "a tensor must be contiguous");
+  return a.data();
+}
+
+template <class T>
+const T* typed(const Array& a, size_t ndim) {
+  require(a.dtype() == nb::dtype<T>(), "an index or table has another dtype than the operation takes");
+  require(a.ndim() == ndim && dense_from(a, 0), "an index or table has another shape than the operation takes");
+  return static_cast<const T*>(a.data());
+}
+
+inline int64_t elements(const Array& a) { return static_cast<int64_t>(a.size()); }
+
+// [block, 2, kv_head, slot, dim]
+inline KVLayer kv_layer(const Array& a, int kind) {
+  require(kind_of(a) == kind && a.ndim() == 5 && dense_from(a, 3), "the cache has another layout than the operation takes");
+  return {a.data(),     a.stride(0), a.stride(1), a.stride(2), static_cast<int64_t>(a.shape(3)),
+          static_cast<int64_t>(a.shape(2)), static_cast<int64_t>(a.shape(4))};
+}
+
+inline Rope rope_of(const MaybeArray& cos, const MaybeArray& sin, int64_t dim) {
+  if (!cos || !sin) return {};
+  const int64_t half = static_cast<int64_t>(cos->shape(1));
+  require(2 * half <= dim, "the rotation is wider than a head");
+  return {typed<float>(*cos, 2), typed<float>(*sin, 2), half};
+}
+
+}  // namespace kvferry

@@ -1,0 +1,73 @@
+// What this machine can do at most, measured by the same threads as the kernels: reading memory, multiplying bfloat16.
+#pragma once
+
+#include "types.h"
+#include "vector.h"
+
+namespace kvferry {
+namespace {
+
+// Reads the member's share of `bytes` (a multiple of 4096 a member), and leaves something that depends on all of it.
+void run_read(void* argument, int member, int size, Barrier&) {
+  const ReadTask& t = *static_cast<ReadTask*>(argument);
+  const Share pages = share(t.bytes / 4096, member, size);
+  const char* at = static_cast<const char*>(t.data) + pages.begin * 4096;
+  const char* end = static_cast<const char*>(t.data) + pages.end * 4096;
+  Words sums[4] = {};
+  constexpr int kStep = sizeof(Words);
+  for (; at < end; at += 4 * kStep) {
+    __builtin_prefetch(at + 4096);
+    if constexpr (kStep == 64) {
+      __builtin_prefetch(at + 4096 + 64);
+      __builtin_prefetch(at + 4096 + 128);
+      __builtin_prefetch(at + 4096 + 192);
+    }
+    for (int i = 0; i < 4; ++i) sums[i] ^= load_as<Words>(at + i * kStep);
+  }
+  const Words all = sums[0] ^ sums[1] ^ sums[2] ^ sums[3];
+  asm volatile("" : : "m"(all));
+}
+
+#if defined(__AVX512F__)
+#define KVF_OPAQUE(value) asm volatile("" : "+v"(value))
+#elif defined(__x86_64__)
+#define KVF_OPAQUE(value) asm volatile("" : "+x"(value))
+#elif defined(__aarch64__)
+#define KVF_OPAQUE(value) asm volatile("" : "+w"(value))
+#else
+#define KVF_OPAQUE(value) asm volatile("" : "+m"(value))
+#endif
+
+constexpr int kChains = 12;
+
+// `rounds` times kChains multiplications and additions of whole vectors on every member, in registers.
+void run_multiply(void* argument, int, int, Barrier&) {
+  const MultiplyTask& t = *static_cast<MultiplyTask*>(argument);
+  Floats chains[kChains];
+  for (int i = 0; i < kChains; ++i) chains[i] = splat(static_cast<float>(i));
+#if defined(__AVX512BF16__)
+  __m512bh x = (__m512bh)_mm512_set1_epi16(0x3f80);
+#else
+  Floats x = splat(1.0f);
+#endif
+  for (int64_t round = 0; round < t.rounds; ++round) {
+    KVF_OPAQUE(x);
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; ++i)
+#if defined(__AVX512BF16__)
+      chains[i] = (Floats)_mm512_dpbf16_ps((__m512)chains[i], x, x);
+#else
+      chains[i] = chains[i] * x + x;
+#endif
+  }
+  for (int i = 0; i < kChains; ++i) asm volatile("" : : "m"(chains[i]));
+}
+
+#if defined(__AVX512BF16__)
+constexpr int64_t kRoundWork = int64_t{kChains} * kLanes * 4;
+#else
+constexpr int64_t kRoundWork = int64_t{kChains} * kLanes * 2;
+#endif
+
+}  // namespace
+}  // namespace kvferry

@@ -1,0 +1,142 @@
+// One decode step of a whole decoder: all layers of a batch of single tokens, in one run of the team. Five barriers a
+// layer; what is cheap (norms, the merge of attention) every thread does for itself instead of waiting for another.
+#pragma once
+
+#include "attention.h"
+#include "elementwise.h"
+#include "product.h"
+#include "rope.h"
+
+namespace kvferry {
+namespace {
+
+struct StepView {
+  const StepTask& task;
+  const StepModel& model;
+  const Batch& batch;
+  bf16* local;
+  int member, size;
+
+  int64_t q_size() const { return model.heads * model.dim; }
+  int64_t qkv_size() const { return (model.heads + 2 * model.kv_heads) * model.dim; }
+};
+
+KVF_INLINE void norm_rows(const StepView& s, const void* weight, bf16* out, Share rows) {
+  for (int64_t row = rows.begin; row < rows.end; ++row)
+    norm_row<bf16>(s.task.scratch.residual + row * s.model.hidden, nullptr, static_cast<const bf16*>(weight),
+                   out + row * s.model.hidden, nullptr, s.model.hidden, s.model.eps);
+}
+
+// One head of q or k: normed where the model has such a norm, rotated where the layer is.
+KVF_INLINE void prepare_head(const StepView& s, const StepLayer& layer, const bf16* x, const void* norm,
+                             int64_t position, bf16* out) {
+  bf16 normed[kMaxDim];
+  if (norm != nullptr) {
+    norm_row<bf16>(x, nullptr, static_cast<const bf16*>(norm), normed, nullptr, s.model.dim, s.model.eps);
+    x = normed;
+  }
+  if (layer.rotated)
+    rotate(x, s.model.rope, position, s.model.dim, out);
+  else
+    copy(out, x, s.model.dim);
+}
+
+constexpr int64_t kMaxGroup = 16;
+
+// The row's last chunk writes the new K and V; no other chunk reads them.
+KVF_INLINE void attend_step(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
+  const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads, step = partial_floats(dim);
+  visit_pieces(s.batch, s.model.kv_heads, layer.window, s.member, s.size, [&](const Piece& piece, const Span* after) {
+    const int64_t row = piece.row, head = piece.span.head, position = s.batch.positions[row];
+    const bf16* q = s.task.scratch.qkv + row * s.qkv_size() + head * group * dim;
+    const bf16* k = s.task.scratch.qkv + row * s.qkv_size() + s.q_size() + head * dim;
+    alignas(64) bf16 turned[kMaxGroup * kMaxDim];
+    for (int64_t h = 0; h < group; ++h)
+      prepare_head(s, layer, q + h * dim, layer.q_norm, position, turned + h * dim);
+    if (piece.last) {
+      const int64_t slot = s.batch.slots[row];
+      bf16* to = slot_of<bf16>(kv, slot / kv.block_size, slot % kv.block_size, head);
+      prepare_head(s, layer, k, layer.k_norm, position, to);
+      copy(to + kv.kv_step, k + s.model.kv_heads * dim, dim);
+    }
+    float* partial = partial_of(s.task.scratch.partial, row, head * group, s.model.heads, dim) + piece.chunk * step;
+    attend_any<bf16>(turned, group, kv, piece.span, after, s.model.scale, partial, kMaxChunks * step);
+  });
+}
+
+KVF_INLINE void merge_heads(const StepView& s, const StepLayer& layer) {
+  for (int64_t row = 0; row < s.batch.rows; ++row) {
+    const int64_t count = chunks_of(s.batch.total_len[row], layer.window).count;
+    for (int64_t head = 0; head < s.model.heads; ++head)
+      merge(partial_of(s.task.scratch.partial, row, head, s.model.heads, s.model.dim), count, s.model.dim,
+            s.local + row * s.q_size() + head * s.model.dim);
+  }
+}
+
+// residual += the dense layer of x, both rounded as if stored; each thread owns its columns.
+KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, const bf16* x) {
+  const Share panels = share(dense.panels(), s.member, s.size);
+  for (int64_t p = panels.begin; p < panels.end; ++p)
+    panel_product(x, dense.in, s.batch.rows, panel_of(dense, p), dense.pairs(), [&](int64_t row, const float* values) {
+      bf16* to = s.task.scratch.residual + row * s.model.hidden + p * kPanel;
+      for (int c = 0; c < kPanel; c += kLanes) {
+        const Floats value = rounded_to(biased(dense, p * kPanel + c, load(values + c)), to);
+        store(to + c, load(to + c) + value);
+      }
+    });
+}
+
+// act = silu(gate) * up: the thread that makes columns of the gate makes the same ones of up.
+KVF_INLINE void gated(const StepView& s, const Dense& dense, const bf16* x) {
+  const int64_t inner = s.model.inner, half = inner / kPanel;
+  const Share panels = share(half, s.member, s.size);
+  for (int64_t p = panels.begin; p < panels.end; ++p) {
+    bf16* act = s.task.scratch.act + p * kPanel;
+    panel_product(x, dense.in, s.batch.rows, panel_of(dense, p), dense.pairs(), [&](int64_t row, const float* values) {
+      for (int c = 0; c < kPanel; c += kLanes)
+        store(act + row * inner + c, biased(dense, p * kPanel + c, load(values + c)));
+    });
+    panel_product(x, dense.in, s.batch.rows, panel_of(dense, half + p), dense.pairs(),
+                  [&](int64_t row, const float* values) {
+                    for (int c = 0; c < kPanel; c += kLanes) {
+                      bf16* to = act + row * inner + c;
+                      const Floats up = rounded_to(biased(dense, inner + p * kPanel + c, load(values + c)), to);
+                      store(to, silu(load(to)) * up);
+                    }
+                  });
+  }
+}
+
+void run_step(void* argument, int member, int size, Barrier& barrier) {
+  const StepTask& t = *static_cast<StepTask*>(argument);
+  const StepModel& m = *t.model;
+  StepView s{t, m, t.batch, t.scratch.local + member * t.scratch.local_step, member, size};
+  const Share all{0, t.batch.rows}, own = share(t.batch.rows, member, size);
+  for (int64_t row = own.begin; row < own.end; ++row)
+    copy(t.scratch.residual + row * m.hidden, static_cast<const bf16*>(m.embedding) + t.tokens[row] * m.hidden,
+         m.hidden);
+  barrier.wait();
+  for (int64_t index = 0; index < m.num_layers; ++index) {
+    const StepLayer& layer = m.layers[index];
+    KVLayer kv = t.kv;
+    kv.data = static_cast<bf16*>(t.kv.data) + index * t.layer_step;
+    norm_rows(s, layer.input_norm, s.local, all);
+    dense_share(layer.qkv, s.local, m.hidden, t.batch.rows, t.scratch.qkv, s.qkv_size(),
+                share(layer.qkv.panels(), member, size));
+    barrier.wait();
+    attend_step(s, layer, kv);
+    barrier.wait();
+    merge_heads(s, layer);
+    dense_onto_residual(s, layer.o, s.local);
+    barrier.wait();
+    norm_rows(s, layer.post_norm, s.local, all);
+    gated(s, layer.gate_up, s.local);
+    barrier.wait();
+    dense_onto_residual(s, layer.down, t.scratch.act);
+    barrier.wait();
+  }
+  norm_rows(s, m.norm, static_cast<bf16*>(t.out), own);
+}
+
+}  // namespace
+}  // namespace kvferry

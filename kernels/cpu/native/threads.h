@@ -1,0 +1,68 @@
+// A team of threads that run one function together, and the barrier between the phases of that function.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace kvferry {
+
+// Waits spin for a few microseconds, then sleep: a thread that waits for one that lost its core must give up its own.
+class Signal {
+ public:
+  uint32_t value() const { return value_.load(std::memory_order_acquire); }
+  void advance();
+  void wait_beyond(uint32_t seen);
+
+ private:
+  alignas(64) std::atomic<uint32_t> value_{0};
+  alignas(64) std::atomic<int> sleepers_{0};
+  std::mutex mutex_;
+  std::condition_variable woken_;
+};
+
+class Barrier {
+ public:
+  explicit Barrier(int count) : count_(count) {}
+  void wait();
+
+ private:
+  const int count_;
+  alignas(64) std::atomic<int> arrived_{0};
+  Signal phase_;
+};
+
+// The caller of run() is member 0; the others sleep between runs. One run at a time.
+class Team {
+ public:
+  explicit Team(int size);
+  ~Team();
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  using Function = void (*)(void* argument, int member, int size, Barrier& barrier);
+  void run(Function function, void* argument);
+  int size() const { return size_; }
+
+ private:
+  void serve(int member);
+
+  const int size_;
+  Function function_ = nullptr;
+  void* argument_ = nullptr;
+  bool closing_ = false;
+  Signal start_;
+  Barrier barrier_;
+  std::vector<std::thread> threads_;
+};
+
+// Member's share of `count` items, in runs of neighbours; shares differ by at most one item.
+struct Share {
+  int64_t begin, end;
+};
+inline Share share(int64_t count, int member, int size) { return {count * member / size, count * (member + 1) / size}; }
+
+}  // namespace kvferry

@@ -1,0 +1,198 @@
+// What the kernels of every instruction set take: plain structs, so that one table of functions serves them all.
+#pragma once
+
+#include <cstdint>
+
+#include "threads.h"
+
+namespace kvferry {
+
+constexpr int kPanel = 32;  // outputs of one panel of a packed weight
+
+// A dense layer of `in` inputs (even) and `out` outputs. packed: see product.h. bias: float32, padded to whole panels.
+struct Dense {
+  const uint8_t* packed = nullptr;
+  const float* bias = nullptr;
+  int64_t in = 0, out = 0;
+  int64_t pairs() const { return in / 2; }
+  int64_t panels() const { return (out + kPanel - 1) / kPanel; }
+};
+
+// One layer of the pool, [block, 2, kv_head, slot, dim]; steps in elements; slots and dims are dense.
+struct KVLayer {
+  void* data;
+  int64_t block_step, kv_step, head_step;
+  int64_t block_size, heads, dim;
+};
+
+// Rows of one query token each, as kernels/plan.py describes them.
+struct Batch {
+  int64_t rows;
+  const int64_t* positions;
+  const int64_t* slots;
+  const int32_t* block_table;
+  int64_t table_step;
+  const int32_t* total_len;
+};
+
+// cos and sin [max_len, half]; null: no rotation.
+struct Rope {
+  const float* cos = nullptr;
+  const float* sin = nullptr;
+  int64_t half = 0;
+};
+
+// out = norm(x), or total = x + residual, out = norm(total). All [rows, dim] and dense but for x_step.
+struct NormTask {
+  const void *x, *residual, *weight;
+  void *out, *total;
+  int64_t rows, dim, x_step;
+  float eps;
+};
+
+// out [rows, dim] = silu(gate) * up of gate_up [rows, 2 * dim].
+struct SiluTask {
+  const void* gate_up;
+  void* out;
+  int64_t rows, dim;
+};
+
+// out [rows, heads, dim] = rotated q; K (rotated) and V go to the cache. Heads are dense, tokens `*_step` apart.
+struct RopeTask {
+  const void *q, *k, *v;
+  void* out;
+  int64_t q_step, k_step, v_step;
+  int64_t rows, heads;
+  const int64_t* positions;
+  const int64_t* slots;
+  Rope rope;
+  KVLayer kv;
+};
+
+// out [rows, heads, dim] = attention of q over the rows' cached positions. partial: see decode_floats().
+struct DecodeTask {
+  const void* q;
+  void* out;
+  float* partial;
+  int64_t heads;
+  float scale;
+  int64_t window;
+  Batch batch;
+  KVLayer kv;
+};
+
+// y [rows, out] = the dense layer of x [rows, in].
+struct DenseTask {
+  Dense dense;
+  const void* x;
+  void* y;
+  int64_t rows, x_step;
+};
+
+// A row's positions are attended to in chunks, so that threads can share a long sequence. How they are cut depends on
+// the row alone, and so does the result.
+constexpr int64_t kChunkStep = 16, kChunk = 64, kMaxChunks = 16;
+
+struct Chunks {
+  int64_t first, length, count;
+};
+
+inline Chunks chunks_of(int64_t total_len, int64_t window) {
+  const int64_t first = window > 0 && total_len > window ? total_len - window : 0, seen = total_len - first;
+  int64_t count = (seen + kChunk - 1) / kChunk;
+  count = count > kMaxChunks ? kMaxChunks : count;
+  const int64_t length = ((seen + count - 1) / count + kChunkStep - 1) / kChunkStep * kChunkStep;
+  return {first, length, (seen + length - 1) / length};
+}
+
+// Of one query head and chunk: the largest score, the sum of weights, then the weighted sum of V [dim].
+inline int64_t partial_floats(int64_t dim) { return 16 + dim; }
+inline int64_t decode_floats(int64_t rows, int64_t heads, int64_t dim) {
+  return rows * heads * kMaxChunks * partial_floats(dim);
+}
+
+// out [query_len, heads, dim] = causal attention of one sequence's query tokens, the last of its total_len positions.
+// packed: prefill_bytes(); memory: prefill_memory() of each thread, memory_step bytes apart.
+struct PrefillTask {
+  const void* q;
+  void* out;
+  uint8_t *packed, *memory;
+  int64_t memory_step, heads, query_len, total_len, window;
+  float scale;
+  const int32_t* table;
+  KVLayer kv;
+};
+
+constexpr int64_t kPrefillBlock = 128;  // positions
+constexpr int64_t kPrefillRows = 96;
+
+// Query rows of one tile: whole tokens under one K/V head.
+inline int64_t prefill_rows(int64_t group) { return group > kPrefillRows ? group : kPrefillRows / group * group; }
+
+// The first position of the first block that a token at `position`, and those after it, attend to.
+inline int64_t prefill_first(int64_t position, int64_t window) {
+  const int64_t first = window > 0 && position >= window ? position - window + 1 : 0;
+  return first / kPrefillBlock * kPrefillBlock;
+}
+
+inline int64_t prefill_bytes(const PrefillTask& t) {
+  const int64_t seen = t.total_len - prefill_first(t.total_len - t.query_len, t.window);
+  return (seen + kPanel) * t.kv.heads * t.kv.dim * 4;
+}
+
+inline int64_t prefill_memory(int64_t group, int64_t dim) {
+  return (prefill_rows(group) * (6 * kPrefillBlock + 6 * dim + 12) + 127) / 64 * 64;
+}
+
+struct StepLayer {
+  const void *input_norm, *post_norm, *q_norm, *k_norm;
+  Dense qkv, o, gate_up, down;
+  bool rotated;
+  int64_t window;
+};
+
+// A whole decoder, for rows of one token each.
+struct StepModel {
+  const void *embedding, *norm;
+  const StepLayer* layers;
+  int64_t num_layers, hidden, inner, heads, kv_heads, dim;
+  Rope rope;
+  float eps, scale;
+};
+
+// Buffers of a step for up to max_rows rows; locals: one of each thread, `local_step` elements apart.
+struct StepScratch {
+  uint16_t *residual, *qkv, *act, *local;
+  float* partial;
+  int64_t local_step;
+};
+
+// out [rows, hidden] = the hidden states of `tokens` after the final norm. layer_step: elements between layers of kv.
+struct StepTask {
+  const StepModel* model;
+  StepScratch scratch;
+  Batch batch;
+  const int64_t* tokens;
+  KVLayer kv;
+  int64_t layer_step;
+  void* out;
+};
+
+struct ReadTask {
+  const void* data;
+  int64_t bytes;
+};
+
+struct MultiplyTask {
+  int64_t rounds;
+};
+
+struct Kernels {
+  const char* name;
+  Team::Function rms_norm[2], silu_mul[2], rope_and_cache[2], decode[2];  // float32, bfloat16
+  Team::Function dense, prefill, step;                                    // bfloat16
+  Team::Function read, multiply;                                          // the machine's limits
+  int64_t round_work;  // floating point operations of one round of multiply on one thread
+};
+
+}  // namespace kvferry

@@ -1,0 +1,170 @@
+// Float vectors of the width this translation unit is compiled for, bfloat16 in and out, sums and exponentials.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define KVF_INLINE inline __attribute__((always_inline))
+
+namespace kvferry {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+using bf16 = uint16_t;
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+
+template <class V>
+KVF_INLINE V load_as(const void* from) {
+  V value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+KVF_INLINE Floats splat(float value) { return value - Floats{}; }
+
+KVF_INLINE float widen(bf16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
+}
+
+// Rounds to nearest even; every NaN becomes the quiet one.
+KVF_INLINE bf16 narrow(float value) {
+  if (value != value) return 0x7fc0;
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+KVF_INLINE Floats load(const float* from) { return load_as<Floats>(from); }
+
+// GCC splits a generic conversion of 16 lanes in halves, so the wide sets name the instruction.
+KVF_INLINE Floats load(const bf16* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+#else
+  return reinterpret_cast<Floats>(__builtin_convertvector(load_as<Halves>(from), Words) << 16);
+#endif
+}
+
+KVF_INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+KVF_INLINE void store(bf16* to, Floats value) {
+#if defined(__AVX512BF16__)
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
+  std::memcpy(to, &rounded, sizeof rounded);
+#else
+  const Words bits = reinterpret_cast<Words>(value);
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Words whole = value == value ? rounded : Words{} + 0x7fc0;
+#if defined(__AVX512F__)
+  const __m256i out = _mm512_cvtepi32_epi16((__m512i)whole);
+#else
+  const Halves out = __builtin_convertvector(whole, Halves);
+#endif
+  std::memcpy(to, &out, sizeof out);
+#endif
+}
+
+KVF_INLINE float load_one(const float* from) { return *from; }
+KVF_INLINE float load_one(const bf16* from) { return widen(*from); }
+KVF_INLINE void store_one(float* to, float value) { *to = value; }
+KVF_INLINE void store_one(bf16* to, float value) { *to = narrow(value); }
+
+// The value as it is once stored in T.
+KVF_INLINE Floats rounded_to(Floats value, const float*) { return value; }
+KVF_INLINE Floats rounded_to(Floats value, const bf16*) {
+  bf16 stored[kLanes];
+  store(stored, value);
+  return load(stored);
+}
+
+KVF_INLINE float sum(Floats value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)value);
+#else
+  float lanes[kLanes];
+  store(lanes, value);
+  for (int step = kLanes / 2; step > 0; step /= 2)
+    for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
+  return lanes[0];
+#endif
+}
+
+KVF_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+KVF_INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+
+KVF_INLINE float largest(Floats value) {
+  float lanes[kLanes];
+  store(lanes, value);
+  float out = lanes[0];
+  for (int i = 1; i < kLanes; ++i) out = lanes[i] > out ? lanes[i] : out;
+  return out;
+}
+
+// One step of the transposing sum: lanes whose index has bit `Step` clear come from a, the others from b, each being
+// the sum of the two lanes of its vector that differ in that bit.
+template <int Step, size_t... Lane>
+KVF_INLINE Floats fold(Floats a, Floats b, std::index_sequence<Lane...>) {
+  const Floats low = __builtin_shufflevector(a, b, ((Lane & Step) ? kLanes + (Lane & ~Step) : Lane)...);
+  const Floats high = __builtin_shufflevector(a, b, ((Lane & Step) ? kLanes + Lane : (Lane | Step))...);
+  return low + high;
+}
+
+template <int Step>
+KVF_INLINE void fold_all(Floats* values) {
+  for (int i = 0; i < Step; ++i)
+    values[i] = fold<Step>(values[i], values[i + Step], std::make_index_sequence<kLanes>());
+  if constexpr (Step > 1) fold_all<Step / 2>(values);
+}
+
+// Lane i of the result is the sum of values[i]; values [kLanes] is overwritten.
+KVF_INLINE Floats sums(Floats* values) {
+  fold_all<kLanes / 2>(values);
+  return values[0];
+}
+
+// e^x within 2 units in the last place (range reduction by ln 2 in two parts, polynomial of Cephes' expf);
+// 0 far below, the largest power far above.
+KVF_INLINE Floats exponential(Floats x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  const Floats bounded = smaller(larger(x, splat(-87.0f)), splat(88.0f));
+  const Floats shifted = bounded * 1.44269504088896341f + kRound;
+  const Floats n = shifted - kRound;
+  const Floats r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
+  Floats p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const Ints exponent = (reinterpret_cast<Ints>(shifted) - 0x4b400000 + 127) << 23;
+  const Floats value = p * reinterpret_cast<Floats>(exponent);
+  return x < splat(-87.0f) ? Floats{} : value;
+}
+
+// x / (1 + e^-x)
+KVF_INLINE Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
+
+}  // namespace
+}  // namespace kvferry

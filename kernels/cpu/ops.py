@@ -1,0 +1,139 @@
+"""The row `cpu` of the operations table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kernels.cpu.dense import PackedLinear, packable
+from kernels.cpu.extension import extension, instruction_set
+from kernels.cpu.step import CpuStep, record
+from kernels.ops import TorchLinear
+from kernels.plan import BatchPlan
+from kernels.reference import ReferenceOps
+from kernels.step import DecoderForm, Linear
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_UNIT = 16
+_PREFILL_UNIT = 32
+_MAX_HEAD_DIM = 512
+
+
+class CpuOps:
+    """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for attention with head dims that
+    are not multiples of 16, and for prefill attention in float32 or with head dims that are not multiples of 32. Owns
+    a team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best instruction set.
+    Raises RuntimeError without the extension, ValueError for a set that this processor does not run."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None, name: str | None = None) -> None:
+        native = extension()
+        if native is None:
+            raise RuntimeError("kvferry was installed without its CPU extension")
+        self._step_type = native.Step
+        self._kernels = native.Kernels(name or instruction_set(), threads or torch.get_num_threads())
+        self._reference = ReferenceOps()
+        self._prefills: tuple[BatchPlan, BatchPlan] | None = None
+
+    @property
+    def instruction_set(self) -> str:
+        found: str = self._kernels.instruction_set
+        return found
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        if packable(weight):
+            return PackedLinear(self._kernels, weight, bias)
+        return TorchLinear(weight, bias)
+
+    def record(self, form: DecoderForm) -> CpuStep | None:
+        return record(self._step_type, self._kernels, form)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.dtype not in _DTYPES:
+            return self._reference.rms_norm(x, weight, eps)
+        x = x if x.dim() == 2 and x.stride(-1) == 1 else x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._kernels.rms_norm(x, None, weight, out, None, eps)
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if x.dtype not in _DTYPES:
+            return self._reference.add_rms_norm(x, residual, weight, eps)
+        x = x.contiguous()
+        out, total = torch.empty_like(x), torch.empty_like(x)
+        self._kernels.rms_norm(x, residual.contiguous(), weight, out, total, eps)
+        return out, total
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if gate_up.dtype not in _DTYPES:
+            return self._reference.silu_mul(gate_up)
+        out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype)
+        self._kernels.silu_mul(gate_up, out)
+        return out
+
+    def rope_and_cache(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        kv_layer: torch.Tensor,
+        plan: BatchPlan,
+    ) -> torch.Tensor:
+        if q.dtype not in _DTYPES:
+            return self._reference.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
+        q, k, v = (part if part.stride()[1:] == (part.shape[2], 1) else part.contiguous() for part in (q, k, v))
+        out = torch.empty(q.shape, dtype=q.dtype)
+        self._kernels.rope_and_cache(q, k, v, cos, sin, kv_layer, plan.positions, plan.slots, out)
+        return out
+
+    def paged_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, window: int = 0
+    ) -> torch.Tensor:
+        dim, decodes = q.shape[2], plan.num_decodes
+        if q.dtype not in _DTYPES or dim % _UNIT or dim > _MAX_HEAD_DIM:
+            return self._reference.paged_attention(q, kv_layer, plan, scale, window)
+        q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype)
+        if decodes:
+            self._kernels.decode(q, kv_layer, plan.block_table, plan.total_len, decodes, scale, window, out)
+        if decodes == plan.num_seqs:
+            return out
+        if q.dtype == torch.bfloat16 and dim % _PREFILL_UNIT == 0:
+            self._prefill(q, kv_layer, plan, scale, window, out)
+        else:
+            rest = self._prefill_part(plan)
+            out[decodes:] = self._reference.paged_attention(q[decodes:], kv_layer, rest, scale, window)
+        return out
+
+    def _prefill(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, window: int, out: torch.Tensor
+    ) -> None:
+        start = plan.num_decodes
+        for seq in range(plan.num_decodes, plan.num_seqs):
+            end = start + plan.query_lens[seq]
+            blocks, total_len = plan.block_table[seq], plan.total_lens[seq]
+            self._kernels.prefill(q[start:end], kv_layer, blocks, total_len, scale, window, out[start:end])
+            start = end
+
+    def _prefill_part(self, plan: BatchPlan) -> BatchPlan:
+        """The plan without its decodes, made once per batch."""
+        if self._prefills is None or self._prefills[0] is not plan:
+            count = plan.num_decodes
+            rest = replace(
+                plan,
+                positions=plan.positions[count:],
+                slots=plan.slots[count:],
+                block_table=plan.block_table[count:],
+                query_start=plan.query_start[count:] - count,
+                total_len=plan.total_len[count:],
+                query_lens=plan.query_lens[count:],
+                total_lens=plan.total_lens[count:],
+                num_decodes=0,
+            )
+            self._prefills = (plan, rest)
+        return self._prefills[1]

@@ -1,0 +1,82 @@
+"""A decoder's decode step recorded once and replayed by the extension: see native/step.h."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.cpu.dense import PackedLinear
+from kernels.plan import BatchPlan
+from kernels.step import DecoderForm, LayerForm
+
+if TYPE_CHECKING:
+    from kernels.cpu._native import Kernels, Packed, Step
+
+MAX_ROWS = 128
+"""Rows of a recorded step; larger batches of decodes run layer by layer."""
+_UNIT = 32
+_MAX_HEAD_DIM = 512
+_MAX_GROUP = 16
+
+
+class CpuStep:
+    """A `kernels.step.Step` for batches of up to `MAX_ROWS` decodes in bfloat16."""
+
+    def __init__(self, native: Step, form: DecoderForm):
+        self._native = native
+        self._layers, self._kv_heads, self._head_dim = len(form.layers), form.kv_heads, form.head_dim
+        self._hidden = form.embedding.shape[1]
+
+    def takes(self, plan: BatchPlan, kv: torch.Tensor) -> bool:
+        shape = (self._layers, 2, self._kv_heads, plan.block_size, self._head_dim)
+        decodes = plan.num_tokens == plan.num_seqs <= MAX_ROWS
+        return decodes and kv.dtype == torch.bfloat16 and kv.shape[1:] == shape and kv.is_contiguous()
+
+    def __call__(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        out = torch.empty(len(token_ids), self._hidden, dtype=torch.bfloat16)
+        self._native.run(token_ids, plan.positions, plan.slots, plan.block_table, plan.total_len, kv, out)
+        return out
+
+
+def record(step_type: type[Step], kernels: Kernels, form: DecoderForm) -> CpuStep | None:
+    """The recorded step; None for a form that the extension does not replay."""
+    packed = [_packed_parts(layer) for layer in form.layers]
+    if None in packed:
+        return None
+    hidden, group = form.embedding.shape[1], form.heads // form.kv_heads
+    if form.head_dim % _UNIT or form.head_dim > _MAX_HEAD_DIM or group > _MAX_GROUP or hidden % _UNIT:
+        return None
+    native = step_type(
+        kernels,
+        form.embedding,
+        form.norm,
+        form.cos,
+        form.sin,
+        form.heads,
+        form.kv_heads,
+        form.head_dim,
+        form.eps,
+        form.scale,
+        MAX_ROWS,
+    )
+    for layer, parts in zip(form.layers, packed, strict=True):
+        if parts is None:
+            return None
+        native.add_layer(
+            layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm, *parts, layer.rotated, layer.window
+        )
+    return CpuStep(native, form)
+
+
+def _packed_parts(layer: LayerForm) -> tuple[Packed, Packed, Packed, Packed] | None:
+    """qkv, o, gate_up and down, if all are packed and the MLP's width is a whole number of panels."""
+    qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
+    if not (
+        isinstance(qkv, PackedLinear)
+        and isinstance(o, PackedLinear)
+        and isinstance(gate_up, PackedLinear)
+        and isinstance(down, PackedLinear)
+    ):
+        return None
+    return None if down.in_features % _UNIT else (qkv.packed, o.packed, gate_up.packed, down.packed)

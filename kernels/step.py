@@ -1,0 +1,58 @@
+"""What a decoder is made of, told to a row of the operations table so that it may replay whole decode steps itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels.plan import BatchPlan
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""y = x @ weight.T + bias for x [n, in], in x's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """One layer; qkv and gate_up are fused in that order of outputs. q_norm, k_norm [head_dim]: a norm of each head
+    before the rotation, or None. rotated: it applies the rotary embedding; window: its sliding window, 0 for none."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    rotated: bool
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderForm:
+    """A decoder of pre-norm layers with gated MLPs. embedding [vocab, hidden]; cos, sin: see Ops.rope_and_cache."""
+
+    embedding: torch.Tensor
+    layers: tuple[LayerForm, ...]
+    norm: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+
+
+class Step(Protocol):
+    """A decoder recorded once. Not thread-safe."""
+
+    def takes(self, plan: BatchPlan, kv: torch.Tensor) -> bool:
+        """Whether it runs batches like this one over the pool `kv` [block, layer, 2, kv_head, slot, dim]."""
+
+    def __call__(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """Hidden states [T, hidden] after the final norm; writes K/V. Equal to the layers run one by one through the
+        table's operations."""

@@ -1,0 +1,156 @@
+"""The recorded decode step against the same decoder run layer by layer, and against the reference."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_batch import make_plan
+
+from engine.models.base import ModelInfo
+from engine.models.config import DecoderConfig, RopeConfig
+from engine.models.decoder import Decoder, ParameterLoader
+from engine.models.rope import rope_tables
+from kernels.cpu import CpuOps, instruction_sets
+from kernels.cpu.step import MAX_ROWS
+from kernels.ops import Ops
+from kernels.plan import BatchPlan
+from kernels.reference import ReferenceOps
+from kernels.step import DecoderForm
+
+SETS = instruction_sets()
+pytestmark = pytest.mark.skipif(not SETS, reason="installed without the CPU extension")
+
+CPU = torch.device("cpu")
+LAYERS = 3
+PLAIN = DecoderConfig(
+    model_type="llama",
+    vocab_size=97,
+    hidden_size=96,
+    intermediate_size=160,
+    num_layers=LAYERS,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=32,
+    rms_norm_eps=1e-5,
+    tie_embeddings=True,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    rope=RopeConfig(theta=10000.0, dim=32, original_max_len=512),
+    rotated=(True,) * LAYERS,
+    windows=(0,) * LAYERS,
+)
+FORMS = {
+    "plain": PLAIN,
+    "biased": replace(PLAIN, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "head norms, wide heads": replace(
+        PLAIN, qk_norm=True, head_dim=64, rope=RopeConfig(theta=10000.0, dim=64, original_max_len=512)
+    ),
+    "windows, some not rotated": replace(PLAIN, rotated=(True, False, True), windows=(0, 20, 7)),
+    "half rotated": replace(PLAIN, rope=RopeConfig(theta=10000.0, dim=16, original_max_len=512)),
+}
+
+
+class NamedNoise:
+    """Weights that depend on their names alone."""
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        spread = 1.0 if "embed" in name else out.shape[-1] ** -0.5
+        noise = torch.randn(out.shape, generator=generator) * spread
+        out.copy_(noise + 0.8 if "norm" in name else noise)
+
+
+class Layered(CpuOps):
+    def record(self, form: DecoderForm) -> None:
+        return None
+
+
+def decoder(config: DecoderConfig, ops: Ops, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    info = ModelInfo("noise", "1", config.num_layers, config.num_kv_heads, config.head_dim, config.vocab_size, 512)
+    parameters = ParameterLoader(config, NamedNoise(), CPU, dtype, ops).load()
+    return Decoder(config, info, parameters, rope_tables(config.rope, 512, CPU), ops)
+
+
+def batch(config: DecoderConfig, total_lens: list[int]) -> tuple[BatchPlan, torch.Tensor, torch.Tensor]:
+    plan, blocks = make_plan([1] * len(total_lens), total_lens, len(total_lens))
+    random = torch.Generator().manual_seed(len(total_lens))
+    kv = torch.randn(blocks, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim, generator=random)
+    tokens = torch.randint(0, config.vocab_size, (len(total_lens),), generator=random)
+    return plan, kv.bfloat16(), tokens
+
+
+@torch.inference_mode()
+def run(model: Decoder, plan: BatchPlan, kv: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(hidden states, the pool afterwards)."""
+    pool = kv.clone()
+    return model.forward(tokens, pool, plan), pool
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_the_layers_one_by_one(name: str, form: str) -> None:
+    config = FORMS[form]
+    recorded, layered = decoder(config, CpuOps(2, name)), decoder(config, Layered(2, name))
+    assert recorded._step is not None
+    assert layered._step is None
+    for total_lens in ([1], [65], [300, 1, 16, 17], list(range(3, 29))):
+        plan, kv, tokens = batch(config, total_lens)
+        assert recorded._step.takes(plan, kv)
+        expected, pool = run(layered, plan, kv, tokens)
+        got, written = run(recorded, plan, kv, tokens)
+        assert torch.equal(got, expected)
+        assert torch.equal(written, pool)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_is_near_the_reference_in_float32(form: str) -> None:
+    config = FORMS[form]
+    plan, kv, tokens = batch(config, [40, 3, 150])
+    got = run(decoder(config, CpuOps(2)), plan, kv, tokens)[0].float()
+    expected = run(decoder(config, ReferenceOps(), torch.float32), plan, kv.float(), tokens)[0]
+    assert torch.corrcoef(torch.stack((got.flatten(), expected.flatten())))[0, 1] > 0.9995
+    rounded = run(decoder(config, ReferenceOps()), plan, kv, tokens)[0].float()
+    assert (got - expected).norm() < 1.3 * (rounded - expected).norm()
+
+
+def test_a_row_does_not_depend_on_its_batch_or_on_the_threads() -> None:
+    plan, kv, tokens = batch(PLAIN, [33, 150, 90])
+    whole = run(decoder(PLAIN, CpuOps(1)), plan, kv, tokens)[0]
+    for threads in (2, 3, 7):
+        assert torch.equal(run(decoder(PLAIN, CpuOps(threads)), plan, kv, tokens)[0], whole)
+    first = replace(
+        plan,
+        positions=plan.positions[:1],
+        slots=plan.slots[:1],
+        block_table=plan.block_table[:1],
+        total_len=plan.total_len[:1],
+        query_lens=(1,),
+        total_lens=plan.total_lens[:1],
+        num_decodes=1,
+    )
+    assert torch.equal(run(decoder(PLAIN, CpuOps(2)), first, kv, tokens[:1])[0], whole[:1])
+
+
+def test_what_is_not_recorded_runs_layer_by_layer() -> None:
+    model = decoder(PLAIN, CpuOps(2))
+    assert model._step is not None
+    plan, kv, _ = batch(PLAIN, [5, 9])
+    chunk, _ = make_plan([1, 3], [5, 9], 1)
+    assert not model._step.takes(chunk, kv)
+    assert not model._step.takes(batch(PLAIN, [5] * (MAX_ROWS + 1))[0], kv)
+    assert not model._step.takes(plan, kv.float())
+    assert not model._step.takes(plan, kv[:, :2])
+    assert decoder(PLAIN, CpuOps(2), torch.float32)._step is None
+    odd = replace(PLAIN, head_dim=16, rope=RopeConfig(theta=10000.0, dim=16, original_max_len=512))
+    assert decoder(odd, CpuOps(2))._step is None
+
+
+def test_a_token_outside_the_vocabulary_is_refused() -> None:
+    plan, kv, _ = batch(PLAIN, [5])
+    with pytest.raises(ValueError, match="vocabulary"):
+        run(decoder(PLAIN, CpuOps(1)), plan, kv, torch.tensor([97]))
