@@ -89,7 +89,7 @@ class WorkerSettings(CommonSettings):
         0, "prompt tokens a step may compute beside running streams; 0: 64 on a CPU, 2048 on a GPU", least=0
     )
     enable_prefix_caching: bool = setting(True, "reuse the blocks of equal prefixes")
-    attention: str = setting("auto", "attention kernels", choices=("auto", "reference", "triton"))
+    attention: str = setting("auto", "attention kernels", choices=("auto", "reference", "cpu", "triton"))
     model_impl: str = setting(
         "auto", "decoder; auto: our own where the family is known", choices=("auto", "kvferry", "transformers")
     )
