@@ -5,7 +5,7 @@
 namespace kvferry {
 namespace {
 
-constexpr std::chrono::microseconds kSpin{30};
+constexpr int kLongestSpin = 32000, kShortestSpin = 500;  // nanoseconds
 
 inline void relax() {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -26,13 +26,18 @@ void Signal::advance() {
 }
 
 void Signal::wait_beyond(uint32_t seen) {
-  const auto begun = std::chrono::steady_clock::now();
+  const int budget = spin_.load(std::memory_order_relaxed);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(budget);
   do {
-    for (int i = 0; i < 16; ++i) {
-      if (value() != seen) return;
+    for (int i = 0; i < 8; ++i) {
+      if (value() != seen) {
+        if (budget < kLongestSpin) spin_.store(budget * 2, std::memory_order_relaxed);
+        return;
+      }
       relax();
     }
-  } while (std::chrono::steady_clock::now() - begun < kSpin);
+  } while (std::chrono::steady_clock::now() < end);
+  spin_.store(budget / 4 < kShortestSpin ? kShortestSpin : budget / 4, std::memory_order_relaxed);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   {
     std::unique_lock<std::mutex> lock(mutex_);

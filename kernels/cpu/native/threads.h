@@ -10,7 +10,8 @@
 
 namespace kvferry {
 
-// Waits spin for a few microseconds, then sleep: a thread that waits for one that lost its core must give up its own.
+// Waits spin for some microseconds, then sleep: a thread that waits for one that lost its core must give up its own. A
+// spin that was in vain makes the next one shorter, one that was not makes it longer.
 class Signal {
  public:
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
@@ -20,6 +21,7 @@ class Signal {
  private:
   alignas(64) std::atomic<uint32_t> value_{0};
   alignas(64) std::atomic<int> sleepers_{0};
+  std::atomic<int> spin_{16000};
   std::mutex mutex_;
   std::condition_variable woken_;
 };
