@@ -259,7 +259,7 @@ void run_decode(void* argument, int member, int size, Barrier& barrier) {
     attend_any(static_cast<const T*>(t.q) + (piece.row * t.heads + head) * dim, group, t.kv, piece.span, after, t.scale,
                partial_of(t.partial, piece.row, head, t.heads, dim) + piece.chunk * step, kMaxChunks * step);
   });
-  barrier.wait();
+  barrier.wait(member);
   const Share rows = share(t.batch.rows * t.heads, member, size);
   for (int64_t i = rows.begin; i < rows.end; ++i)
     merge(t.partial + i * kMaxChunks * step, chunks_of(t.batch.total_len[i / t.heads], t.window).count, dim,

@@ -144,7 +144,7 @@ void run_prefill(void* argument, int member, int size, Barrier& barrier) {
   const int64_t panels = packed.positions / kPanel;
   const Share own = share(t.kv.heads * panels, member, size);
   for (int64_t i = own.begin; i < own.end; ++i) packed.pack(i / panels, packed.first + i % panels * kPanel);
-  barrier.wait();
+  barrier.wait(member);
   const int64_t tokens = prefill_rows(t.heads / t.kv.heads) / (t.heads / t.kv.heads);
   const int64_t tiles = (t.query_len + tokens - 1) / tokens, computed = t.total_len - t.query_len;
   int64_t all = 0, done = 0;

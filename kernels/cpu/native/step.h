@@ -115,7 +115,7 @@ void run_step(void* argument, int member, int size, Barrier& barrier) {
   for (int64_t row = own.begin; row < own.end; ++row)
     copy(t.scratch.residual + row * m.hidden, static_cast<const bf16*>(m.embedding) + t.tokens[row] * m.hidden,
          m.hidden);
-  barrier.wait();
+  barrier.wait(member);
   for (int64_t index = 0; index < m.num_layers; ++index) {
     const StepLayer& layer = m.layers[index];
     KVLayer kv = t.kv;
@@ -123,17 +123,17 @@ void run_step(void* argument, int member, int size, Barrier& barrier) {
     norm_rows(s, layer.input_norm, s.local, all);
     dense_share(layer.qkv, s.local, m.hidden, t.batch.rows, t.scratch.qkv, s.qkv_size(),
                 share(layer.qkv.panels(), member, size));
-    barrier.wait();
+    barrier.wait(member);
     attend_step(s, layer, kv);
-    barrier.wait();
+    barrier.wait(member);
     merge_heads(s, layer);
     dense_onto_residual(s, layer.o, s.local);
-    barrier.wait();
+    barrier.wait(member);
     norm_rows(s, layer.post_norm, s.local, all);
     gated(s, layer.gate_up, s.local);
-    barrier.wait();
+    barrier.wait(member);
     dense_onto_residual(s, layer.down, t.scratch.act);
-    barrier.wait();
+    barrier.wait(member);
   }
   norm_rows(s, m.norm, static_cast<bf16*>(t.out), own);
 }

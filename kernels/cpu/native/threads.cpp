@@ -2,10 +2,25 @@
 
 #include <chrono>
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 namespace kvferry {
 namespace {
 
-constexpr std::chrono::microseconds kSpin{30};
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSpin = 30000;                       // nanoseconds
+constexpr std::chrono::microseconds kPause{100};  // runs that follow each other more slowly are not worth spinning for
+
+int current_core() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
 
 inline void relax() {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -25,14 +40,16 @@ void Signal::advance() {
   }
 }
 
-void Signal::wait_beyond(uint32_t seen) {
-  const auto begun = std::chrono::steady_clock::now();
-  do {
-    for (int i = 0; i < 16; ++i) {
-      if (value() != seen) return;
-      relax();
-    }
-  } while (std::chrono::steady_clock::now() - begun < kSpin);
+void Signal::wait_beyond(uint32_t seen, int spin) {
+  if (spin > 0) {
+    const auto end = Clock::now() + std::chrono::nanoseconds(spin);
+    do {
+      for (int i = 0; i < 8; ++i) {
+        if (value() != seen) return;
+        relax();
+      }
+    } while (Clock::now() < end);
+  }
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -41,14 +58,23 @@ void Signal::wait_beyond(uint32_t seen) {
   sleepers_.fetch_sub(1, std::memory_order_seq_cst);
 }
 
-void Barrier::wait() {
+bool Barrier::shares_core(int member) const {
+  const int core = seats_[member].core.load(std::memory_order_relaxed);
+  for (int other = 0; other < count_; ++other)
+    if (other != member && core >= 0 && seats_[other].core.load(std::memory_order_relaxed) == core) return true;
+  return false;
+}
+
+void Barrier::wait(int member) {
   if (count_ == 1) return;
+  seats_[member].core.store(current_core(), std::memory_order_relaxed);
   const uint32_t seen = phase_.value();
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
     arrived_.store(0, std::memory_order_relaxed);
     phase_.advance();
   } else {
-    phase_.wait_beyond(seen);
+    phase_.wait_beyond(seen, shares_core(member) ? 0 : kSpin);
+    seats_[member].core.store(current_core(), std::memory_order_relaxed);
   }
 }
 
@@ -67,17 +93,20 @@ void Team::run(Function function, void* argument) {
   argument_ = argument;
   start_.advance();
   function(argument, 0, size_, barrier_);
-  barrier_.wait();
+  barrier_.wait(0);
 }
 
 void Team::serve(int member) {
   uint32_t seen = 0;
+  bool busy = true;
   while (true) {
-    start_.wait_beyond(seen);
+    const auto begun = Clock::now();
+    start_.wait_beyond(seen, busy ? kSpin : 0);
+    busy = Clock::now() - begun < kPause;
     ++seen;
     if (closing_) return;
     function_(argument_, member, size_, barrier_);
-    barrier_.wait();
+    barrier_.wait(member);
   }
 }
 

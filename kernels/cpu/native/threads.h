@@ -10,12 +10,12 @@
 
 namespace kvferry {
 
-// Waits spin for a few microseconds, then sleep: a thread that waits for one that lost its core must give up its own.
+// A counter that threads wait on: they spin for some nanoseconds, then sleep.
 class Signal {
  public:
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
   void advance();
-  void wait_beyond(uint32_t seen);
+  void wait_beyond(uint32_t seen, int spin);
 
  private:
   alignas(64) std::atomic<uint32_t> value_{0};
@@ -24,13 +24,21 @@ class Signal {
   std::condition_variable woken_;
 };
 
+// Members wait for each other by spinning, for what they wait for takes microseconds, but not for a member that was last
+// seen on their own core: that one runs only once they sleep.
 class Barrier {
  public:
-  explicit Barrier(int count) : count_(count) {}
-  void wait();
+  explicit Barrier(int count) : count_(count), seats_(count) {}
+  void wait(int member);
 
  private:
+  struct alignas(64) Seat {
+    std::atomic<int> core{-1};
+  };
+  bool shares_core(int member) const;
+
   const int count_;
+  std::vector<Seat> seats_;
   alignas(64) std::atomic<int> arrived_{0};
   Signal phase_;
 };
