@@ -67,9 +67,24 @@ class LocalCluster:
         return [lease.http_url for lease in self.leases() if lease.role == role]
 
     def settle(self, seconds: float = 10.0) -> None:
-        """Wait until every pool's books balance with nothing active or granted; fails with the books otherwise."""
-        urls = [url for role in ("prefill", "decode") for url in self.worker_urls(role)]
-        wait_for(lambda: all(idle(scrape(url)) for url in urls), seconds, lambda: str([books(scrape(u)) for u in urls]))
+        """Wait until every pool's books balance with nothing active or granted; fails with the books otherwise. A
+        process that died may still have a lease: it does not count once that is gone."""
+        last: list[dict[str, float] | str] = []
+
+        def settled() -> bool:
+            last.clear()
+            for url in [lease.http_url for lease in self.leases()]:
+                try:
+                    samples = scrape(url)
+                except httpx.TransportError as error:
+                    last.append(f"{url}: {error}")
+                    return False
+                last.append(books(samples))
+                if not idle(samples):
+                    return False
+            return True
+
+        wait_for(settled, seconds, lambda: str(last))
 
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]

@@ -216,11 +216,13 @@ def test_more_load_never_attracts(demand: Demand, nodes: list[NodeView], data: s
 
 @given(st.integers(17, 2000), st.integers(0, 2000), st.integers(0, 4000))
 def test_affinity_is_never_worth_more_than_it_saves(total: int, cached: int, waiting: int) -> None:
-    """The node with the prefix is chosen only while its queue is shorter than the computing it saves."""
-    warm, cold = node("p1", cached=cached, waiting=waiting), node("p2")
+    """The node with the prefix is chosen only while its queue is shorter than the seconds it saves: those of computing,
+    less those in which the other one's computing would have hidden the shipping."""
+    warm, cold, decode = node("p1", cached=cached, waiting=waiting), node("p2"), node("d1", streams=200)
     demand = Demand(total)
-    chosen = place(demand, [warm, cold, node("d1", streams=200)])
-    saved = compute_s(cold, demand) - compute_s(warm, demand)
+    chosen = place(demand, [warm, cold, decode])
+    work = {view: compute_s(view, demand) + exposed_s(view, decode, demand) for view in (warm, cold)}
+    saved = work[cold] - work[warm]
     assert chosen.prefill is not None
     if chosen.prefill.node_id == "p1":
         assert queue_s(warm) <= saved + 1e-9
