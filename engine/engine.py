@@ -148,7 +148,7 @@ class Engine:
         if slices:
             drawn = self.runner.run(slices)
             for part, sampled in zip(slices, drawn, strict=True):
-                self._commit(part, sampled, began)
+                self._commit(part, sampled)
             self._report_step(slices, time.monotonic() - began)
         self._report_blocks()
         return bool(slices)
@@ -225,7 +225,7 @@ class Engine:
         self.scheduler.newly_admitted.clear()
         self.scheduler.newly_reserved.clear()
 
-    def _commit(self, part: Slice, sampled: Sampled | None, began: float) -> None:
+    def _commit(self, part: Slice, sampled: Sampled | None) -> None:
         request = part.request
         request.computed_len += part.count
         self._register(request)

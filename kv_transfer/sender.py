@@ -89,14 +89,6 @@ class Sender:
         """Give the ship up; it fails with TransferFailed unless it already ended."""
         self._link.submit(lambda: self._abort(transfer, TransferFailed(f"aborted: {reason}")))
 
-    def warm(self, address: str) -> None:
-        """Connect to a decode node now, so that its first ship does not pay for it (45–90 ms)."""
-
-        def connect() -> None:
-            self._connection(address)
-
-        self._link.submit(connect)
-
     # Link thread: orders of the engine.
 
     def _offer(self, transfer: int, target: DecodeTarget, job: Job) -> None:

@@ -234,15 +234,6 @@ class Abort:
     reason: str
 
 
-@message(36)
-@dataclass(frozen=True, slots=True)
-class Ping:
-    """Either way on the link: `reply` False asks, True answers. Keeps peers that froze from passing as alive."""
-
-    serial: int
-    reply: bool = False
-
-
 @message(40)
 @dataclass(frozen=True, slots=True)
 class Load:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,16 +15,10 @@ import openai
 import pytest
 from local_cluster import MODEL, wait_for
 
-from cli.preflight import valkey_binary
+from cli.preflight import free_port, valkey_binary
 from tests.deploy.manifests import manifest_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextmanager
@@ -60,7 +53,7 @@ def started(deployment: str, redis_url: str) -> Iterator[str]:
 
 def test_the_manifests_make_a_cluster_that_answers() -> None:
     with ExitStack() as stack:
-        port = free_port()
+        port = free_port("127.0.0.1", 0)
         command = [valkey_binary(), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
         stack.enter_context(ending(subprocess.Popen(command, stdout=subprocess.DEVNULL), 5))
         redis_url = f"redis://127.0.0.1:{port}/0"
