@@ -6,6 +6,7 @@ calls nothing else for arithmetic.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, Linear, Step
+from kernels.step import DecoderForm, Linear, Step, StoredRows
 
 
 class Ops(Protocol):
@@ -25,6 +26,10 @@ class Ops(Protocol):
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """The dense layer of weight [out, in] and bias [out], made once at load: it may keep the weight in a form of
         its own."""
+
+    def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
+        """The dense layer of stored rows [.., columns] laid under each other, run as they are; None where this row of
+        the table does not run them: dequantise them then."""
 
     def record(self, form: DecoderForm) -> Step | None:
         """The decoder's decode step as one call, where this row can replay the form; its dense layers are this row's
@@ -72,12 +77,18 @@ class TorchLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
+
 
 class TorchDense:
     """Dense layers by PyTorch, for rows of the table without their own."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return TorchLinear(weight, bias)
+
+    def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
+        return None
 
     def record(self, form: DecoderForm) -> Step | None:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,8 +9,24 @@ import torch
 
 from kernels.plan import BatchPlan
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""y = x @ weight.T + bias for x [n, in], in x's dtype."""
+
+class Linear(Protocol):
+    """A dense layer of weight [out, in] and perhaps a bias [out]."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x @ weight.T + bias of x [n, in], in x's dtype."""
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows [n, in] of the weight (as an embedding: what `ids`, int64 [n], stand for)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Neighbouring rows of a weight as stored. kind: a ggml block type (Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K); BF16; or
+    INT8, bfloat16 rows that are to be quantised per channel. data: uint8 [rows, bytes of a row]."""
+
+    kind: str
+    data: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +48,14 @@ class LayerForm:
 
 @dataclass(frozen=True, slots=True)
 class DecoderForm:
-    """A decoder of pre-norm layers with gated MLPs. embedding [vocab, hidden]; cos, sin: see Ops.rope_and_cache."""
+    """A decoder of pre-norm layers with gated MLPs. embedding: [vocab, hidden]; cos, sin: see Ops.rope_and_cache."""
 
-    embedding: torch.Tensor
+    embedding: Linear
     layers: tuple[LayerForm, ...]
     norm: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
+    hidden: int
     heads: int
     kv_heads: int
     head_dim: int

@@ -64,7 +64,15 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     source = resolve(settings.model)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     ops = select(settings.attention, device)
-    model = load_model(source, device=device, dtype=dtype, ops=ops, impl=settings.model_impl, progress=progress)
+    model = load_model(
+        source,
+        device=device,
+        dtype=dtype,
+        ops=ops,
+        impl=settings.model_impl,
+        quantization=settings.quantization,
+        progress=progress,
+    )
     layout = model.info.layout(model.dtype, settings.block_size)
     num_blocks = pool_blocks(settings, layout, device)
     kv = make_pool(layout, num_blocks, model.dtype, device)

@@ -76,6 +76,12 @@ class WorkerSettings(CommonSettings):
     advertise_host: str = setting("", "address other processes dial; default: --host")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = setting("auto", "number format of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    quantization: str = setting(
+        "auto",
+        "weights of dense layers; auto: block formats of a GGUF run as stored, none: all run in --dtype, int8: quantised "
+        "per channel",
+        choices=("auto", "none", "int8"),
+    )
     threads: int = setting(0, "compute threads on the CPU; 0: all cores", least=0)
     block_size: int = setting(16, "tokens per KV block", least=1)
     kv_cache_gib: float = setting(

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from engine.models.base import ModelInfo
 from engine.models.config import DecoderConfig
 from engine.models.weights import Weights
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, LayerForm, Linear
+from kernels.step import DecoderForm, LayerForm, Linear, StoredRows
 from protocol.errors import ConfigError
 
 Progress = Callable[[float], None]
@@ -32,8 +31,8 @@ class Decoder:
     ):
         self.config = config
         self.info = info
-        self.dtype = parameters.embedding.dtype
-        self.device = parameters.embedding.device
+        self.dtype = parameters.norm.dtype
+        self.device = parameters.norm.device
         self.parameters = parameters
         self._cos, self._sin = rope
         self._ops = ops
@@ -48,6 +47,7 @@ class Decoder:
             norm=parameters.norm,
             cos=self._cos,
             sin=self._sin,
+            hidden=config.hidden_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -60,7 +60,7 @@ class Decoder:
             return self._step(token_ids, kv, plan)
         ops, eps = self._ops, self.config.rms_norm_eps
         layers = self.parameters.layers
-        residual = F.embedding(token_ids, self.parameters.embedding)
+        residual = self.parameters.embedding.rows(token_ids)
         x = ops.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
             x = self._attention(layer, x, kv[:, index], plan)
@@ -88,16 +88,17 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What a decoder reads on its device; head's weight is the embedding where they are tied."""
+    """What a decoder reads on its device; head is the embedding where they are tied."""
 
-    embedding: torch.Tensor
+    embedding: Linear
     layers: tuple[LayerForm, ...]
     norm: torch.Tensor
     head: Linear
 
 
 class ParameterLoader:
-    """Reads, checks, fuses and places the tensors of one decoder. Raises ConfigError: a tensor is missing or has
+    """Reads, checks, fuses and places the tensors of one decoder. quantization: see `load_model`; `kept`: the kinds of
+    stored rows that run packed. Raises ConfigError: a tensor is missing or has
     another shape than the config says, or the device's memory does not hold them."""
 
     def __init__(
@@ -108,6 +109,7 @@ class ParameterLoader:
         dtype: torch.dtype,
         ops: Ops,
         progress: Progress | None = None,
+        quantization: str = "none",
     ):
         self._config = config
         self._weights = weights
@@ -115,11 +117,13 @@ class ParameterLoader:
         self._dtype = dtype
         self._ops = ops
         self._progress = progress
+        self._quantization = quantization
+        self.kept: set[str] = set()
 
     def load(self) -> Parameters:
         config = self._config
         try:
-            embedding = self._stack([("model.embed_tokens.weight", config.vocab_size)], config.hidden_size)
+            embedding = self._linear([("model.embed_tokens.weight", config.vocab_size)], config.hidden_size)
             layers = []
             for index in range(config.num_layers):
                 self._report(index)
@@ -127,12 +131,12 @@ class ParameterLoader:
             self._report(config.num_layers)
             norm = self._vector("model.norm.weight", config.hidden_size)
             tied = config.tie_embeddings
-            head = embedding if tied else self._stack([("lm_head.weight", config.vocab_size)], config.hidden_size)
+            head = embedding if tied else self._linear([("lm_head.weight", config.vocab_size)], config.hidden_size)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"the model's weights do not fit the memory of {self._device}", param="model") from error
         if self._progress is not None:
             self._progress(1.0)
-        return Parameters(embedding, tuple(layers), norm, self._ops.linear(head))
+        return Parameters(embedding, tuple(layers), norm, head)
 
     def _report(self, layers_done: int) -> None:
         if self._progress is not None:
@@ -158,9 +162,28 @@ class ParameterLoader:
         )
 
     def _dense(self, prefix: str, parts: list[tuple[str, int]], columns: int, bias: bool) -> Linear:
-        weight = self._stack([(f"{prefix}.{name}.weight", rows) for name, rows in parts], columns)
         biases = self._stack([(f"{prefix}.{name}.bias", rows) for name, rows in parts], None) if bias else None
-        return self._ops.linear(weight, biases)
+        return self._linear([(f"{prefix}.{name}.weight", rows) for name, rows in parts], columns, biases)
+
+    def _linear(self, parts: list[tuple[str, int]], columns: int, bias: torch.Tensor | None = None) -> Linear:
+        """The layer in the form that `quantization` names, where the operations run it; else in the decoder's dtype."""
+        if self._quantization == "auto":
+            stored = [self._weights.stored(name, (rows, columns)) for name, rows in parts]
+            kept = [rows for rows in stored if rows is not None]
+            if len(kept) == len(parts) and (packed := self._packed(kept, columns, bias)) is not None:
+                return packed
+        weight = self._stack(parts, columns)
+        if self._quantization == "int8":
+            quantised = [StoredRows("INT8", weight.view(torch.uint8))]
+            if (packed := self._packed(quantised, columns, bias)) is not None:
+                return packed
+        return self._ops.linear(weight, bias)
+
+    def _packed(self, parts: list[StoredRows], columns: int, bias: torch.Tensor | None) -> Linear | None:
+        packed = self._ops.packed(parts, columns, bias)
+        if packed is not None:
+            self.kept.update(part.kind for part in parts)
+        return packed
 
     def _vector(self, name: str, size: int) -> torch.Tensor:
         return self._stack([(name, size)], None)

@@ -13,6 +13,7 @@ import torch
 from protocol.errors import ConfigError
 
 F32, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, BF16 = 0, 1, 2, 3, 8, 12, 13, 14, 30
+BLOCKS = {Q4_0: "Q4_0", Q4_1: "Q4_1", Q8_0: "Q8_0", Q4_K: "Q4_K", Q5_K: "Q5_K", Q6_K: "Q6_K"}
 PLAIN = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
 _PIECE = 16 * 1024
 """Elements dequantised at once: 64 KiB of float32."""

@@ -26,26 +26,35 @@ def load_model(
     dtype: torch.dtype | None,
     ops: Ops,
     impl: str = "auto",
+    quantization: str = "none",
     progress: Progress | None = None,
 ) -> Model:
     """The model of `source` in `dtype` (None: `auto_dtype`). impl: kvferry (own decoder), transformers, or auto (own
-    decoder where it supports the architecture). progress receives the loaded fraction, 0 to 1. Raises ConfigError
+    decoder where it supports the architecture). quantization: auto (block formats of a GGUF run as stored where the
+    operations can, in bfloat16), none, or int8 (dense layers quantised per channel). progress receives the loaded fraction, 0 to 1. Raises ConfigError
     naming what is missing or unsupported."""
     if impl not in IMPLEMENTATIONS:
         raise ConfigError(f"model_impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}", param="model_impl")
-    if dtype is None:
-        dtype = auto_dtype(device)
     opened = None if impl == "transformers" else _open(source, must=impl == "kvferry")
+    if dtype is None:
+        dtype = auto_dtype(device, compiled=opened is not None and ops.name == "cpu")
+    if quantization == "int8" and (opened is None or ops.name != "cpu" or dtype != torch.bfloat16):
+        raise ConfigError(
+            "quantization int8 needs our own decoder on the cpu kernels in bfloat16", param="quantization"
+        )
     if opened is None:
         from engine.models.hf import load_hf
 
         return load_hf(source, device=device, dtype=dtype, ops=ops, progress=progress)
-    return _load_decoder(source, opened, device, dtype, ops, progress)
+    if dtype != torch.bfloat16:
+        quantization = "none"
+    return _load_decoder(source, opened, device, dtype, ops, quantization, progress)
 
 
-def auto_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the device multiplies it natively (there it is several times faster), else float32."""
-    if device.type == "cuda":
+def auto_dtype(device: torch.device, compiled: bool) -> torch.dtype:
+    """bfloat16 on a GPU, on our compiled CPU kernels, and where a CPU multiplies it natively; else float32, in which
+    PyTorch is several times faster there."""
+    if device.type == "cuda" or compiled:
         return torch.bfloat16
     known = torch.cpu.get_capabilities()
     return torch.bfloat16 if known.get("avx512_bf16") or known.get("amx_bf16") else torch.float32
@@ -92,18 +101,20 @@ def _load_decoder(
     device: torch.device,
     dtype: torch.dtype,
     ops: Ops,
+    quantization: str,
     progress: Progress | None,
 ) -> Decoder:
     config = opened.config
+    loader = ParameterLoader(config, opened.weights, device, dtype, ops, progress, quantization)
+    parameters = loader.load()
     info = ModelInfo(
         name=source.name,
-        revision=source.revision,
+        revision="+".join((source.revision, *sorted(loader.kept))),
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         max_model_len=opened.max_model_len,
     )
-    parameters = ParameterLoader(config, opened.weights, device, dtype, ops, progress).load()
     rope = rope_tables(config.rope, opened.max_model_len, device, opened.rope_divisors)
     return Decoder(config, info, parameters, rope, ops)

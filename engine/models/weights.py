@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.models.dequantise import dequantise, stored_bytes
+from engine.models.dequantise import BLOCKS, dequantise, stored_bytes
+from kernels.step import StoredRows
 from protocol.errors import ConfigError
 from protocol.gguf_file import GGUFFile, GGUFTensor
 from protocol.model_source import weight_files
@@ -43,6 +44,9 @@ class Weights(Protocol):
         """Write the tensor into `out` (contiguous, any dtype and device). Raises ConfigError: missing, of another
         shape, of an unsupported type, or unreadable."""
 
+    def stored(self, name: str, shape: tuple[int, int]) -> StoredRows | None:
+        """The tensor as stored, if that is a block format; else None. Raises ConfigError as `read`."""
+
 
 def open_directory(path: Path) -> Weights:
     """Weights of a directory in Hugging Face's layout: safetensors, or pytorch_model*.bin."""
@@ -52,7 +56,14 @@ def open_directory(path: Path) -> Weights:
     return TorchWeights(files)
 
 
-class SafetensorsWeights:
+class PlainWeights:
+    """Files without block formats."""
+
+    def stored(self, name: str, shape: tuple[int, int]) -> StoredRows | None:
+        return None
+
+
+class SafetensorsWeights(PlainWeights):
     """Memory-mapped .safetensors files; every shard's own header tells what it holds."""
 
     def __init__(self, files: list[Path]):
@@ -70,11 +81,11 @@ class SafetensorsWeights:
         if name not in self._handles:
             raise _missing(name)
         tensor: torch.Tensor = self._handles[name].get_tensor(name)
-        _check_shape(name, tuple(tensor.shape), out)
+        _check_shape(name, tuple(tensor.shape), tuple(out.shape))
         out.copy_(tensor)
 
 
-class TorchWeights:
+class TorchWeights(PlainWeights):
     """pytorch_model*.bin files, read without running code from them."""
 
     def __init__(self, files: list[Path]):
@@ -89,7 +100,7 @@ class TorchWeights:
     def read(self, name: str, out: torch.Tensor) -> None:
         if name not in self._tensors:
             raise _missing(name)
-        _check_shape(name, tuple(self._tensors[name].shape), out)
+        _check_shape(name, tuple(self._tensors[name].shape), tuple(out.shape))
         out.copy_(self._tensors[name])
 
 
@@ -106,14 +117,28 @@ class GGUFWeights:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(self, name: str, out: torch.Tensor) -> None:
+        tensor = self._find(name, tuple(out.shape))
+        dequantise(self._ordered(name, tensor), tensor.type, out)
+
+    def stored(self, name: str, shape: tuple[int, int]) -> StoredRows | None:
+        tensor = self._find(name, shape)
+        if tensor.type not in BLOCKS:
+            return None
+        return StoredRows(BLOCKS[tensor.type], self._ordered(name, tensor).view(shape[0], -1).clone())
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
         tensor = self._file.tensors.get(_gguf_name(name))
         if tensor is None:
             raise _missing(f"{_gguf_name(name)} ({name})")
-        _check_shape(tensor.name, tensor.shape, out)
+        _check_shape(tensor.name, tensor.shape, shape)
+        return tensor
+
+    def _ordered(self, name: str, tensor: GGUFTensor) -> torch.Tensor:
+        """The tensor's stored bytes, rows in our order, valid until the next call."""
         raw = self._bytes(tensor)
         if self._permuted is not None and any(part in name for part in _ROTATED):
-            half_split_rows(raw.view(len(out), -1), self._permuted[0 if "q_proj" in name else 1])
-        dequantise(raw, tensor.type, out)
+            half_split_rows(raw.view(tensor.shape[0], -1), self._permuted[0 if "q_proj" in name else 1])
+        return raw
 
     def rope_divisors(self) -> torch.Tensor | None:
         """Per-frequency divisors of the rotary embedding that the file carries (Llama 3), or None."""
@@ -160,6 +185,6 @@ def _missing(name: str) -> ConfigError:
     return ConfigError(f"the model's files lack the tensor {name}", param="model")
 
 
-def _check_shape(name: str, found: tuple[int, ...], out: torch.Tensor) -> None:
-    if found != tuple(out.shape):
-        raise ConfigError(f"tensor {name} has shape {found}, the config says {tuple(out.shape)}", param="model")
+def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise ConfigError(f"tensor {name} has shape {found}, the config says {wanted}", param="model")

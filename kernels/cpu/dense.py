@@ -1,32 +1,52 @@
-"""Dense layers in bfloat16 over weights packed once. Measured ahead of or level with PyTorch (oneDNN) for any number of
-rows on each instruction set (benchmarks/cpu_kernels.py), so the plain weight is not kept."""
+"""Dense layers over weights packed once. Measured ahead of or level with PyTorch (oneDNN) for any number of rows on each
+instruction set (benchmarks/cpu_kernels.py), so the plain weight is not kept."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.step import StoredRows
+
 if TYPE_CHECKING:
     from kernels.cpu._native import Kernels
 
+_PANEL = 32
+
 
 class PackedLinear:
-    """y = x @ weight.T + bias of bfloat16 x [n, in]. A row's result does not depend on the other rows."""
+    """y = x @ weight.T + bias of bfloat16 x [n, in] over stored rows [.., in]. Rows of BF16 are multiplied as they are;
+    for all other kinds x is quantised to int8 per row and 32 inputs. A row's result does not depend on the other rows."""
 
-    __slots__ = ("in_features", "kernels", "out_features", "packed")
+    __slots__ = ("in_features", "kernels", "out_features", "weights")
 
-    def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None):
+    def __init__(self, kernels: Kernels, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None):
         self.kernels = kernels
-        self.out_features, self.in_features = weight.shape
-        self.packed = kernels.pack(weight, None if bias is None else bias.float())
+        self.in_features, self.out_features = columns, sum(len(part.data) for part in parts)
+        stored = [(part.kind, part.data) for part in parts]
+        self.weights = kernels.pack(stored, columns, None if bias is None else bias.float())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x if x.stride(-1) == 1 else x.contiguous()
         out = torch.empty(len(x), self.out_features, dtype=x.dtype)
-        self.kernels.dense(self.packed, x, out)
+        self.kernels.dense(self.weights, x, out)
+        return out
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(ids), self.in_features, dtype=torch.bfloat16)
+        self.kernels.lookup(self.weights, ids, out)
         return out
 
 
-def packable(weight: torch.Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and weight.is_contiguous()
+def plain_rows(weight: torch.Tensor) -> StoredRows | None:
+    """A bfloat16 weight [out, in] as it is packed; None where it is not."""
+    if weight.dtype != torch.bfloat16 or weight.shape[1] % 2 or not weight.is_contiguous():
+        return None
+    return StoredRows("BF16", weight.view(torch.uint8))
+
+
+def whole_panels(parts: Sequence[StoredRows]) -> bool:
+    """Whether each part begins a panel."""
+    return all(len(part.data) % _PANEL == 0 for part in parts[:-1])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from kernels.cpu.dense import PackedLinear, packable
+from kernels.cpu.dense import PackedLinear, plain_rows, whole_panels
 from kernels.cpu.extension import extension, instruction_set
 from kernels.cpu.step import CpuStep, record
 from kernels.ops import TorchLinear
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
-from kernels.step import DecoderForm, Linear
+from kernels.step import DecoderForm, Linear, StoredRows
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _UNIT = 16
@@ -32,7 +33,7 @@ class CpuOps:
         native = extension()
         if native is None:
             raise RuntimeError("kvferry was installed without its CPU extension")
-        self._step_type = native.Step
+        self._step_type, self._row_bytes = native.Step, native.row_bytes
         self._kernels = native.Kernels(name or instruction_set(), threads or torch.get_num_threads())
         self._reference = ReferenceOps()
         self._prefills: tuple[BatchPlan, BatchPlan] | None = None
@@ -43,9 +44,15 @@ class CpuOps:
         return found
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        if packable(weight):
-            return PackedLinear(self._kernels, weight, bias)
-        return TorchLinear(weight, bias)
+        rows = plain_rows(weight)
+        if rows is None:
+            return TorchLinear(weight, bias)
+        return PackedLinear(self._kernels, [rows], weight.shape[1], bias)
+
+    def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
+        if not whole_panels(parts) or any(self._row_bytes(part.kind, columns) < 0 for part in parts):
+            return None
+        return PackedLinear(self._kernels, parts, columns, bias)
 
     def record(self, form: DecoderForm) -> CpuStep | None:
         return record(self._step_type, self._kernels, form)

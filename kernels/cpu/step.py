@@ -26,7 +26,7 @@ class CpuStep:
     def __init__(self, native: Step, form: DecoderForm):
         self._native = native
         self._layers, self._kv_heads, self._head_dim = len(form.layers), form.kv_heads, form.head_dim
-        self._hidden = form.embedding.shape[1]
+        self._hidden = form.hidden
 
     def takes(self, plan: BatchPlan, kv: torch.Tensor) -> bool:
         shape = (self._layers, 2, self._kv_heads, plan.block_size, self._head_dim)
@@ -42,14 +42,14 @@ class CpuStep:
 def record(step_type: type[Step], kernels: Kernels, form: DecoderForm) -> CpuStep | None:
     """The recorded step; None for a form that the extension does not replay."""
     packed = [_packed_parts(layer) for layer in form.layers]
-    if None in packed:
+    if None in packed or not isinstance(form.embedding, PackedLinear):
         return None
-    hidden, group = form.embedding.shape[1], form.heads // form.kv_heads
+    hidden, group = form.hidden, form.heads // form.kv_heads
     if form.head_dim % _UNIT or form.head_dim > _MAX_HEAD_DIM or group > _MAX_GROUP or hidden % _UNIT:
         return None
     native = step_type(
         kernels,
-        form.embedding,
+        form.embedding.weights,
         form.norm,
         form.cos,
         form.sin,
@@ -79,4 +79,4 @@ def _packed_parts(layer: LayerForm) -> tuple[Packed, Packed, Packed, Packed] | N
         and isinstance(down, PackedLinear)
     ):
         return None
-    return None if down.in_features % _UNIT else (qkv.packed, o.packed, gate_up.packed, down.packed)
+    return None if down.in_features % _UNIT else (qkv.weights, o.weights, gate_up.weights, down.weights)

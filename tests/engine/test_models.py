@@ -100,8 +100,9 @@ def test_bfloat16_is_near(llama):
 def test_auto_dtype(monkeypatch):
     for capability, dtype in [("avx512_bf16", torch.bfloat16), ("amx_bf16", torch.bfloat16), ("avx2", torch.float32)]:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda name=capability: {name: True})
-        assert auto_dtype(CPU) == dtype
-    assert auto_dtype(torch.device("cuda")) == torch.bfloat16
+        assert auto_dtype(CPU, compiled=False) == dtype
+        assert auto_dtype(CPU, compiled=True) == torch.bfloat16
+    assert auto_dtype(torch.device("cuda"), compiled=False) == torch.bfloat16
 
 
 def test_progress_rises_to_one(llama):

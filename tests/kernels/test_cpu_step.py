@@ -64,15 +64,20 @@ class NamedNoise:
         noise = torch.randn(out.shape, generator=generator) * spread
         out.copy_(noise + 0.8 if "norm" in name else noise)
 
+    def stored(self, name: str, shape: tuple[int, int]) -> None:
+        return None
+
 
 class Layered(CpuOps):
     def record(self, form: DecoderForm) -> None:
         return None
 
 
-def decoder(config: DecoderConfig, ops: Ops, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+def decoder(
+    config: DecoderConfig, ops: Ops, dtype: torch.dtype = torch.bfloat16, quantization: str = "none"
+) -> Decoder:
     info = ModelInfo("noise", "1", config.num_layers, config.num_kv_heads, config.head_dim, config.vocab_size, 512)
-    parameters = ParameterLoader(config, NamedNoise(), CPU, dtype, ops).load()
+    parameters = ParameterLoader(config, NamedNoise(), CPU, dtype, ops, None, quantization).load()
     return Decoder(config, info, parameters, rope_tables(config.rope, 512, CPU), ops)
 
 
@@ -91,11 +96,13 @@ def run(model: Decoder, plan: BatchPlan, kv: torch.Tensor, tokens: torch.Tensor)
     return model.forward(tokens, pool, plan), pool
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("form", FORMS)
-def test_equals_the_layers_one_by_one(name: str, form: str) -> None:
+def test_equals_the_layers_one_by_one(name: str, form: str, quantization: str) -> None:
     config = FORMS[form]
-    recorded, layered = decoder(config, CpuOps(2, name)), decoder(config, Layered(2, name))
+    recorded = decoder(config, CpuOps(2, name), quantization=quantization)
+    layered = decoder(config, Layered(2, name), quantization=quantization)
     assert recorded._step is not None
     assert layered._step is None
     for total_lens in ([1], [65], [300, 1, 16, 17], list(range(3, 29))):

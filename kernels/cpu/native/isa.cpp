@@ -1,10 +1,11 @@
 // The kernels for one instruction set, chosen by the compiler's flags; KVFERRY_ISA is its name. Everything but the table
 // is local to this translation unit: code for a newer processor must never be merged into what older ones run.
 #include "attention.h"
+#include "dense.h"
 #include "elementwise.h"
 #include "limits.h"
+#include "lookup.h"
 #include "prefill.h"
-#include "product.h"
 #include "rope.h"
 #include "step.h"
 #include "types.h"
@@ -15,15 +16,6 @@
 #define KVF_TEXT(a) KVF_TEXT_(a)
 
 namespace kvferry {
-namespace {
-
-void run_dense(void* argument, int member, int size, Barrier&) {
-  const DenseTask& t = *static_cast<DenseTask*>(argument);
-  dense_share(t.dense, static_cast<const bf16*>(t.x), t.x_step, t.rows, static_cast<bf16*>(t.y), t.dense.out,
-              share(t.dense.panels(), member, size));
-}
-
-}  // namespace
 
 extern const Kernels KVF_JOIN(kernels_, KVFERRY_ISA);
 const Kernels KVF_JOIN(kernels_, KVFERRY_ISA) = {
@@ -33,6 +25,7 @@ const Kernels KVF_JOIN(kernels_, KVFERRY_ISA) = {
     {run_rope<float>, run_rope<bf16>},
     {run_decode<float>, run_decode<bf16>},
     run_dense,
+    run_lookup,
     run_prefill,
     run_step,
     run_read,

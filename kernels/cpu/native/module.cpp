@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -11,33 +12,10 @@
 #include <stdexcept>
 
 #include "arrays.h"
-#include "memory.h"
+#include "pack.h"
 #include "select.h"
 
 namespace kvferry {
-
-struct Packed {
-  std::shared_ptr<Arena> arena;
-  Dense dense;
-};
-
-// Rows of weight [out, in] as panels (see product.h), a share of them.
-struct PackTask {
-  const uint32_t* weight;
-  uint32_t* packed;
-  int64_t out, pairs;
-};
-
-void run_pack(void* argument, int member, int size, Barrier&) {
-  const PackTask& t = *static_cast<PackTask*>(argument);
-  const Share panels = share((t.out + kPanel - 1) / kPanel, member, size);
-  for (int64_t p = panels.begin; p < panels.end; ++p)
-    for (int64_t row = p * kPanel; row < (p + 1) * kPanel && row < t.out; ++row) {
-      uint32_t* to = t.packed + p * kPanel * t.pairs + row % kPanel;
-      const uint32_t* from = t.weight + row * t.pairs;
-      for (int64_t k = 0; k < t.pairs; ++k) to[k * kPanel] = from[k];
-    }
-}
 
 class NativeKernels {
  public:
@@ -154,32 +132,46 @@ class NativeKernels {
     run(table_->prefill, &task, elements(q), kSmall);
   }
 
-  std::shared_ptr<Packed> pack(Array weight, MaybeArray bias) {
+  // parts: (kind, bytes [rows, row_bytes(kind, in)]) laid under each other; bias float32.
+  std::shared_ptr<Packed> pack(const std::vector<std::pair<std::string, Array>>& parts, int64_t in, MaybeArray bias) {
     auto packed = std::make_shared<Packed>();
     packed->arena = arena_;
+    std::vector<StoredRows> stored;
+    for (const auto& [kind, rows] : parts) {
+      require(stored.empty() || stored.back().count % kPanel == 0, "all parts but the last need a multiple of 32 rows");
+      require(row_bytes(kind, in) > 0, "the kind or the number of inputs is not packed");
+      require(static_cast<int64_t>(rows.ndim() == 2 ? rows.shape(1) : 0) == row_bytes(kind, in), "rows of another length");
+      stored.push_back({kind, typed<uint8_t>(rows, 2), static_cast<int64_t>(rows.shape(0))});
+    }
+    {
+      nb::gil_scoped_release released;
+      pack_panels(*packed, stored, in, team_);
+    }
     Dense& dense = packed->dense;
-    const void* rows = whole(weight, 1, 2);
-    dense.out = static_cast<int64_t>(weight.shape(0));
-    dense.in = static_cast<int64_t>(weight.shape(1));
-    require(dense.in % 2 == 0 && dense.in > 0, "packed weights need an even number of inputs");
-    auto* memory = static_cast<uint32_t*>(arena_->take(dense.panels() * kPanel * dense.pairs() * 4));
-    dense.packed = reinterpret_cast<uint8_t*>(memory);
     if (bias) {
       require(bias->dtype() == nb::dtype<float>() && elements(*bias) == dense.out, "a bias is float32 [out]");
-      auto* to = static_cast<float*>(arena_->take(dense.panels() * kPanel * 4));
+      auto* to = static_cast<float*>(arena_->take(dense.count() * kPanel * 4));
       std::copy_n(static_cast<const float*>(bias->data()), dense.out, to);
       dense.bias = to;
     }
-    PackTask task{static_cast<const uint32_t*>(rows), memory, dense.out, dense.pairs()};
-    run(run_pack, &task, elements(weight), kSmall);
     return packed;
+  }
+
+  void lookup(const Packed& packed, Array rows, Array out) {
+    LookupTask task{packed.dense, typed<int64_t>(rows, 1), whole(out, 1, 2), elements(rows)};
+    require(elements(out) == task.count * packed.dense.in, "the result does not fit the rows");
+    for (int64_t i = 0; i < task.count; ++i)
+      require(task.rows[i] >= 0 && task.rows[i] < packed.dense.out, "a row lies outside the weight");
+    run(table_->lookup, &task, elements(out), kSmall);
   }
 
   void dense(const Packed& packed, Array x, Array out) {
     require(x.ndim() == 2 && is_bf16(x) && dense_from(x, 1), "rows of x must be contiguous");
     require(static_cast<int64_t>(x.shape(1)) == packed.dense.in && static_cast<int64_t>(out.shape(1)) == packed.dense.out &&
                 x.shape(0) == out.shape(0), "x or the result does not fit the weight");
-    DenseTask task{packed.dense, x.data(), whole(out, 1, 2), static_cast<int64_t>(x.shape(0)), x.stride(0)};
+    const int64_t rows = static_cast<int64_t>(x.shape(0));
+    if (packed.dense.quantised) bytes_.resize(std::max<size_t>(bytes_.size(), quantised_bytes(rows, packed.dense.in)));
+    DenseTask task{packed.dense, x.data(), whole(out, 1, 2), bytes_.data(), rows, x.stride(0)};
     run(table_->dense, &task, packed.dense.in * packed.dense.out, kSmall);
   }
 
@@ -209,14 +201,13 @@ class NativeKernels {
 // A decoder recorded for batches of single tokens. Holds what it was made of.
 class NativeStep {
  public:
-  NativeStep(std::shared_ptr<NativeKernels> kernels, Array embedding, Array norm, Array cos, Array sin, int64_t heads,
-             int64_t kv_heads, int64_t dim, float eps, float scale, int64_t max_rows)
-      : kernels_(std::move(kernels)), held_{embedding, norm, cos, sin}, max_rows_(max_rows) {
+  NativeStep(std::shared_ptr<NativeKernels> kernels, std::shared_ptr<Packed> embedding, Array norm, Array cos, Array sin,
+             int64_t heads, int64_t kv_heads, int64_t dim, float eps, float scale, int64_t max_rows)
+      : kernels_(std::move(kernels)), held_{norm, cos, sin}, packed_{embedding}, max_rows_(max_rows) {
     require(heads % kv_heads == 0 && heads / kv_heads <= 16 && dim % 32 == 0 && dim <= 512, "heads of an unsupported shape");
-    model_.embedding = whole(embedding, 1, 2);
+    model_.embedding = embedding->dense;
     model_.norm = whole(norm, 1, 1);
-    model_.hidden = static_cast<int64_t>(embedding.shape(1));
-    vocabulary_ = static_cast<int64_t>(embedding.shape(0));
+    model_.hidden = embedding->dense.in;
     model_.heads = heads, model_.kv_heads = kv_heads, model_.dim = dim;
     model_.eps = eps, model_.scale = scale;
     model_.rope = rope_of(cos, sin, dim);
@@ -263,7 +254,7 @@ class NativeStep {
     StepTask task{};
     task.tokens = typed<int64_t>(tokens, 1);
     for (int64_t i = 0; i < rows; ++i)
-      require(task.tokens[i] >= 0 && task.tokens[i] < vocabulary_, "a token lies outside the vocabulary");
+      require(task.tokens[i] >= 0 && task.tokens[i] < model_.embedding.out, "a token lies outside the vocabulary");
     if (scratch_.empty()) allocate();
     model_.layers = layers_.data();
     model_.num_layers = static_cast<int64_t>(layers_.size());
@@ -283,6 +274,9 @@ class NativeStep {
     const int64_t qkv = (model_.heads + 2 * model_.kv_heads) * model_.dim, q = model_.heads * model_.dim;
     const int64_t widest = model_.hidden > q ? model_.hidden : q;
     view_.local_step = (max_rows_ * widest + 127) / 64 * 64;
+    view_.codes_step = (quantised_bytes(max_rows_, std::max(widest, model_.inner)) + 127) / 64 * 64;
+    codes_.resize(kernels_->threads() * view_.codes_step);
+    view_.codes = codes_.data();
     const int64_t shared = max_rows_ * (model_.hidden + qkv + model_.inner) + 192;
     scratch_.resize(shared + 64 + kernels_->threads() * view_.local_step);
     partial_.resize(decode_floats(max_rows_, model_.heads, model_.dim));
@@ -298,10 +292,11 @@ class NativeStep {
   std::vector<std::shared_ptr<Packed>> packed_;
   std::vector<StepLayer> layers_;
   std::vector<uint16_t> scratch_;
+  std::vector<uint8_t> codes_;
   std::vector<float> partial_;
   StepModel model_{};
   StepScratch view_{};
-  int64_t max_rows_, vocabulary_ = 0;
+  int64_t max_rows_;
 };
 
 std::vector<std::string> instruction_sets() {
@@ -316,6 +311,7 @@ NB_MODULE(_native, m) {
   using namespace kvferry;
   using namespace nb::literals;
   m.def("instruction_sets", &instruction_sets);
+  m.def("row_bytes", &row_bytes, "kind"_a, "inputs"_a);
   nb::class_<Packed>(m, "Packed");
   nb::class_<NativeKernels>(m, "Kernels")
       .def(nb::init<const std::string&, int>(), "instruction_set"_a, "threads"_a)
@@ -327,13 +323,14 @@ NB_MODULE(_native, m) {
            "positions"_a, "slots"_a, "out"_a)
       .def("decode", &NativeKernels::decode)
       .def("prefill", &NativeKernels::prefill)
-      .def("pack", &NativeKernels::pack, "weight"_a, "bias"_a.none())
+      .def("pack", &NativeKernels::pack, "parts"_a, "inputs"_a, "bias"_a.none())
+      .def("lookup", &NativeKernels::lookup)
       .def("dense", &NativeKernels::dense)
       .def("read", &NativeKernels::read)
       .def("multiply", &NativeKernels::multiply);
   nb::class_<NativeStep>(m, "Step")
-      .def(nb::init<std::shared_ptr<NativeKernels>, Array, Array, Array, Array, int64_t, int64_t, int64_t, float, float,
-                    int64_t>())
+      .def(nb::init<std::shared_ptr<NativeKernels>, std::shared_ptr<Packed>, Array, Array, Array, int64_t, int64_t,
+                    int64_t, float, float, int64_t>())
       .def("add_layer", &NativeStep::add_layer, "input_norm"_a, "q_norm"_a.none(), "k_norm"_a.none(), "post_norm"_a,
            "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "rotated"_a, "window"_a)
       .def("run", &NativeStep::run)

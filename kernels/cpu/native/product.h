@@ -1,10 +1,11 @@
-// Dense layers: y = x @ weight.T + bias, bfloat16 in, float32 sums, over weights packed once.
+// Products of bfloat16 activations with bfloat16 panels, float32 sums.
 //
 // A panel holds 32 rows of the weight [out, in]: for each pair of inputs, 32 pairs of bfloat16, so that one vector
 // register is a pair of inputs of 16 outputs, and a thread reads its panels as one stream. Each output is one chain of
 // sums in the order of the inputs, whatever the number of rows of x: a row's result does not depend on its batch.
 #pragma once
 
+#include "forms.h"
 #include "types.h"
 #include "vector.h"
 
@@ -13,13 +14,6 @@ namespace {
 
 constexpr int kParts = kPanel / kLanes;
 constexpr int kAhead = 8192;  // bytes of weights prefetched ahead
-#if defined(__AVX512F__)
-constexpr int kTileRows = 12;
-#elif defined(__AVX2__)
-constexpr int kTileRows = 2;
-#else
-constexpr int kTileRows = 1;
-#endif
 
 template <class T>
 KVF_INLINE T word(const bf16* pair) {
@@ -27,6 +21,10 @@ KVF_INLINE T word(const bf16* pair) {
   std::memcpy(&bits, pair, sizeof bits);
   return bits;
 }
+
+#if defined(__AVX512BF16__)
+
+constexpr int kTileRows = 12;
 
 // out [Rows][kPanel] = the panel's outputs of `Rows` rows of x (`step` elements apart).
 template <int Rows>
@@ -38,7 +36,6 @@ inline __attribute__((noinline)) void panel_tile(const bf16* x, int64_t step, co
   for (int64_t k = 0; k < pairs; ++k, panel += kPanel * 4) {
     __builtin_prefetch(panel + kAhead);
     __builtin_prefetch(panel + kAhead + 64);
-#if defined(__AVX512BF16__)
     const __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel), w1 = (__m512bh)_mm512_loadu_si512(panel + 64);
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
@@ -46,20 +43,6 @@ inline __attribute__((noinline)) void panel_tile(const bf16* x, int64_t step, co
       total[r][0] = (Floats)_mm512_dpbf16_ps((__m512)total[r][0], w0, pair);
       total[r][1] = (Floats)_mm512_dpbf16_ps((__m512)total[r][1], w1, pair);
     }
-#else
-#pragma GCC unroll 16
-    for (int c = 0; c < kParts; ++c) {
-      const Words both = load_as<Words>(panel + c * kLanes * 4);
-      const Floats even = reinterpret_cast<Floats>(both << 16);
-      const Floats odd = reinterpret_cast<Floats>(both & 0xffff0000u);
-#pragma GCC unroll 16
-      for (int r = 0; r < Rows; ++r) {
-        const bf16* pair = x + r * step + 2 * k;
-        total[r][c] = total[r][c] + even * widen(pair[0]);
-        total[r][c] = total[r][c] + odd * widen(pair[1]);
-      }
-    }
-#endif
   }
   for (int r = 0; r < Rows; ++r)
     for (int c = 0; c < kParts; ++c) store(out + r * kPanel + c * kLanes, total[r][c]);
@@ -87,40 +70,125 @@ KVF_INLINE void panel_product(const bf16* x, int64_t step, int64_t rows, const u
   }
 }
 
-KVF_INLINE const uint8_t* panel_of(const Dense& dense, int64_t index) {
-  return dense.packed + index * dense.pairs() * kPanel * 4;
-}
+#else
 
-KVF_INLINE Floats biased(const Dense& dense, int64_t column, Floats value) {
-  return dense.bias == nullptr ? value : value + load(dense.bias + column);
-}
+// Without products of bfloat16 both sides are widened, a run of inputs at a time: x to float rows in the first-level
+// cache, the panel in registers for few rows, once into the cache for many.
+constexpr int64_t kInputs = 128;
+constexpr int kFewRows = kLanes == 16 ? 4 : 2;
+constexpr int kManyRows = kLanes == 16 ? 12 : 6;
+constexpr int64_t kProductRows = 96;  // rows whose sums are held at once
 
-constexpr int64_t kRowBlock = 192;  // rows of x that stay in the second-level cache while the panels pass by
-
-// y [rows, out] (`y_step` elements apart) = the dense layer of x [rows, in], for a share of its panels.
-KVF_INLINE void dense_share(const Dense& dense, const bf16* x, int64_t x_step, int64_t rows, bf16* y, int64_t y_step,
-                            Share panels) {
-  for (int64_t base = 0; base < rows; base += kRowBlock) {
-    const int64_t count = rows - base < kRowBlock ? rows - base : kRowBlock;
-    for (int64_t p = panels.begin; p < panels.end; ++p) {
-      const int64_t left = p * kPanel;
-      const bool whole = left + kPanel <= dense.out;
-      panel_product(x + base * x_step, x_step, count, panel_of(dense, p), dense.pairs(),
-                    [&](int64_t row, float* values) {
-                      bf16* to = y + (base + row) * y_step + left;
-                      for (int c = 0; c < kPanel && (whole || left + c < dense.out); c += kLanes) {
-                        const Floats value = biased(dense, left + c, load(values + c));
-                        if (whole || left + c + kLanes <= dense.out) {
-                          store(to + c, value);
-                        } else {
-                          store(values + c, value);
-                          for (int i = c; left + i < dense.out; ++i) store_one(to + i, values[i]);
-                        }
-                      }
-                    });
-    }
+KVF_INLINE void widen_rows(const bf16* x, int64_t step, int64_t rows, int64_t inputs, float* out) {
+  const int64_t whole = inputs / kLanes * kLanes;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < whole; i += kLanes) store(out + r * kInputs + i, load(x + r * step + i));
+    for (int64_t i = whole; i < inputs; ++i) out[r * kInputs + i] = widen(x[r * step + i]);
   }
 }
+
+KVF_INLINE Floats even_of(Words both) { return reinterpret_cast<Floats>(both << 16); }
+KVF_INLINE Floats odd_of(Words both) { return reinterpret_cast<Floats>(both & 0xffff0000u); }
+
+// out [Rows][kPanel] += the products of x [Rows][kInputs] with `pairs` pairs of inputs of a panel.
+template <int Rows>
+inline __attribute__((noinline)) void few_tile(const float* x, const uint8_t* panel, int64_t pairs, float* out) {
+  Floats total[Rows][kParts];
+  for (int r = 0; r < Rows; ++r)
+    for (int c = 0; c < kParts; ++c) total[r][c] = load(out + r * kPanel + c * kLanes);
+  for (int64_t k = 0; k < pairs; ++k, panel += kPanel * 4) {
+    __builtin_prefetch(panel + kAhead);
+    __builtin_prefetch(panel + kAhead + 64);
+#pragma GCC unroll 16
+    for (int c = 0; c < kParts; ++c) {
+      const Words both = load_as<Words>(panel + c * kLanes * 4);
+      const Floats even = even_of(both), odd = odd_of(both);
+#pragma GCC unroll 16
+      for (int r = 0; r < Rows; ++r) {
+        total[r][c] = total[r][c] + even * x[r * kInputs + 2 * k];
+        total[r][c] = total[r][c] + odd * x[r * kInputs + 2 * k + 1];
+      }
+    }
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int c = 0; c < kParts; ++c) store(out + r * kPanel + c * kLanes, total[r][c]);
+}
+
+// The same with a widened panel, wide [inputs][kPanel], two vectors of outputs at a time.
+template <int Rows>
+inline __attribute__((noinline)) void many_tile(const float* x, const float* wide, int64_t inputs, float* out) {
+  for (int part = 0; part < kPanel; part += 2 * kLanes) {
+    Floats total[Rows][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r)
+      for (int c = 0; c < 2; ++c) total[r][c] = load(out + r * kPanel + part + c * kLanes);
+    for (int64_t i = 0; i < inputs; ++i) {
+      const Floats first = load(wide + i * kPanel + part), second = load(wide + i * kPanel + part + kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < Rows; ++r) {
+        total[r][0] = total[r][0] + first * x[r * kInputs + i];
+        total[r][1] = total[r][1] + second * x[r * kInputs + i];
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r)
+      for (int c = 0; c < 2; ++c) store(out + r * kPanel + part + c * kLanes, total[r][c]);
+  }
+}
+
+template <int... Rows>
+KVF_INLINE void few_rows(int rows, const float* x, const uint8_t* panel, int64_t pairs, float* out,
+                         std::integer_sequence<int, Rows...>) {
+  static constexpr void (*table[])(const float*, const uint8_t*, int64_t, float*) = {few_tile<Rows + 1>...};
+  table[rows - 1](x, panel, pairs, out);
+}
+
+template <int... Rows>
+KVF_INLINE void many_rows(int rows, const float* x, const float* wide, int64_t inputs, float* out,
+                          std::integer_sequence<int, Rows...>) {
+  static constexpr void (*table[])(const float*, const float*, int64_t, float*) = {many_tile<Rows + 1>...};
+  table[rows - 1](x, wide, inputs, out);
+}
+
+inline __attribute__((noinline)) void add_products(const bf16* x, int64_t step, int64_t rows, const uint8_t* panel,
+                                                   int64_t pairs, float* out) {
+  alignas(64) float wide[kInputs * kPanel], of_x[kManyRows * kInputs];
+  const bool few = rows <= 3;
+  if (!few)
+    for (int64_t k = 0; k < pairs; ++k)
+      for (int c = 0; c < kPanel; c += kLanes) {
+        const Words both = load_as<Words>(panel + (k * kPanel + c) * 4);
+        store(wide + 2 * k * kPanel + c, even_of(both));
+        store(wide + (2 * k + 1) * kPanel + c, odd_of(both));
+      }
+  const int64_t height = few ? kFewRows : kManyRows, tiles = (rows + height - 1) / height;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
+    widen_rows(x + first * step, step, count, 2 * pairs, of_x);
+    float* to = out + first * kPanel;
+    if (few)
+      few_rows(static_cast<int>(count), of_x, panel, pairs, to, std::make_integer_sequence<int, kFewRows>());
+    else
+      many_rows(static_cast<int>(count), of_x, wide, 2 * pairs, to, std::make_integer_sequence<int, kManyRows>());
+  }
+}
+
+// Calls emit(row, values [kPanel]) for each of `rows` rows of x (`step` elements apart), without bias.
+template <class Emit>
+KVF_INLINE void panel_product(const bf16* x, int64_t step, int64_t rows, const uint8_t* panel, int64_t pairs,
+                              Emit emit) {
+  alignas(64) float out[kProductRows * kPanel];
+  for (int64_t base = 0; base < rows; base += kProductRows) {
+    const int64_t count = rows - base < kProductRows ? rows - base : kProductRows;
+    std::memset(out, 0, count * kPanel * sizeof(float));
+    for (int64_t k = 0; k < pairs; k += kInputs / 2)
+      add_products(x + base * step + 2 * k, step, count, panel + k * kPanel * 4,
+                   pairs - k < kInputs / 2 ? pairs - k : kInputs / 2, out);
+    for (int64_t r = 0; r < count; ++r) emit(base + r, out + r * kPanel);
+  }
+}
+
+#endif
 
 }  // namespace
 }  // namespace kvferry

@@ -3,8 +3,9 @@
 #pragma once
 
 #include "attention.h"
+#include "dense.h"
 #include "elementwise.h"
-#include "product.h"
+#include "lookup.h"
 #include "rope.h"
 
 namespace kvferry {
@@ -15,6 +16,7 @@ struct StepView {
   const StepModel& model;
   const Batch& batch;
   bf16* local;
+  uint8_t* codes;
   int member, size;
 
   int64_t q_size() const { return model.heads * model.dim; }
@@ -73,11 +75,17 @@ KVF_INLINE void merge_heads(const StepView& s, const StepLayer& layer) {
   }
 }
 
+// Every thread quantises all rows for itself: cheaper than a barrier.
+KVF_INLINE Inputs step_inputs(const StepView& s, const Dense& dense, const bf16* x) {
+  return inputs_of(dense, x, dense.in, s.batch.rows, s.codes, {0, s.batch.rows});
+}
+
 // residual += the dense layer of x, both rounded as if stored; each thread owns its columns.
 KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, const bf16* x) {
-  const Share panels = share(dense.panels(), s.member, s.size);
+  const Inputs inputs = step_inputs(s, dense, x);
+  const Share panels = share(dense.count(), s.member, s.size);
   for (int64_t p = panels.begin; p < panels.end; ++p)
-    panel_product(x, dense.in, s.batch.rows, panel_of(dense, p), dense.pairs(), [&](int64_t row, const float* values) {
+    multiply(inputs, 0, s.batch.rows, dense, p, [&](int64_t row, const float* values) {
       bf16* to = s.task.scratch.residual + row * s.model.hidden + p * kPanel;
       for (int c = 0; c < kPanel; c += kLanes) {
         const Floats value = rounded_to(biased(dense, p * kPanel + c, load(values + c)), to);
@@ -89,40 +97,40 @@ KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, const
 // act = silu(gate) * up: the thread that makes columns of the gate makes the same ones of up.
 KVF_INLINE void gated(const StepView& s, const Dense& dense, const bf16* x) {
   const int64_t inner = s.model.inner, half = inner / kPanel;
+  const Inputs inputs = step_inputs(s, dense, x);
   const Share panels = share(half, s.member, s.size);
   for (int64_t p = panels.begin; p < panels.end; ++p) {
     bf16* act = s.task.scratch.act + p * kPanel;
-    panel_product(x, dense.in, s.batch.rows, panel_of(dense, p), dense.pairs(), [&](int64_t row, const float* values) {
+    multiply(inputs, 0, s.batch.rows, dense, p, [&](int64_t row, const float* values) {
       for (int c = 0; c < kPanel; c += kLanes)
         store(act + row * inner + c, biased(dense, p * kPanel + c, load(values + c)));
     });
-    panel_product(x, dense.in, s.batch.rows, panel_of(dense, half + p), dense.pairs(),
-                  [&](int64_t row, const float* values) {
-                    for (int c = 0; c < kPanel; c += kLanes) {
-                      bf16* to = act + row * inner + c;
-                      const Floats up = rounded_to(biased(dense, inner + p * kPanel + c, load(values + c)), to);
-                      store(to, silu(load(to)) * up);
-                    }
-                  });
+    multiply(inputs, 0, s.batch.rows, dense, half + p, [&](int64_t row, const float* values) {
+      for (int c = 0; c < kPanel; c += kLanes) {
+        bf16* to = act + row * inner + c;
+        const Floats up = rounded_to(biased(dense, inner + p * kPanel + c, load(values + c)), to);
+        store(to, silu(load(to)) * up);
+      }
+    });
   }
 }
 
 void run_step(void* argument, int member, int size, Barrier& barrier) {
   const StepTask& t = *static_cast<StepTask*>(argument);
   const StepModel& m = *t.model;
-  StepView s{t, m, t.batch, t.scratch.local + member * t.scratch.local_step, member, size};
+  StepView s{t, m, t.batch, t.scratch.local + member * t.scratch.local_step,
+             t.scratch.codes + member * t.scratch.codes_step, member, size};
   const Share all{0, t.batch.rows}, own = share(t.batch.rows, member, size);
   for (int64_t row = own.begin; row < own.end; ++row)
-    copy(t.scratch.residual + row * m.hidden, static_cast<const bf16*>(m.embedding) + t.tokens[row] * m.hidden,
-         m.hidden);
+    read_row(m.embedding, t.tokens[row], t.scratch.residual + row * m.hidden);
   barrier.wait(member);
   for (int64_t index = 0; index < m.num_layers; ++index) {
     const StepLayer& layer = m.layers[index];
     KVLayer kv = t.kv;
     kv.data = static_cast<bf16*>(t.kv.data) + index * t.layer_step;
     norm_rows(s, layer.input_norm, s.local, all);
-    dense_share(layer.qkv, s.local, m.hidden, t.batch.rows, t.scratch.qkv, s.qkv_size(),
-                share(layer.qkv.panels(), member, size));
+    dense_share(layer.qkv, step_inputs(s, layer.qkv, s.local), t.batch.rows, t.scratch.qkv, s.qkv_size(),
+                share(layer.qkv.count(), member, size));
     barrier.wait(member);
     attend_step(s, layer, kv);
     barrier.wait(member);

@@ -3,19 +3,19 @@
 
 #include <cstdint>
 
+#include "forms.h"
 #include "threads.h"
 
 namespace kvferry {
 
-constexpr int kPanel = 32;  // outputs of one panel of a packed weight
-
-// A dense layer of `in` inputs (even) and `out` outputs. packed: see product.h. bias: float32, padded to whole panels.
+// A dense layer of `in` inputs (even; a multiple of 32 where quantised) and `out` outputs. quantised: some panel is of a
+// form that takes int8 activations. bias: float32, padded to whole panels.
 struct Dense {
-  const uint8_t* packed = nullptr;
+  const Panel* panels = nullptr;
   const float* bias = nullptr;
   int64_t in = 0, out = 0;
-  int64_t pairs() const { return in / 2; }
-  int64_t panels() const { return (out + kPanel - 1) / kPanel; }
+  bool quantised = false;
+  int64_t count() const { return (out + kPanel - 1) / kPanel; }
 };
 
 // One layer of the pool, [block, 2, kv_head, slot, dim]; steps in elements; slots and dims are dense.
@@ -81,12 +81,25 @@ struct DecodeTask {
   KVLayer kv;
 };
 
-// y [rows, out] = the dense layer of x [rows, in].
+// Activations are quantised in runs of kRun inputs; their codes are summed in halves of those.
+constexpr int64_t kRun = 32, kHalfRun = 16;
+inline int64_t quantised_bytes(int64_t rows, int64_t in) { return rows * (in + in / kRun * 4 + in / kHalfRun * 4); }
+
+// y [rows, out] = the dense layer of x [rows, in]. memory: for the quantised rows of x, or null.
 struct DenseTask {
   Dense dense;
   const void* x;
   void* y;
+  uint8_t* memory;
   int64_t rows, x_step;
+};
+
+// out [count, in] = rows of the dense layer's weight in bfloat16.
+struct LookupTask {
+  Dense dense;
+  const int64_t* rows;
+  void* out;
+  int64_t count;
 };
 
 // A row's positions are attended to in chunks, so that threads can share a long sequence. How they are cut depends on
@@ -153,18 +166,21 @@ struct StepLayer {
 
 // A whole decoder, for rows of one token each.
 struct StepModel {
-  const void *embedding, *norm;
+  Dense embedding;
+  const void* norm;
   const StepLayer* layers;
   int64_t num_layers, hidden, inner, heads, kv_heads, dim;
   Rope rope;
   float eps, scale;
 };
 
-// Buffers of a step for up to max_rows rows; locals: one of each thread, `local_step` elements apart.
+// Buffers of a step for up to max_rows rows; local and codes: one of each thread, `local_step` elements and `codes_step`
+// bytes apart.
 struct StepScratch {
   uint16_t *residual, *qkv, *act, *local;
+  uint8_t* codes;
   float* partial;
-  int64_t local_step;
+  int64_t local_step, codes_step;
 };
 
 // out [rows, hidden] = the hidden states of `tokens` after the final norm. layer_step: elements between layers of kv.
@@ -190,7 +206,7 @@ struct MultiplyTask {
 struct Kernels {
   const char* name;
   Team::Function rms_norm[2], silu_mul[2], rope_and_cache[2], decode[2];  // float32, bfloat16
-  Team::Function dense, prefill, step;                                    // bfloat16
+  Team::Function dense, lookup, prefill, step;                            // bfloat16
   Team::Function read, multiply;                                          // the machine's limits
   int64_t round_work;  // floating point operations of one round of multiply on one thread
 };

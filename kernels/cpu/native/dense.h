@@ -1,0 +1,76 @@
+// Dense layers: y = x @ weight.T + bias of bfloat16 x, over panels of any form (see forms.h).
+#pragma once
+
+#include "product.h"
+#include "quantised.h"
+
+namespace kvferry {
+namespace {
+
+// Rows of x as the panels of a layer take them: bfloat16 (`step` elements apart), and quantised where some panel needs it.
+struct Inputs {
+  const bf16* x;
+  int64_t step;
+  Quantised codes;
+};
+
+// The member's rows are quantised into `memory` (quantised_bytes() of all rows); all rows must be before a product.
+KVF_INLINE Inputs inputs_of(const Dense& dense, const bf16* x, int64_t step, int64_t rows, uint8_t* memory, Share own) {
+  const Inputs inputs{x, step, Quantised(memory, rows, dense.in)};
+  if (dense.quantised)
+    for (int64_t row = own.begin; row < own.end; ++row) inputs.codes.quantise(row, x + row * step);
+  return inputs;
+}
+
+// Calls emit(row, values [kPanel]) for rows [first, first + rows) of the inputs, without bias.
+template <class Emit>
+KVF_INLINE void multiply(const Inputs& inputs, int64_t first, int64_t rows, const Dense& dense, int64_t panel,
+                         Emit emit) {
+  const Panel& weights = dense.panels[panel];
+  if (weights.form == Form::bf16)
+    panel_product(inputs.x + first * inputs.step, inputs.step, rows, weights.data, dense.in / 2,
+                  [&](int64_t row, float* values) { emit(first + row, values); });
+  else
+    code_product(inputs.codes, first, rows, weights, emit);
+}
+
+KVF_INLINE Floats biased(const Dense& dense, int64_t column, Floats value) {
+  return dense.bias == nullptr ? value : value + load(dense.bias + column);
+}
+
+constexpr int64_t kRowBlock = 192;  // rows of x that stay in the second-level cache while the panels pass by
+
+// y [rows, out] (`y_step` elements apart) = the dense layer, for a share of its panels.
+KVF_INLINE void dense_share(const Dense& dense, const Inputs& inputs, int64_t rows, bf16* y, int64_t y_step,
+                            Share panels) {
+  for (int64_t base = 0; base < rows; base += kRowBlock) {
+    const int64_t count = rows - base < kRowBlock ? rows - base : kRowBlock;
+    for (int64_t p = panels.begin; p < panels.end; ++p) {
+      const int64_t left = p * kPanel;
+      const bool whole = left + kPanel <= dense.out;
+      multiply(inputs, base, count, dense, p, [&](int64_t row, float* values) {
+        bf16* to = y + row * y_step + left;
+        for (int c = 0; c < kPanel && (whole || left + c < dense.out); c += kLanes) {
+          const Floats value = biased(dense, left + c, load(values + c));
+          if (whole || left + c + kLanes <= dense.out) {
+            store(to + c, value);
+          } else {
+            store(values + c, value);
+            for (int i = c; left + i < dense.out; ++i) store_one(to + i, values[i]);
+          }
+        }
+      });
+    }
+  }
+}
+
+void run_dense(void* argument, int member, int size, Barrier& barrier) {
+  const DenseTask& t = *static_cast<DenseTask*>(argument);
+  const Inputs inputs = inputs_of(t.dense, static_cast<const bf16*>(t.x), t.x_step, t.rows, t.memory,
+                                  share(t.rows, member, size));
+  if (t.dense.quantised) barrier.wait(member);
+  dense_share(t.dense, inputs, t.rows, static_cast<bf16*>(t.y), t.dense.out, share(t.dense.count(), member, size));
+}
+
+}  // namespace
+}  // namespace kvferry

@@ -1,0 +1,193 @@
+// Products of activations in int8 with packed codes (see forms.h). Activations are quantised per row and 32 inputs:
+// x = scale * q, q the nearest integer, scale = max |x| / 127. Integer sums are exact within a group; groups are added
+// in float32 in their order, whatever the number of rows: a row's result does not depend on its batch.
+#pragma once
+
+#include "dot.h"
+#include "forms.h"
+#include "types.h"
+
+namespace kvferry {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kCodeRows = 8;
+#elif defined(__AVX2__)
+constexpr int kCodeRows = 4;
+#else
+constexpr int kCodeRows = 2;
+#endif
+
+// Rows of x of `in` inputs (a multiple of 32): codes [rows][in], scales [rows][in / 32], sums of 16 codes [rows][in / 16].
+struct Quantised {
+  int8_t* codes;
+  float* scales;
+  int32_t* sums;
+  int64_t in;
+
+  Quantised(uint8_t* memory, int64_t rows, int64_t width)
+      : codes(reinterpret_cast<int8_t*>(memory)), scales(reinterpret_cast<float*>(memory + rows * width)),
+        sums(reinterpret_cast<int32_t*>(memory + rows * width + rows * width / kRun * 4)), in(width) {}
+
+  void quantise(int64_t row, const bf16* x) const {
+    for (int64_t at = 0; at < in; at += kRun) {
+      Floats top{};
+      for (int64_t i = at; i < at + kRun; i += kLanes) {
+        const Floats value = load(x + i);
+        top = larger(top, larger(value, -value));
+      }
+      const float peak = largest(top), inverse = peak > 0 ? 127.0f / peak : 0.0f;
+      scales[(row * in + at) / kRun] = peak / 127.0f;
+      for (int64_t half = at; half < at + kRun; half += kHalfRun) {
+        Ints total{};
+        for (int64_t i = half; i < half + kHalfRun; i += kLanes) {
+          constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+          const Ints code = reinterpret_cast<Ints>(load(x + i) * inverse + kRound) - 0x4b400000;
+          total = total + code;
+          store_codes(codes + row * in + i, code);
+        }
+        int32_t lanes[kLanes], sum = 0;
+        std::memcpy(lanes, &total, sizeof lanes);
+        for (int i = 0; i < kLanes; ++i) sum += lanes[i];
+        sums[(row * in + half) / kHalfRun] = sum;
+      }
+    }
+  }
+
+ private:
+  static KVF_INLINE void store_codes(int8_t* to, Ints code) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)code));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+    const Bytes bytes = __builtin_convertvector(code, Bytes);
+    std::memcpy(to, &bytes, sizeof bytes);
+#endif
+  }
+};
+
+// Codes of one step for outputs from `lane` on (low) and 16 further (high), as bytes.
+template <class C>
+KVF_INLINE void unpack(const uint8_t* group, int step, int lane, Words upper_low, Words upper_high, Words& low,
+                       Words& high) {
+  const uint8_t* at = group + step * C::step_bytes + lane * 4;
+  if constexpr (C::bits == 8) {
+    low = load_as<Words>(at);
+    high = load_as<Words>(at + 64);
+    return;
+  }
+  const Words both = load_as<Words>(at);
+  low = both & 0x0f0f0f0fu;
+  high = (both >> 4) & 0x0f0f0f0fu;
+  if constexpr (C::bits > 4) {
+    constexpr uint32_t mask = C::bits == 5 ? 0x10101010u : 0x30303030u;
+    const int shift = 4 - step * (C::bits - 4);
+    low |= (shift >= 0 ? upper_low << shift : upper_low >> -shift) & mask;
+    high |= (shift >= 0 ? upper_high << shift : upper_high >> -shift) & mask;
+  }
+}
+
+// Integer sums of `Rows` rows of x over one group, for kLanes outputs from `lane` on and as many from lane + 16 on.
+template <class C, int Rows>
+KVF_INLINE void group_sums(const Quantised& x, int64_t row, const uint8_t* group, int64_t index, int lane,
+                           Ints (&sums)[Rows][2]) {
+  using D = Dot<C::bits>;
+  constexpr int kRuns = D::kSteps < C::steps ? D::kSteps : C::steps, kOff = C::offset - D::kOffset;
+  const int8_t* codes = x.codes + row * x.in + index * C::group;
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r) {
+    Ints start{};
+    if constexpr (kOff > 0) {
+      const int32_t* of = x.sums + (row + r) * (x.in / kHalfRun) + index * (C::group / kHalfRun);
+      start = start - kOff * (C::group == kRun ? of[0] + of[1] : of[0]);
+    }
+    sums[r][0] = sums[r][1] = start;
+  }
+  Words upper_low{}, upper_high{};
+  if constexpr (C::bits == 5 || C::bits == 6) {
+    upper_low = load_as<Words>(group + C::upper + lane * 4);
+    upper_high = load_as<Words>(group + C::upper + 64 + lane * 4);
+  }
+#pragma GCC unroll 8
+  for (int first = 0; first < C::steps; first += kRuns) {
+    typename D::Part part[Rows][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) part[r][0] = part[r][1] = typename D::Part{};
+#pragma GCC unroll 8
+    for (int step = first; step < first + kRuns; ++step) {
+      Words low, high;
+      unpack<C>(group, step, lane, upper_low, upper_high, low, high);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        const Words four = splat_word(codes + r * x.in + 4 * step);
+        D::add(part[r][0], low, four);
+        D::add(part[r][1], high, four);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+      for (int half = 0; half < 2; ++half) sums[r][half] = sums[r][half] + D::drain(part[r][half]);
+  }
+}
+
+// out [Rows][kPanel] = the panel's outputs of rows [row, row + Rows) of x.
+template <class C, int Rows>
+inline __attribute__((noinline)) void code_tile(const Quantised& x, int64_t row, const uint8_t* panel, float* out) {
+  for (int i = 0; i < Rows * kPanel; i += kLanes) store(out + i, Floats{});
+  const uint8_t* group = panel + C::head;
+  for (int64_t index = 0; index < x.in / C::group; ++index, group += C::bytes) {
+#pragma GCC unroll 20
+    for (int ahead = 0; ahead < C::bytes; ahead += 64) __builtin_prefetch(group + 4096 + ahead);
+    for (int lane = 0; lane < 16; lane += kLanes) {
+      Ints sums[Rows][2];
+      group_sums<C, Rows>(x, row, group, index, lane, sums);
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        const int at = half * 16 + lane;
+        Floats scale = splat(1.0f), minimum{};
+        if constexpr (!C::per_channel) scale = load_half(group + C::scales + 2 * at);
+        if constexpr (C::minimum) minimum = load_half(group + C::minima + 2 * at);
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; ++r) {
+          const float unit = x.scales[((row + r) * x.in + index * C::group) / kRun];
+          Floats total = load(out + r * kPanel + at) + to_floats(sums[r][half]) * (scale * unit);
+          if constexpr (C::minimum) {
+            const int32_t* of = x.sums + ((row + r) * x.in + index * C::group) / kHalfRun;
+            total = total + minimum * (unit * static_cast<float>(of[0] + of[1]));
+          }
+          store(out + r * kPanel + at, total);
+        }
+      }
+    }
+  }
+  if constexpr (C::per_channel)
+    for (int r = 0; r < Rows; ++r)
+      for (int i = 0; i < kPanel; i += kLanes)
+        store(out + r * kPanel + i, load(out + r * kPanel + i) * load(reinterpret_cast<const float*>(panel) + i));
+}
+
+template <class C, int... Rows>
+KVF_INLINE void code_tile_of(int rows, const Quantised& x, int64_t row, const uint8_t* panel, float* out,
+                             std::integer_sequence<int, Rows...>) {
+  using Function = void (*)(const Quantised&, int64_t, const uint8_t*, float*);
+  static constexpr Function table[] = {code_tile<C, Rows + 1>...};
+  table[rows - 1](x, row, panel, out);
+}
+
+// Calls emit(row, values [kPanel]) for rows [begin, begin + rows) of x, without bias.
+template <class Emit>
+KVF_INLINE void code_product(const Quantised& x, int64_t begin, int64_t rows, const Panel& panel, Emit emit) {
+  alignas(64) float out[kCodeRows * kPanel];
+  const int64_t tiles = (rows + kCodeRows - 1) / kCodeRows;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t first = begin + rows * t / tiles, count = begin + rows * (t + 1) / tiles - first;
+    with_codes(panel.form, [&](auto codes) {
+      code_tile_of<decltype(codes)>(static_cast<int>(count), x, first, panel.data, out,
+                                    std::make_integer_sequence<int, kCodeRows>());
+    });
+    for (int64_t r = 0; r < count; ++r) emit(first + r, out + r * kPanel);
+  }
+}
+
+}  // namespace
+}  // namespace kvferry
