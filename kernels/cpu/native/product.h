@@ -74,10 +74,10 @@ KVF_INLINE void panel_product(const bf16* x, int64_t step, int64_t rows, const u
 
 // Without products of bfloat16 both sides are widened, a run of inputs at a time: x to float rows in the first-level
 // cache, the panel in registers for few rows, once into the cache for many.
-constexpr int64_t kInputs = 128;
+constexpr int64_t kInputs = 64;
 constexpr int kFewRows = kLanes == 16 ? 4 : 2;
 constexpr int kManyRows = kLanes == 16 ? 12 : 6;
-constexpr int64_t kProductRows = 96;  // rows whose sums are held at once
+constexpr int64_t kProductRows = 48;  // rows whose sums are held at once
 
 KVF_INLINE void widen_rows(const bf16* x, int64_t step, int64_t rows, int64_t inputs, float* out) {
   const int64_t whole = inputs / kLanes * kLanes;
@@ -153,7 +153,7 @@ KVF_INLINE void many_rows(int rows, const float* x, const float* wide, int64_t i
 inline __attribute__((noinline)) void add_products(const bf16* x, int64_t step, int64_t rows, const uint8_t* panel,
                                                    int64_t pairs, float* out) {
   alignas(64) float wide[kInputs * kPanel], of_x[kManyRows * kInputs];
-  const bool few = rows <= 3;
+  const bool few = rows <= 8;
   if (!few)
     for (int64_t k = 0; k < pairs; ++k)
       for (int c = 0; c < kPanel; c += kLanes) {
