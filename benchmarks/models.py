@@ -6,6 +6,7 @@ What is not given is made from the demo model by llama.cpp's own `llama-quantize
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -20,6 +21,11 @@ SAFETENSORS, SOURCE = "safetensors", "source"
 """Names among the models: the directory; the file closest to the original weights, which kvferry runs in bfloat16."""
 
 
+def on_path(name: str) -> Path | None:
+    found = shutil.which(name)
+    return Path(found) if found else None
+
+
 def gguf_format(path: Path) -> str:
     """`q4_k_m`, as the file's header says. Raises ConfigError."""
     import gguf
@@ -31,7 +37,7 @@ def gguf_format(path: Path) -> str:
 def find_models(
     given: Iterable[Path], quantize: Path | None, safetensors: Path | None, *, vllm: bool
 ) -> dict[str, Path]:
-    """Files by format, and the directory if vLLM wants one. Files that are given stand alone; without any it is the demo
+    """Files by format, and the directory if vLLM wants one. Files given stand alone; without any it is the demo
     model and what can be made of it. Raises ConfigError."""
     models = {gguf_format(path): path for path in given}
     if not models:

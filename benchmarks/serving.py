@@ -16,7 +16,6 @@ import asyncio
 import os
 import platform
 import random
-import shutil
 import signal
 import statistics
 import sys
@@ -31,7 +30,7 @@ from tqdm import tqdm
 
 from benchmarks import limits, servers, table
 from benchmarks.load import LoadError
-from benchmarks.models import SOURCE, find_models
+from benchmarks.models import SOURCE, find_models, on_path
 from benchmarks.subjects import ENGINES, SUBJECTS, Installed, Subject, missing
 from benchmarks.workloads import FIGURES, WORKLOADS, Workload
 from cli.door import available_cores, set_threads
@@ -48,8 +47,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one round of bf16 and q4_0 without 32 streams")
     parser.add_argument("--only", default=",".join(FIGURES), metavar="WORKLOADS", help="default: %(default)s")
     parser.add_argument("--subjects", default="*", help="names or patterns; all: " + ",".join(s.name for s in SUBJECTS))
-    parser.add_argument("--llama-server", type=Path, default=_on_path("llama-server"))
-    parser.add_argument("--llama-quantize", type=Path, default=_on_path("llama-quantize"))
+    parser.add_argument("--llama-server", type=Path, default=on_path("llama-server"))
+    parser.add_argument("--llama-quantize", type=Path, default=on_path("llama-quantize"))
     parser.add_argument("--vllm-python", type=Path, default=os.environ.get("VLLM_PYTHON"))
     parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="model files instead of the demo model")
     parser.add_argument("--safetensors", type=Path, help="the same model as a directory, for vLLM")
@@ -199,11 +198,6 @@ def _machine(installed: Installed) -> dict[str, object]:
     cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     memory = round(psutil.virtual_memory().total / 1e9)
     return {"cpu": cpu, "memory_gb": memory, "threads": installed.threads, "load": os.getloadavg()[0]}
-
-
-def _on_path(name: str) -> Path | None:
-    found = shutil.which(name)
-    return Path(found) if found else None
 
 
 def report(results: table.Results, subjects: Sequence[Subject]) -> str:
