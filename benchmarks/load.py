@@ -65,7 +65,7 @@ async def complete(target: Target, prompt: Sequence[int], max_tokens: int) -> Co
     began = time.perf_counter()
     try:
         transport, exchange = await asyncio.get_running_loop().create_connection(
-            lambda: _Exchange(request), address.hostname, address.port
+            lambda: _Exchange(request), address.hostname or "127.0.0.1", address.port or 80
         )
         try:
             await asyncio.wait_for(exchange.done, TIMEOUT_S)

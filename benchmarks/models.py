@@ -31,7 +31,7 @@ def gguf_format(path: Path) -> str:
     import gguf
 
     kind = gguf.LlamaFileType(read_gguf(path).metadata.get("general.file_type", gguf.LlamaFileType.GUESSED))
-    return kind.name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
+    return str(kind.name).removeprefix("MOSTLY_").removeprefix("ALL_").lower()
 
 
 def find_models(

@@ -7,13 +7,16 @@ import asyncio
 import math
 import random
 import statistics
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.load import Completion, Target, complete, random_prompt
 
 Figures = dict[str, float]
 """Values by name of the figure."""
+
+Run = Callable[[Target, random.Random], Coroutine[Any, Any, Figures]]
 
 SHARED, SUFFIX = 1536, 64
 RUNNING, ARRIVING = 4, 2048
@@ -34,7 +37,7 @@ class Workload:
     """run(target, source of prompts) → its figures, of which the first is the one that counts."""
 
     name: str
-    run: Callable[[Target, random.Random], Awaitable[Figures]]
+    run: Run
     figures: dict[str, Figure]
 
 
@@ -64,7 +67,7 @@ async def single(target: Target, source: random.Random) -> Figures:
     return {"tokens_per_s": done.rate, "first_ms": 1e3 * done.first_s}
 
 
-def prefill(length: int) -> Callable[[Target, random.Random], Awaitable[Figures]]:
+def prefill(length: int) -> Run:
     async def run(target: Target, source: random.Random) -> Figures:
         done = await complete(target, random_prompt(source, length), 1)
         return {"tokens_per_s": length / done.first_s}
@@ -72,7 +75,7 @@ def prefill(length: int) -> Callable[[Target, random.Random], Awaitable[Figures]
     return run
 
 
-def streams(count: int) -> Callable[[Target, random.Random], Awaitable[Figures]]:
+def streams(count: int) -> Run:
     async def run(target: Target, source: random.Random) -> Figures:
         done = await at_once(target, [random_prompt(source, 256) for _ in range(count)], 128)
         return {"tokens_per_s": output_rate(done), "first_ms": 1e3 * statistics.median(c.first_s for c in done)}
