@@ -18,7 +18,7 @@ from benchmarks.load import Target
 from benchmarks.subjects import Launch
 
 ROOT = Path(__file__).resolve().parent.parent
-START_S, STOP_S = 300.0, 15.0
+START_S, STOP_S = 600.0, 15.0
 
 
 class StartError(Exception):
