@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.models import FORMATS, SAFETENSORS, SOURCE
-from protocol.settings import ServeSettings
 
 SERVING = ("start", "single", "prefill512", "prefill2048", "streams8", "streams32", "prefix8", "interference", "memory")
 ONE_STREAM = ("start", "single", "prefill512", "prefill2048", "memory")
@@ -51,25 +50,13 @@ class Launch:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-BF16 = ("--dtype", "bfloat16", *(("--quantization", "none") if hasattr(ServeSettings, "quantization") else ()))
+TOGETHER, APART = ("--prefill", "0", "--decode", "1"), ("--prefill", "1", "--decode", "1")
+BF16, INT8 = ("--quantization", "none"), ("--quantization", "int8")
+SPLIT = ("start", "single", "again", "interference", "ships", "memory")
 SUBJECTS = (
-    Subject("kvferry:bf16", "kvferry", "bf16", SOURCE, (*SERVING, "again"), (*BF16, "--prefill", "0", "--decode", "1")),
-    Subject(
-        "kvferry:bf16:1p1d",
-        "kvferry",
-        "bf16",
-        SOURCE,
-        ("start", "single", "again", "interference", "ships", "memory"),
-        (*BF16, "--prefill", "1", "--decode", "1"),
-    ),
-    Subject(
-        "kvferry:int8",
-        "kvferry",
-        "bf16",
-        SOURCE,
-        SERVING,
-        ("--dtype", "bfloat16", "--quantization", "int8", "--prefill", "0", "--decode", "1"),
-    ),
+    Subject("kvferry:bf16", "kvferry", "bf16", SOURCE, (*SERVING, "again"), (*BF16, *TOGETHER)),
+    Subject("kvferry:bf16:1p1d", "kvferry", "bf16", SOURCE, SPLIT, (*BF16, *APART)),
+    Subject("kvferry:int8", "kvferry", "bf16", SOURCE, SERVING, (*INT8, *TOGETHER)),
     Subject("llama.cpp:bf16", "llama.cpp", "bf16", "bf16", SERVING),
     Subject("vllm:bf16", "vllm", "bf16", SAFETENSORS, SERVING),
     *(
@@ -77,13 +64,7 @@ SUBJECTS = (
         for name in FORMATS
         if name != "bf16"
         for subject in (
-            Subject(
-                f"kvferry:{name}",
-                "kvferry",
-                name,
-                name,
-                args=("--dtype", "bfloat16", "--prefill", "0", "--decode", "1"),
-            ),
+            Subject(f"kvferry:{name}", "kvferry", name, name, args=TOGETHER),
             Subject(f"llama.cpp:{name}", "llama.cpp", name, name),
         )
     ),
@@ -92,7 +73,8 @@ SUBJECTS = (
 
 def kvferry(subject: Subject, model: Path, installed: Installed, port: int) -> Launch:
     serve = (sys.executable, "-m", "cli.main", "serve", "--port", str(port), "--log-level", "warning")
-    return Launch((*serve, "--threads", str(installed.threads), "--model", str(model), *subject.args), "/ready")
+    options = ("--threads", str(installed.threads), "--model", str(model), "--dtype", "bfloat16", *subject.args)
+    return Launch((*serve, *options), "/ready")
 
 
 def llama_cpp(subject: Subject, model: Path, installed: Installed, port: int) -> Launch:
@@ -130,8 +112,6 @@ ENGINES: dict[str, Callable[[Subject, Path, Installed, int], Launch]] = {
 
 def missing(subject: Subject, models: Mapping[str, Path], installed: Installed) -> str | None:
     """Why a subject cannot be measured here, or None."""
-    if subject.engine == "kvferry" and "int8" in subject.args and not hasattr(ServeSettings, "quantization"):
-        return "this kvferry has no --quantization"
     if subject.model not in models:
         return f"no {subject.model} model"
     if subject.engine == "llama.cpp" and installed.llama_server is None:
