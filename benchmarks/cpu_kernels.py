@@ -15,12 +15,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.limits import READ_BYTES, Limits, interleaved, machine_limits
 from cli.door import available_cores, set_threads
 
 SECTIONS = ("limits", "dense", "attention", "step", "engine")
@@ -28,8 +27,6 @@ ROWS = (1, 4, 8, 16, 64, 512)
 DECODES = ((1, 128), (1, 2048), (8, 384), (32, 384))
 PREFILLS = (128, 512, 2048)
 STREAMS = ((1, 32, 96), (8, 64, 48), (32, 32, 48))
-READ_BYTES = 256 << 20
-ROUNDS = 400_000
 
 
 def parse() -> argparse.Namespace:
@@ -39,40 +36,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
     return parser.parse_args()
-
-
-def interleaved(forms: Sequence[Callable[[], object]], runs: int) -> list[float]:
-    """Median seconds of each form; they run in turn, once unmeasured."""
-    times: list[list[float]] = [[] for _ in forms]
-    for form in forms:
-        form()
-    for _ in range(runs):
-        for form, taken in zip(forms, times, strict=True):
-            begun = time.perf_counter()
-            form()
-            taken.append(time.perf_counter() - begun)
-    return [statistics.median(taken) for taken in times]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Forms that show the machine's limits: run beside each subject, so that both see the same machine."""
-
-    read: Callable[[], object]
-    multiply: Callable[[], object]
-    work: int
-
-    def shares(self, read: float, multiply: float) -> tuple[float, float]:
-        """(GB/s, GFLOP/s) of measured seconds."""
-        return READ_BYTES / read / 1e9, self.work / multiply / 1e9
-
-
-def machine_limits(ops) -> Limits:  # type: ignore[no-untyped-def]
-    import torch
-
-    kernels, data = ops._kernels, torch.ones(READ_BYTES, dtype=torch.uint8)
-    work = kernels.multiply(1) * ROUNDS
-    return Limits(lambda: kernels.read(data), lambda: kernels.multiply(ROUNDS), work)
 
 
 def report(title: str, limits: Limits, times: list[float], moved: float, work: float, unit: str = "") -> None:

@@ -1,158 +1,235 @@
-"""What a cluster on this machine does, measured over its OpenAI streaming API: one table, one command (`make bench`).
+"""Measures kvferry and every peer that is installed on this machine, over their streaming APIs, against each other and
+against the limits of the machine (`make bench`).
 
-Starts `kvferry serve` with the arguments given (default: one prefill and one decode process), measures from outside,
-and ends it. Medians; the share of transfer hidden behind compute comes from the prefill nodes' metrics.
+    python -m benchmarks.serving [--threads 2 --runs 3 --quick --only single,prefill512 --subjects 'kvferry:*']
+
+Peers: llama.cpp's `llama-server` (and `llama-quantize`, which makes the demo model's other formats) on PATH or by flag,
+vLLM by the interpreter that has it. Subjects with the same weights are alive at once and take their turns in every
+round; figures are medians over the rounds, in which the limits are measured too. Prints Markdown tables, and writes
+them with all samples and a plot.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import asyncio
+import os
+import platform
 import random
-import re
 import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
+from fnmatch import fnmatch
+from pathlib import Path
 
-import httpx
 import psutil
+from tqdm import tqdm
 
-VOCABULARY = range(1000, 40000)
+from benchmarks import limits, servers, table
+from benchmarks.load import LoadError
+from benchmarks.models import SOURCE, find_models, on_path
+from benchmarks.subjects import ENGINES, SUBJECTS, Installed, Subject, missing
+from benchmarks.workloads import FIGURES, WORKLOADS, Workload
+from cli.door import available_cores, set_threads
+from protocol.errors import ConfigError
 
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Of one streamed completion: seconds to the first token, seconds between the first and the last, output tokens."""
-
-    first_s: float
-    rest_s: float
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """A running cluster and how long it took to its ready line."""
-
-    url: str
-    model: str
-    ready_s: float
-    pid: int
+BUSY = 0.03
+"""Share of one core above which a server that should be idle disturbs the others' figures."""
 
 
-@contextmanager
-def cluster(args: list[str]) -> Iterator[Cluster]:
-    """`kvferry serve --port 0` with more arguments, ended at exit."""
-    began = time.monotonic()
-    command = [sys.executable, "-m", "cli.main", "serve", "--port", "0", "--log-level", "warning", *args]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        found = re.search(r"(http://\S+)/v1", process.stdout.readline())
-        if found is None:
-            raise SystemExit("the cluster did not start")
-        ready_s = time.monotonic() - began
-        model = httpx.get(f"{found.group(1)}/v1/models").json()["data"][0]["id"]
-        yield Cluster(found.group(1), model, ready_s, process.pid)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(15)
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=available_cores(), help="of every engine")
+    parser.add_argument("--runs", type=int, default=3, help="rounds over all workloads")
+    parser.add_argument("--quick", action="store_true", help="one round of bf16 and q4_0 without 32 streams")
+    parser.add_argument("--only", default=",".join(FIGURES), metavar="WORKLOADS", help="default: %(default)s")
+    parser.add_argument("--subjects", default="*", help="names or patterns; all: " + ",".join(s.name for s in SUBJECTS))
+    parser.add_argument("--llama-server", type=Path, default=on_path("llama-server"))
+    parser.add_argument("--llama-quantize", type=Path, default=on_path("llama-quantize"))
+    parser.add_argument("--vllm-python", type=Path, default=os.environ.get("VLLM_PYTHON"))
+    parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="model files instead of the demo model")
+    parser.add_argument("--safetensors", type=Path, help="the same model as a directory, for vLLM")
+    parser.add_argument("--output", type=Path, default=servers.ROOT / "benchmarks" / "results")
+    options = parser.parse_args(arguments)
+    options.only, options.subjects = options.only.split(","), options.subjects.split(",")
+    if unknown := set(options.only) - set(FIGURES):
+        parser.error(f"no workload {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
+    if options.quick:
+        options.runs = 1
+        options.only = [name for name in options.only if name != "streams32"]
+        options.subjects = ["*:bf16*", "*:q4_0"] if options.subjects == ["*"] else options.subjects
+    return options
 
 
-def random_prompt(count: int) -> list[int]:
-    return random.choices(VOCABULARY, k=count)
+def say(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)
 
 
-def complete(target: Cluster, prompt: list[int], max_tokens: int) -> Timing:
-    """Stream one completion of exactly `max_tokens` tokens."""
-    body = {
-        "model": target.model,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    began = time.monotonic()
-    first = last = 0.0
-    tokens = 0
-    with httpx.stream("POST", f"{target.url}/v1/completions", json=body, timeout=300) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line[6:])
-            last = time.monotonic()
-            first = first or last
-            if chunk.get("usage"):
-                tokens = chunk["usage"]["completion_tokens"]
-    return Timing(first - began, last - first, tokens)
-
-
-def node_metrics(target: Cluster, name: str) -> float:
-    """Sum of a metric over the worker processes of the cluster, found among its child processes."""
-    total = 0.0
-    for child in psutil.Process(target.pid).children(recursive=True):
-        if not {"prefill", "decode"} & set(child.cmdline()):
+def chosen(options: argparse.Namespace, models: dict[str, Path], installed: Installed) -> list[Subject]:
+    """The subjects asked for that can be measured here; says what is left out and why."""
+    found = []
+    for subject in SUBJECTS:
+        if not any(fnmatch(subject.name, pattern) for pattern in options.subjects):
             continue
-        for connection in child.net_connections():
-            if connection.status == psutil.CONN_LISTEN:
-                total += _sum_of(f"http://127.0.0.1:{connection.laddr.port}/metrics", name)
-    return total
+        if reason := missing(subject, models, installed):
+            say(f"{subject.name} is left out: {reason}")
+        else:
+            found.append(subject)
+    return found
 
 
-def _sum_of(url: str, name: str) -> float:
+class Group:
+    """The running servers of one group: what is measured of them goes into `results`."""
+
+    def __init__(self, name: str, options: argparse.Namespace, results: table.Results, bar: tqdm) -> None:
+        self._name, self._options, self._results, self._bar = name, options, results, bar
+        self._servers: dict[Subject, servers.Server] = {}
+
+    def start(self, stack: ExitStack, subject: Subject, model: Path, installed: Installed) -> None:
+        """Start the server, as often as a start is to be measured, and leave it running."""
+        log = self._options.output / f"{subject.name.replace(':', '-')}.log"
+        starts = self._options.runs if self._wants("start", subject) else 1
+        try:
+            for left in reversed(range(starts)):
+                self._bar.set_description(f"{subject.name} starts")
+                port = servers.free_port()
+                server = servers.running(ENGINES[subject.engine](subject, model, installed, port), port, log)
+                if left:
+                    with server as once:
+                        self._results.add(subject.name, "start", {"ready_s": once.ready_s})
+                else:
+                    self._servers[subject] = stack.enter_context(server)
+                    self._results.add(subject.name, "start", {"ready_s": self._servers[subject].ready_s})
+        except servers.StartError as error:
+            say(f"{subject.name} did not start, see {log}:\n{error}")
+
+    def round(self, number: int, workloads: Sequence[Workload]) -> None:
+        """Every workload on every server; another one begins in each round."""
+        subjects = list(self._servers)
+        subjects = subjects[number % len(subjects) :] + subjects[: number % len(subjects)] if subjects else []
+        for workload in workloads:
+            for subject in subjects:
+                if self._wants(workload.name, subject):
+                    self._run(workload, subject, f"{workload.name} {number}")
+
+    def _run(self, workload: Workload, subject: Subject, seed: str) -> None:
+        self._bar.set_description(f"{subject.name} {workload.name}")
+        others = [p for each, server in self._servers.items() if each is not subject for p in server.processes()]
+        used, began = servers.cpu_seconds(others), time.perf_counter()
+        try:
+            figures = asyncio.run(workload.run(self._servers[subject].target, random.Random(seed)))
+            self._results.add(subject.name, workload.name, figures)
+        except LoadError as error:
+            say(f"{subject.name}, {workload.name}: {error}")
+        busy = (servers.cpu_seconds(others) - used) / (time.perf_counter() - began)
+        if busy > BUSY:
+            say(f"idle servers used {100 * busy:.0f} % of a core beside {subject.name}, {workload.name}")
+        self._bar.update()
+
+    def finish(self) -> None:
+        """What the processes say after all rounds."""
+        for subject, server in self._servers.items():
+            if self._wants("ships", subject):
+                self._results.add(subject.name, "ships", servers.hidden_percent(server))
+            if self._wants("memory", subject):
+                resident, proportional = servers.memory_gb(server.processes())
+                figures = {"resident_gb": resident, "proportional_gb": proportional}
+                self._results.add(subject.name, "memory", figures)
+
+    def warm_up(self, workloads: Sequence[Workload]) -> None:
+        """One unmeasured turn of the first workload each takes part in."""
+        for subject, server in self._servers.items():
+            for workload in [w for w in workloads if w.name in subject.workloads][:1]:
+                asyncio.run(workload.run(server.target, random.Random("warm-up")))
+
+    def _wants(self, workload: str, subject: Subject) -> bool:
+        return workload in self._options.only and workload in subject.workloads
+
+
+def measure(
+    options: argparse.Namespace, subjects: Sequence[Subject], models: dict[str, Path], installed: Installed
+) -> table.Results:
+    results = table.Results(_machine(installed))
+    workloads = [workload for workload in WORKLOADS if workload.name in options.only]
+    turns = sum(workload.name in subject.workloads for workload in workloads for subject in subjects)
+    meter = _meter(installed.threads)
+    with tqdm(total=turns * options.runs, unit="run") as bar:
+        for name in dict.fromkeys(subject.group for subject in subjects):
+            with ExitStack() as stack:
+                group = Group(name, options, results, bar)
+                for subject in (subject for subject in subjects if subject.group == name):
+                    group.start(stack, subject, models[subject.model], installed)
+                group.warm_up(workloads)
+                for number in range(options.runs):
+                    for limit, value in (meter.sample() if meter else {}).items():
+                        results.limits[name, limit].append(value)
+                    group.round(number, workloads)
+                group.finish()
+            if meter:
+                results.ceilings |= _ceilings(name, results, models)
+    return results
+
+
+def _meter(threads: int) -> limits.Meter | None:
     try:
-        text = httpx.get(url, timeout=2).text
-    except httpx.HTTPError:
-        return 0.0
-    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
+        return limits.Meter(threads)
+    except RuntimeError as error:
+        say(f"{error}: the machine's limits are not measured")
+        return None
 
 
-def measure(target: Cluster, rounds: int) -> list[tuple[str, str]]:
-    """Rows of the table."""
-    complete(target, random_prompt(64), 8)
-    single = [complete(target, random_prompt(128), 128) for _ in range(rounds)]
-    shipped = (
-        node_metrics(target, "kvferry_ship_seconds_total"),
-        node_metrics(target, "kvferry_ship_exposed_seconds_total"),
-    )
-    cold, cached, computed = [], [], []
-    for _ in range(rounds):
-        prompt = random_prompt(1024)
-        cold.append(complete(target, prompt, 4).first_s)
-        time.sleep(0.3)
-        cached.append(complete(target, prompt, 4).first_s)
-    for key in ("kvferry_ship_seconds_total", "kvferry_ship_exposed_seconds_total"):
-        computed.append(node_metrics(target, key))
-    ship_s, exposed_s = computed[0] - shipped[0], computed[1] - shipped[1]
-    hidden = f"{100 * (1 - exposed_s / ship_s):.0f} %" if ship_s > 0 else "no ships"
-    resident = sum(p.memory_info().rss for p in psutil.Process(target.pid).children(recursive=True)) / 2**30
-    return [
-        ("seconds to ready", f"{target.ready_s:.1f} s"),
-        (
-            "one stream, 128 in / 128 out",
-            f"{statistics.median((t.tokens - 1) / t.rest_s for t in single):.1f} tokens/s",
-        ),
-        ("time to first token, 1,024 tokens, cold", f"{1000 * statistics.median(cold):.0f} ms"),
-        ("time to first token, 1,024 tokens, cached", f"{1000 * statistics.median(cached):.0f} ms"),
-        ("share of transfer hidden behind compute", hidden),
-        ("resident memory of all processes", f"{resident:.1f} GiB"),
+def _ceilings(group: str, results: table.Results, models: dict[str, Path]) -> dict[tuple[str, str], float]:
+    """By (group, workload), in tokens/s."""
+    read, gflops = (statistics.median(results.limits[group, name]) for name in (limits.READ, limits.PRODUCTS))
+    cost = limits.model_cost(models.get(group, models[SOURCE]))
+    return {
+        (group, "single"): cost.decode_ceiling(read, 2 if group == "bf16" else None),
+        (group, "prefill512"): cost.prefill_ceiling(gflops, 512),
+        (group, "prefill2048"): cost.prefill_ceiling(gflops, 2048),
+    }
+
+
+def _machine(installed: Installed) -> dict[str, object]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    memory = round(psutil.virtual_memory().total / 1e9)
+    return {"cpu": cpu, "memory_gb": memory, "threads": installed.threads, "load": os.getloadavg()[0]}
+
+
+def report(results: table.Results, subjects: Sequence[Subject]) -> str:
+    machine = results.machine
+    parts = [
+        f"{machine['cpu']}, {machine['threads']} threads, {machine['memory_gb']} GB, load before {machine['load']:.1f}"
     ]
+    for group in dict.fromkeys(subject.group for subject in subjects):
+        parts.append(table.group_table(results, group, [s.name for s in subjects if s.group == group]))
+    return "\n\n".join([*parts, table.goals_table(results)])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each figure")
-    options, serve_args = parser.parse_known_args()
-    with cluster(serve_args) as target:
-        for name, figure in measure(target, options.rounds):
-            print(f"{name:<45} {figure}")
+    options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    set_threads(options.threads)
+    options.output.mkdir(parents=True, exist_ok=True)
+    installed = Installed(options.llama_server, options.vllm_python, options.threads)
+    try:
+        models = find_models(options.gguf, options.llama_quantize, options.safetensors, vllm=bool(options.vllm_python))
+    except ConfigError as error:
+        sys.exit(str(error))
+    subjects = chosen(options, models, installed)
+    if not subjects:
+        sys.exit("nothing to measure")
+    results = measure(options, subjects, models, installed)
+    text = report(results, subjects)
+    print(text)
+    (options.output / "serving.md").write_text(text + "\n")
+    (options.output / "serving.json").write_text(table.as_json(results))
+    if not table.plot(results, options.output / "serving.png"):
+        say("no plot without matplotlib")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,181 @@
+"""What each weight format costs in accuracy, against transformers in float32 with the same file's weights
+(`make bench-accuracy`).
+
+    python -m benchmarks.accuracy [--llama-quantize PATH] [--gguf FILE...] [--subjects 'q4_*,int8']
+
+On a fixed text: perplexity, and at how many positions the most likely next token is the reference's. Then greedy
+continuations of prompts cut from that text: how many tokens they share with the reference's before the first that
+differs. Prints the table of the README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.models import FORMATS, SOURCE, find_models, on_path
+from benchmarks.table import markdown
+from cli.door import available_cores, set_threads
+from engine.engine import Engine
+from engine.events import Generated
+from engine.models.hf import transformers_module
+from node.assembly import assemble
+from protocol.messages import Job, TokenLogprobs
+from protocol.sampling import SamplingParams
+from protocol.settings import RouterSettings, WorkerSettings
+from router.text_model import load_text_model
+
+PROSE = Path(__file__).with_name("prose.txt")
+PROMPTS, PROMPT_LEN, CONTINUED = 8, 64, 64
+"""Continuations: how many, and tokens of prompt and output of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model file with settings of a worker, by name. One whose settings this version lacks is left out."""
+
+    name: str
+    model: str
+    settings: dict[str, Any]
+
+
+SUBJECTS = (
+    Subject("bf16", SOURCE, {"quantization": "none"}),
+    Subject("int8", SOURCE, {"quantization": "int8"}),
+    Subject("bf16, int8 KV cache", SOURCE, {"quantization": "none", "kv_cache_dtype": "int8"}),
+    *(Subject(name, name, {}) for name in FORMATS if name != "bf16"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a model makes of the text. logprobs: natural, of each token but the first; best: the most likely token in
+    its place; continuations: greedy tokens by prompt."""
+
+    logprobs: list[float]
+    best: list[int]
+    continuations: list[list[int]]
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-statistics.fmean(self.logprobs))
+
+
+def shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+
+
+def agreement(ours: Answers, theirs: Answers) -> tuple[float, float]:
+    """(share of positions with the same most likely token, mean length of the shared beginnings of continuations)."""
+    same = statistics.fmean(a == b for a, b in zip(ours.best, theirs.best, strict=True))
+    pairs = zip(ours.continuations, theirs.continuations, strict=True)
+    return same, statistics.fmean(shared(a, b) for a, b in pairs)
+
+
+def prompts_of(tokens: Sequence[int]) -> list[list[int]]:
+    """Equal pieces from all over the text."""
+    apart = (len(tokens) - PROMPT_LEN) // (PROMPTS - 1)
+    return [list(tokens[i * apart : i * apart + PROMPT_LEN]) for i in range(PROMPTS)]
+
+
+def ask_engine(engine: Engine, tokens: Sequence[int]) -> Answers:
+    """Through the whole engine: scored in its chunks, continued in one batch."""
+    greedy = SamplingParams(max_tokens=CONTINUED, temperature=0.0, ignore_eos=True)
+    score = replace(greedy, max_tokens=1, prompt_logprobs=1)
+    engine.add(Job("text", 0, tuple(tokens), len(tokens), score, "accuracy"))
+    for i, prompt in enumerate(prompts_of(tokens)):
+        engine.add(Job(str(i), 0, tuple(prompt), len(prompt), greedy, "accuracy"))
+    while engine.has_work():
+        engine.step()
+    made, scored = defaultdict[str, list[int]](list), list[TokenLogprobs | None]()
+    for event in engine.events:
+        if isinstance(event, Generated):
+            made[event.key[0]] += event.delta.token_ids
+            scored += event.delta.prompt_logprobs or ()
+    entries = [entry for entry in scored if entry is not None]
+    assert len(entries) == len(tokens) - 1
+    best = [entry.top[0][0] for entry in entries]
+    return Answers([entry.logprob for entry in entries], best, [made[str(i)] for i in range(PROMPTS)])
+
+
+@torch.inference_mode()
+def ask_transformers(path: Path, tokens: Sequence[int]) -> Answers:
+    """The weights of the file, dequantised, in float32."""
+    model = transformers_module().AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+    )
+    text = torch.tensor([tokens])
+    logprobs = model(text).logits[0, :-1].log_softmax(-1)
+    prompts = torch.tensor(prompts_of(tokens))
+    output = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=CONTINUED, eos_token_id=-1
+    )
+    of_tokens = logprobs.gather(1, text[0, 1:, None])[:, 0]
+    return Answers(of_tokens.tolist(), logprobs.argmax(-1).tolist(), output[:, PROMPT_LEN:].tolist())
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--subjects", default="*", help="patterns; all: " + ", ".join(s.name for s in SUBJECTS))
+    parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="model files instead of the demo model")
+    parser.add_argument("--llama-quantize", type=Path, default=on_path("llama-quantize"))
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    set_threads(options.threads)
+    torch.set_num_threads(options.threads)
+    models = find_models(options.gguf, options.llama_quantize, None, vllm=False)
+    tokenizer = load_text_model(RouterSettings(model=str(models[SOURCE]))).tokenizer
+    tokens = tokenizer.encode(PROSE.read_text())
+    references: dict[str, Answers] = {}
+    rows = []
+    for subject in SUBJECTS:
+        unknown = [name for name in subject.settings if not hasattr(WorkerSettings, name)]
+        wanted = any(fnmatch(subject.name, pattern) for pattern in options.subjects.split(","))
+        if not wanted or unknown or subject.model not in models:
+            reason = (
+                f"no setting {unknown[0]}" if unknown else f"no {subject.model} model" if wanted else "not asked for"
+            )
+            print(f"{subject.name} is left out: {reason}", file=sys.stderr)
+            continue
+        path = models[subject.model]
+        if subject.model not in references:
+            references[subject.model] = ask_transformers(path, tokens)
+        settings = WorkerSettings(
+            model=str(path), dtype="bfloat16", threads=options.threads, kv_cache_gib=0.25, **subject.settings
+        )
+        ours, theirs = ask_engine(assemble(settings).engine, tokens), references[subject.model]
+        gc.collect()
+        same, length = agreement(ours, theirs)
+        rows.append(
+            (
+                subject.name,
+                f"{ours.perplexity:.2f}",
+                f"{theirs.perplexity:.2f}",
+                f"{100 * same:.1f} %",
+                f"{length:.0f} of {CONTINUED}",
+            )
+        )
+        print(" ".join(rows[-1]), file=sys.stderr)
+    print(f"{len(tokens)} tokens of text, {PROMPTS} continuations")
+    head = ("weights", "perplexity", "transformers float32", "same most likely token", "equal greedy continuation")
+    print(markdown(head, rows))
+
+
+if __name__ == "__main__":
+    main()

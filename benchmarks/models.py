@@ -1,0 +1,85 @@
+"""The model files of a run: one GGUF file per weight format, and a safetensors directory for peers that read no GGUF.
+
+What is not given is made from the demo model by llama.cpp's own `llama-quantize`, or by transformers, and kept.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from protocol.gguf_file import read_gguf
+from protocol.model_source import DEMO_MODEL, DEMO_NAME, resolve
+
+CACHE = Path.home() / ".cache" / "kvferry" / "benchmarks"
+FORMATS = ("bf16", "q8_0", "q4_0", "q4_1", "q4_k_m", "q6_k")
+SAFETENSORS, SOURCE = "safetensors", "source"
+"""Names among the models: the directory; the file closest to the original weights, which kvferry runs in bfloat16."""
+
+
+def on_path(name: str) -> Path | None:
+    found = shutil.which(name)
+    return Path(found) if found else None
+
+
+def gguf_format(path: Path) -> str:
+    """`q4_k_m`, as the file's header says. Raises ConfigError."""
+    import gguf
+
+    kind = gguf.LlamaFileType(read_gguf(path).metadata.get("general.file_type", gguf.LlamaFileType.GUESSED))
+    return str(kind.name).removeprefix("MOSTLY_").removeprefix("ALL_").lower()
+
+
+def find_models(
+    given: Iterable[Path], quantize: Path | None, safetensors: Path | None, *, vllm: bool
+) -> dict[str, Path]:
+    """Files by format, and the directory if vLLM wants one. Files given stand alone; without any it is the demo
+    model and what can be made of it. Raises ConfigError."""
+    models = {gguf_format(path): path for path in given}
+    if not models:
+        demo = resolve(DEMO_MODEL, weights=False).path
+        models = {gguf_format(demo): demo}
+        models |= {name: path for name in FORMATS if name not in models and (path := _made(demo, name, quantize))}
+        safetensors = safetensors or (_saved(demo) if vllm else None)
+    models[SOURCE] = models.get("bf16") or next(iter(models.values()))
+    if safetensors:
+        models[SAFETENSORS] = safetensors
+    return models
+
+
+def _made(demo: Path, name: str, quantize: Path | None) -> Path | None:
+    """The demo model in another format; None without llama-quantize."""
+    target = CACHE / f"{DEMO_NAME}.{name.upper()}.gguf"
+    if target.exists() or quantize is None:
+        return target if target.exists() else None
+    CACHE.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_suffix(".unfinished")
+    command = [str(quantize), "--allow-requantize", str(demo), str(unfinished), name.upper()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print(f"llama-quantize made no {name}: {done.stderr[-300:]}", file=sys.stderr)
+        return None
+    return unfinished.rename(target)
+
+
+def _saved(demo: Path) -> Path | None:
+    """The demo model as transformers saves it, in bfloat16; None without accelerate, which it needs for that."""
+    target = CACHE / DEMO_NAME
+    if target.exists():
+        return target
+    if importlib.util.find_spec("accelerate") is None:
+        return None
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = {"pretrained_model_name_or_path": str(demo.parent), "gguf_file": demo.name}
+    config = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=config)
+    unfinished = target.with_suffix(".unfinished")
+    model.save_pretrained(unfinished)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(unfinished)
+    return unfinished.rename(target)

@@ -1,0 +1,135 @@
+"""A running server, from its start to its end, and what its processes hold."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from benchmarks.load import Target
+from benchmarks.subjects import Launch
+
+ROOT = Path(__file__).resolve().parent.parent
+START_S, STOP_S = 600.0, 15.0
+
+
+class StartError(Exception):
+    """A server that ended or never answered; carries the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that answers. ready_s: from its command to its first 200."""
+
+    target: Target
+    ready_s: float
+    process: psutil.Process
+
+    def processes(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+
+@contextmanager
+def running(launch: Launch, port: int, log: Path) -> Iterator[Server]:
+    """The server of `launch`, ended at exit with all its children. Raises StartError."""
+    began = time.perf_counter()
+    with log.open("wb") as output:
+        env = os.environ | launch.env
+        popen = subprocess.Popen(
+            launch.argv, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=env, start_new_session=True
+        )
+    process = psutil.Process(popen.pid)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _until_ready(popen, url + launch.ready, log)
+        ready_s = time.perf_counter() - began
+        model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
+        yield Server(Target(url, model), ready_s, process)
+    finally:
+        _end(popen, process)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def memory_gb(processes: Sequence[psutil.Process]) -> tuple[float, float]:
+    """(resident, proportional) memory in GB: pages that processes share count in each of them, or once."""
+    found = [process.memory_full_info() for process in processes]
+    return sum(info.rss for info in found) / 1e9, sum(info.pss for info in found) / 1e9
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """CPU time used so far by the processes that still run."""
+    total = 0.0
+    for process in processes:
+        try:
+            times = process.cpu_times()
+            total += times.user + times.system
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def hidden_percent(server: Server) -> dict[str, float]:
+    """Share of the time of all ships that lay behind compute, from the metrics of the prefill and decode processes."""
+    ship_s, exposed_s = (_metric(server, f"kvferry_ship_{part}seconds_total") for part in ("", "exposed_"))
+    return {"hidden_percent": 100 * (1 - exposed_s / ship_s)} if ship_s else {}
+
+
+def _metric(server: Server, name: str) -> float:
+    """Sum of a metric over the workers, which are found among the children."""
+    total = 0.0
+    for child in server.processes():
+        if not {"prefill", "decode"} & set(child.cmdline()):
+            continue
+        for connection in child.net_connections():
+            if connection.status == psutil.CONN_LISTEN:
+                total += _sum_of(f"http://127.0.0.1:{connection.laddr.port}/metrics", name)
+    return total
+
+
+def _sum_of(url: str, name: str) -> float:
+    """0 where another protocol listens."""
+    try:
+        text = httpx.get(url, timeout=2, trust_env=False).text
+    except httpx.HTTPError:
+        return 0.0
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
+
+
+def _until_ready(popen: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    with httpx.Client(timeout=2, trust_env=False) as client:
+        while popen.poll() is None and time.monotonic() < deadline:
+            try:
+                if client.get(url).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+    raise StartError("\n".join(log.read_text(errors="replace").splitlines()[-5:]) or "nothing in its log")
+
+
+def _end(popen: subprocess.Popen[bytes], process: psutil.Process) -> None:
+    """SIGTERM to the server, then SIGKILL to whatever of it is left."""
+    family = process.children(recursive=True) if process.is_running() else []
+    popen.terminate()
+    try:
+        popen.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        popen.kill()
+        popen.wait()
+    for child in family:
+        if child.is_running():
+            child.kill()

@@ -1,0 +1,121 @@
+"""Who is measured: one table of subjects, and how each engine is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.models import FORMATS, SAFETENSORS, SOURCE
+
+SERVING = ("start", "single", "prefill512", "prefill2048", "streams8", "streams32", "prefix8", "interference", "memory")
+ONE_STREAM = ("start", "single", "prefill512", "prefill2048", "memory")
+SLOTS, SLOT_TOKENS = 8, 2304
+"""llama-server's concurrent requests and the context of each: the longest prompt of any workload and its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An engine with a model. Subjects of one group are alive at once, and compared.
+
+    model       key of `benchmarks.models.find_models`
+    workloads   names of those it takes part in
+    """
+
+    name: str
+    engine: str
+    group: str
+    model: str
+    workloads: tuple[str, ...] = ONE_STREAM
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """Where the peers are (None: not installed) and what all engines share."""
+
+    llama_server: Path | None
+    vllm_python: Path | None
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A command line that serves on `port`, and the path that answers 200 once it does."""
+
+    argv: tuple[str, ...]
+    ready: str
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+TOGETHER, APART = ("--prefill", "0", "--decode", "1"), ("--prefill", "1", "--decode", "1")
+BF16, INT8 = ("--quantization", "none"), ("--quantization", "int8")
+SPLIT = ("start", "single", "again", "interference", "ships", "memory")
+SUBJECTS = (
+    Subject("kvferry:bf16", "kvferry", "bf16", SOURCE, (*SERVING, "again"), (*BF16, *TOGETHER)),
+    Subject("kvferry:bf16:1p1d", "kvferry", "bf16", SOURCE, SPLIT, (*BF16, *APART)),
+    Subject("kvferry:int8", "kvferry", "bf16", SOURCE, SERVING, (*INT8, *TOGETHER)),
+    Subject("llama.cpp:bf16", "llama.cpp", "bf16", "bf16", SERVING),
+    Subject("vllm:bf16", "vllm", "bf16", SAFETENSORS, SERVING),
+    *(
+        subject
+        for name in FORMATS
+        if name != "bf16"
+        for subject in (
+            Subject(f"kvferry:{name}", "kvferry", name, name, args=TOGETHER),
+            Subject(f"llama.cpp:{name}", "llama.cpp", name, name),
+        )
+    ),
+)
+
+
+def kvferry(subject: Subject, model: Path, installed: Installed, port: int) -> Launch:
+    serve = (sys.executable, "-m", "cli.main", "serve", "--port", str(port), "--log-level", "warning")
+    options = ("--threads", str(installed.threads), "--model", str(model), "--dtype", "bfloat16", *subject.args)
+    return Launch((*serve, *options), "/ready")
+
+
+def llama_cpp(subject: Subject, model: Path, installed: Installed, port: int) -> Launch:
+    """Without its prompt cache in host memory, which would answer repeated prompts of a benchmark."""
+    threads, context = str(installed.threads), str(SLOTS * SLOT_TOKENS)
+    serve = (str(installed.llama_server), "--host", "127.0.0.1", "--port", str(port), "-m", str(model))
+    return Launch((*serve, "-t", threads, "--parallel", str(SLOTS), "-c", context, "--cache-ram", "0"), "/health")
+
+
+def vllm(subject: Subject, model: Path, installed: Installed, port: int) -> Launch:
+    """With the allocator and the OpenMP its documentation recommends, where they are."""
+    assert installed.vllm_python is not None
+    libraries = [
+        *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"),
+        installed.vllm_python.parents[1] / "lib/libiomp5.so",
+    ]
+    env = {
+        "LD_PRELOAD": ":".join(str(path) for path in libraries if path.exists()),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[: installed.threads])),
+        "OMP_NUM_THREADS": str(installed.threads),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    serve = (str(installed.vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1")
+    return Launch((*serve, "--port", str(port), "--model", str(model), "--dtype", "bfloat16"), "/health", env)
+
+
+ENGINES: dict[str, Callable[[Subject, Path, Installed, int], Launch]] = {
+    "kvferry": kvferry,
+    "llama.cpp": llama_cpp,
+    "vllm": vllm,
+}
+
+
+def missing(subject: Subject, models: Mapping[str, Path], installed: Installed) -> str | None:
+    """Why a subject cannot be measured here, or None."""
+    if subject.model not in models:
+        return f"no {subject.model} model"
+    if subject.engine == "llama.cpp" and installed.llama_server is None:
+        return "no llama-server on PATH; give --llama-server"
+    if subject.engine == "vllm" and installed.vllm_python is None:
+        return "give --vllm-python, an interpreter that has vLLM"
+    return None
