@@ -76,8 +76,13 @@ class _Decodes:
                 self._read_blocks(row)
 
     def plan(self) -> BatchPlan:
+        positions, slots, table, query_start, total_len = (t.to(self._device) for t in self._tensors)
         return BatchPlan(
-            *(tensor.to(self._device) for tensor in self._tensors),
+            positions=positions,
+            slots=slots,
+            block_table=table,
+            query_start=query_start,
+            total_len=total_len,
             query_lens=self._query_lens,
             total_lens=tuple(start + 1 for start in self._starts),
             num_decodes=len(self._starts),
