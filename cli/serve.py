@@ -107,14 +107,16 @@ async def serve_cluster(settings: ServeSettings, program: Program = kvferry_prog
 
 
 async def _live(supervisor: Supervisor, settings: ServeSettings, program: Program, progress: Progress) -> None:
-    if not settings.redis_url:
+    given = bool(settings.redis_url)
+    if not given:
         port = preflight.free_port(LOOPBACK, 0)
         settings = dataclasses.replace(settings, redis_url=f"redis://{LOOPBACK}:{port}/0")
         supervisor.start(valkey_command(port, settings.log_level))
-        await _until_redis_answers(settings.redis_url)
     children = [supervisor.start(command) for command in cluster_commands(settings, program)]
     for child in children:
         _show(progress, child)
+    if not given:
+        await _until_redis_answers(settings.redis_url)
     await supervisor.ready(children)
     url = children[0].url
     assert url is not None

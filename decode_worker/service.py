@@ -15,10 +15,10 @@ from engine.events import Event, Failed, Generated, ReservationFailed, Reserved
 from engine.request import Key
 from kv_transfer.ports import TransferKey
 from kv_transfer.receiver import Receiver
-from node.assembly import PoolMemory
 from node.frames import FrameResponse
 from node.http import read_message
 from node.node import Node
+from node.pool_memory import PoolMemory
 from protocol.errors import Cancelled, Draining, KvferryError
 from protocol.messages import AttemptFailed, CancelRequest, Commit, GenerateRequest, Job, TokenDelta
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.logprobs import score_prompt, token_logprobs
-from engine.truncation import NoiseKeys, draw
+from engine.truncation import NoiseKeys, draw, most_likely
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 
@@ -71,7 +71,7 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """Token ids int64 [n]: the most likely one where greedy, else drawn."""
     random = [i for i, row in enumerate(rows) if not row.greedy]
     if not random:
-        return logits.argmax(dim=-1)
+        return most_likely(logits)
     mixed = len(random) < len(rows)
     part = logits[random] if mixed else logits
     chosen = [rows[i] for i in random]
@@ -83,7 +83,7 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     greedy = [i for i, row in enumerate(rows) if row.greedy]
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     tokens[random] = drawn
-    tokens[greedy] = logits[greedy].argmax(dim=-1)
+    tokens[greedy] = most_likely(logits[greedy])
     return tokens
 
 

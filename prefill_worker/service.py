@@ -18,10 +18,10 @@ from engine.events import Computed, Event, Failed, Generated
 from engine.request import Key, key_of
 from kv_transfer.ports import ShipStats
 from kv_transfer.sender import Sender
-from node.assembly import PoolMemory
 from node.frames import FrameResponse
 from node.http import read_message
 from node.node import Node
+from node.pool_memory import PoolMemory
 from protocol.errors import Cancelled, Draining, InvalidRequest, KvferryError
 from protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, PrefillRequest, ShipDone
 

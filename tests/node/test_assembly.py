@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from engine.models.base import ModelInfo
 from node import assembly
-from node.assembly import PoolMemory, choose_device, longest_sequence, make_pool, pool_blocks, step_limits
+from node.assembly import choose_device, longest_sequence, pool_blocks, step_limits
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.settings import WorkerSettings
@@ -62,16 +61,3 @@ def test_an_unknown_device_is_refused() -> None:
     for name in ("abacus", "cuda:0" if not torch.cuda.is_available() else "abacus"):
         with pytest.raises(ConfigError, match="cpu"):
             choose_device(name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_link_sees_each_block_as_its_own_bytes(dtype: torch.dtype) -> None:
-    layout = KVLayout(2, 2, 8, str(dtype).removeprefix("torch."), 4)
-    kv = make_pool(layout, 3, dtype, CPU)
-    memory = PoolMemory(kv)
-    block = memory.block(1)
-    assert isinstance(block, np.ndarray)
-    assert (block.nbytes, block.flags["C_CONTIGUOUS"], block.flags["WRITEABLE"]) == (layout.block_bytes, True, True)
-    block[:] = np.frombuffer(kv[0].fill_(2.5).view(torch.uint8).flatten().numpy().tobytes(), dtype=np.uint8)
-    assert bool((kv[1] == 2.5).all())
-    assert not kv[2].any()

@@ -1,0 +1,124 @@
+"""Batch plans on the host, kept from step to step: a batch that decodes again only moves on by one token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.request import Request
+from engine.scheduler import Slice
+from kernels.plan import BatchPlan
+
+SPARE_BLOCKS = 8
+"""Columns of a kept block table beyond those in use: it is made anew once in that many blocks."""
+
+
+class Planner:
+    """Plans the steps of one runner. What it returns is good until the next call, which may change its arrays."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._device = device
+        self._decodes: _Decodes | None = None
+
+    def plan(self, slices: Sequence[Slice]) -> BatchPlan:
+        """The plan of a batch; slices with one token stand first."""
+        kept = self._decodes
+        if kept is not None and kept.follows(slices):
+            kept.advance()
+        elif slices[-1].count == 1:
+            self._decodes = kept = _Decodes(slices, self._block_size, self._device)
+        else:
+            self._decodes = None
+            return build_plan(slices, self._block_size, self._device)
+        return kept.plan()
+
+
+class _Decodes:
+    """Host arrays of a batch of decodes, advanced in place.
+
+    A request's chain of blocks changes only when a block became full: it grows, or the full one is exchanged for an
+    equal one. The next token then is the first of its block, which is when its row of the table is read again."""
+
+    def __init__(self, slices: Sequence[Slice], block_size: int, device: torch.device) -> None:
+        self._requests: list[Request] = [s.request for s in slices]
+        self._starts = [s.start for s in slices]
+        self._block_size = block_size
+        self._device = device
+        count, width = len(slices), max(len(s.request.block_ids) for s in slices) + SPARE_BLOCKS
+        self._table = np.zeros((count, width), dtype=np.int32)
+        self._positions = np.array(self._starts, dtype=np.int64)
+        self._slots = np.empty(count, dtype=np.int64)
+        self._total_len = np.array(self._starts, dtype=np.int32) + np.int32(1)
+        arrays = (self._positions, self._slots, self._table, np.arange(count + 1, dtype=np.int32), self._total_len)
+        self._tensors = [torch.from_numpy(array) for array in arrays]
+        self._query_lens = (1,) * count
+        for row in range(count):
+            self._read_blocks(row)
+
+    def follows(self, slices: Sequence[Slice]) -> bool:
+        """Whether the slices are this batch's next tokens and its table has room for their blocks."""
+        width = self._table.shape[1]
+        return len(slices) == len(self._requests) and all(
+            s.request is request and s.start == start + 1 and s.count == 1 and len(request.block_ids) <= width
+            for s, request, start in zip(slices, self._requests, self._starts, strict=True)
+        )
+
+    def advance(self) -> None:
+        self._starts = [start + 1 for start in self._starts]
+        self._positions += 1
+        self._slots += 1
+        self._total_len += 1
+        for row, start in enumerate(self._starts):
+            if start % self._block_size == 0:
+                self._read_blocks(row)
+
+    def plan(self) -> BatchPlan:
+        positions, slots, table, query_start, total_len = (t.to(self._device) for t in self._tensors)
+        return BatchPlan(
+            positions=positions,
+            slots=slots,
+            block_table=table,
+            query_start=query_start,
+            total_len=total_len,
+            query_lens=self._query_lens,
+            total_lens=tuple(start + 1 for start in self._starts),
+            num_decodes=len(self._starts),
+            block_size=self._block_size,
+        )
+
+    def _read_blocks(self, row: int) -> None:
+        block_ids = self._requests[row].block_ids
+        block, offset = divmod(self._starts[row], self._block_size)
+        self._table[row, : len(block_ids)] = block_ids
+        self._slots[row] = block_ids[block] * self._block_size + offset
+
+
+def build_plan(slices: Sequence[Slice], block_size: int, device: torch.device) -> BatchPlan:
+    """The plan of any batch, all its arrays new; slices with one token stand first."""
+    tables = [np.asarray(s.request.block_ids, dtype=np.int32) for s in slices]
+    table = np.zeros((len(slices), max(map(len, tables))), dtype=np.int32)
+    for row, ids in zip(table, tables, strict=True):
+        row[: len(ids)] = ids
+    positions = np.concatenate([np.arange(s.start, s.start + s.count, dtype=np.int64) for s in slices])
+    sequence = np.repeat(np.arange(len(slices)), [s.count for s in slices])
+    slots = table[sequence, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    query_lens = tuple(s.count for s in slices)
+    total_lens = tuple(s.start + s.count for s in slices)
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return BatchPlan(
+        positions=put(positions),
+        slots=put(slots),
+        block_table=put(table),
+        query_start=put(np.cumsum([0, *query_lens], dtype=np.int32)),
+        total_len=put(np.asarray(total_lens, dtype=np.int32)),
+        query_lens=query_lens,
+        total_lens=total_lens,
+        num_decodes=sum(n == 1 for n in query_lens),
+        block_size=block_size,
+    )

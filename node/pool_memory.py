@@ -1,0 +1,46 @@
+"""The memory of the KV pool, and its blocks as the link sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import numpy as np
+import torch
+
+from protocol.errors import ConfigError
+from protocol.layout import KVLayout
+
+
+class PoolMemory:
+    """The KV pool as the link sees it: implements kv_transfer.ports.BlockMemory."""
+
+    def __init__(self, kv: torch.Tensor) -> None:
+        self._bytes = kv.view(torch.uint8).flatten(1)
+        self._on_cpu = kv.device.type == "cpu"
+        self._array: np.ndarray = self._bytes.numpy() if self._on_cpu else np.empty(0)
+
+    def block(self, block_id: int) -> object:
+        """Writable contiguous bytes of the block: numpy on a CPU, the CUDA array interface on a GPU."""
+        return self._array[block_id] if self._on_cpu else self._bytes[block_id]
+
+
+def make_pool(layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros [block, layer, 2, kv_head, slot, dim]. On a CPU a page takes memory once its block is first written."""
+    shape = (num_blocks, *layout.block_shape)
+    try:
+        if device.type == "cpu":
+            return _mapped(num_blocks * layout.block_bytes).view(dtype).view(shape)
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except (OSError, OverflowError, RuntimeError, torch.OutOfMemoryError) as error:
+        raise ConfigError("out of memory for the KV pool; lower --kv-cache-gib", param="kv_cache_gib") from error
+
+
+def _mapped(num_bytes: int) -> torch.Tensor:
+    """Zeros uint8 [num_bytes], aligned to a page, on huge pages where the system has some: a first write then faults
+    once in 2 MiB, and zeroing what it gets costs far less than computing or receiving it."""
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)

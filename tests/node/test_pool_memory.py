@@ -1,0 +1,45 @@
+"""The pool's memory: blocks as bytes, and pages that nobody wrote to take no memory."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from node.pool_memory import PoolMemory, make_pool
+from protocol.errors import ConfigError
+from protocol.layout import KVLayout
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_link_sees_each_block_as_its_own_bytes(dtype: torch.dtype) -> None:
+    layout = KVLayout(2, 2, 8, str(dtype).removeprefix("torch."), 4)
+    kv = make_pool(layout, 3, dtype, CPU)
+    memory = PoolMemory(kv)
+    block = memory.block(1)
+    assert isinstance(block, np.ndarray)
+    assert (block.nbytes, block.flags["C_CONTIGUOUS"], block.flags["WRITEABLE"]) == (layout.block_bytes, True, True)
+    block[:] = np.frombuffer(kv[0].fill_(2.5).view(torch.uint8).flatten().numpy().tobytes(), dtype=np.uint8)
+    assert bool((kv[1] == 2.5).all())
+    assert not kv[2].any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory as Linux counts it")
+def test_only_blocks_that_were_written_take_memory() -> None:
+    layout = KVLayout(2, 2, 64, "float32", 1024)
+    before = psutil.Process().memory_info().rss
+    kv = make_pool(layout, 2**29 // layout.block_bytes, torch.float32, CPU)
+    assert kv.data_ptr() % 4096 == 0
+    kv[0] = 1.0
+    assert not kv[-1, -1, -1, -1, -1].any()
+    assert psutil.Process().memory_info().rss - before < 2**27
+
+
+def test_a_pool_that_the_system_refuses_names_the_flag() -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-gib"):
+        make_pool(KVLayout(2, 2, 64, "float32", 1024), 2**40, torch.float32, CPU)
