@@ -41,8 +41,10 @@ class Kernels:
         rows: int,
         scale: float,
         window: int,
+        blocks: bool,
         out: Tensor,
-    ) -> None: ...
+    ) -> None:
+        """blocks: in the arithmetic of `prefill` (bfloat16, dims multiples of 32)."""
     def prefill(
         self, q: Tensor, kv: Tensor, blocks: Tensor, total_len: int, scale: float, window: int, out: Tensor
     ) -> None: ...
@@ -68,6 +70,7 @@ class Step:
         head_dim: int,
         eps: float,
         scale: float,
+        batch_invariant: bool,
         max_rows: int,
     ) -> None: ...
     def add_layer(

@@ -110,8 +110,9 @@ class NativeKernels {
     run(table_->rope_and_cache[kind], &task, elements(q), kSmall);
   }
 
+  // blocks: in the arithmetic of prefill, whatever else is in the batch.
   void decode(Array q, Array kv, Array block_table, Array total_len, int64_t rows, float scale, int64_t window,
-              Array out) {
+              bool blocks, Array out) {
     const int kind = kind_of(q);
     DecodeTask task{};
     task.kv = kv_layer(kv, kind);
@@ -125,9 +126,15 @@ class NativeKernels {
                 rows <= static_cast<int64_t>(block_table.shape(0)), "more rows than the batch has");
     task.batch = {rows, nullptr, nullptr, typed<int32_t>(block_table, 2), static_cast<int64_t>(block_table.shape(1)),
                   typed<int32_t>(total_len, 1)};
-    partial_.resize(decode_floats(rows, task.heads, task.kv.dim));
-    task.partial = partial_.data();
-    run(table_->decode[kind], &task, kSmall, 0);
+    if (blocks) {
+      require(kind == 1 && task.kv.dim % kPanel == 0 && task.kv.dim <= 512, "q does not fit the cache");
+      task.memory_step = token_memory(task.heads / task.kv.heads, task.kv.dim);
+      task.memory = aligned_bytes(threads() * task.memory_step);
+    } else {
+      partial_.resize(decode_floats(rows, task.heads, task.kv.dim));
+      task.partial = partial_.data();
+    }
+    run(blocks ? table_->decode_blocks : table_->decode[kind], &task, kSmall, 0);
   }
 
   // One sequence: q [query_len, heads, dim], its row of the block table.
@@ -148,8 +155,7 @@ class NativeKernels {
                 total_len <= elements(blocks) * task.kv.block_size, "a sequence is longer than its blocks");
     task.memory_step = prefill_memory(task.heads / task.kv.heads, task.kv.dim);
     const int64_t packed = (prefill_bytes(task) + 63) / 64 * 64;
-    bytes_.resize(packed + threads() * task.memory_step + 64);
-    task.packed = bytes_.data() + (64 - reinterpret_cast<uintptr_t>(bytes_.data()) % 64) % 64;
+    task.packed = aligned_bytes(packed + threads() * task.memory_step);
     task.memory = task.packed + packed;
     run(table_->prefill, &task, elements(q), kSmall);
   }
@@ -197,6 +203,11 @@ class NativeKernels {
   }
 
  private:
+  uint8_t* aligned_bytes(int64_t count) {
+    bytes_.resize(count + 64);
+    return bytes_.data() + (64 - reinterpret_cast<uintptr_t>(bytes_.data()) % 64) % 64;
+  }
+
   static constexpr int64_t kSmall = 16384;  // elements: below, waking a thread costs more than it does
 
   const Kernels* table_ = nullptr;
@@ -210,7 +221,7 @@ class NativeKernels {
 class NativeStep {
  public:
   NativeStep(std::shared_ptr<NativeKernels> kernels, Array embedding, Array norm, Array cos, Array sin, int64_t heads,
-             int64_t kv_heads, int64_t dim, float eps, float scale, int64_t max_rows)
+             int64_t kv_heads, int64_t dim, float eps, float scale, bool batch_invariant, int64_t max_rows)
       : kernels_(std::move(kernels)), held_{embedding, norm, cos, sin}, max_rows_(max_rows) {
     require(heads % kv_heads == 0 && heads / kv_heads <= 16 && dim % 32 == 0 && dim <= 512, "heads of an unsupported shape");
     model_.embedding = whole(embedding, 1, 2);
@@ -218,7 +229,7 @@ class NativeStep {
     model_.hidden = static_cast<int64_t>(embedding.shape(1));
     vocabulary_ = static_cast<int64_t>(embedding.shape(0));
     model_.heads = heads, model_.kv_heads = kv_heads, model_.dim = dim;
-    model_.eps = eps, model_.scale = scale;
+    model_.eps = eps, model_.scale = scale, model_.batch_invariant = batch_invariant;
     model_.rope = rope_of(cos, sin, dim);
     require(model_.hidden % kPanel == 0 && elements(norm) == model_.hidden, "a hidden size of an unsupported shape");
   }
@@ -254,13 +265,13 @@ class NativeStep {
   void run(Array tokens, Array positions, Array slots, Array block_table, Array total_len, Array kv, Array out) {
     const int64_t rows = static_cast<int64_t>(tokens.shape(0));
     require(rows <= max_rows_ && !layers_.empty(), "more rows than the step was made for");
-    require(kv.ndim() == 6 && is_bf16(kv) && dense_from(kv, 4) && kv.shape(1) == layers_.size() &&
-                static_cast<int64_t>(kv.shape(3)) == model_.kv_heads && static_cast<int64_t>(kv.shape(5)) == model_.dim,
+    StepTask task{};
+    task.kv = kv_layer(kv, 1);
+    require(kv.ndim() == 6 && kv.shape(1) == layers_.size() && task.kv.heads == model_.kv_heads && task.kv.dim == model_.dim,
             "the cache has another layout than the step takes");
     require(elements(positions) == rows && elements(slots) == rows && elements(total_len) == rows &&
                 static_cast<int64_t>(block_table.shape(0)) == rows && elements(out) == rows * model_.hidden,
             "the batch has another shape than the step takes");
-    StepTask task{};
     task.tokens = typed<int64_t>(tokens, 1);
     for (int64_t i = 0; i < rows; ++i)
       require(task.tokens[i] >= 0 && task.tokens[i] < vocabulary_, "a token lies outside the vocabulary");
@@ -271,9 +282,7 @@ class NativeStep {
     task.scratch = view_;
     task.batch = {rows, typed<int64_t>(positions, 1), typed<int64_t>(slots, 1), typed<int32_t>(block_table, 2),
                   static_cast<int64_t>(block_table.shape(1)), typed<int32_t>(total_len, 1)};
-    task.kv = {kv.data(), kv.stride(0), kv.stride(2), kv.stride(3), static_cast<int64_t>(kv.shape(4)), model_.kv_heads,
-               model_.dim};
-    task.layer_step = kv.stride(1);
+    task.layer_step = kv.stride(1) * static_cast<int64_t>(kv.itemsize());
     task.out = whole(out, 1, 2);
     kernels_->run(kernels_->table().step, &task, 1, 0);
   }
@@ -285,6 +294,9 @@ class NativeStep {
     view_.local_step = (max_rows_ * widest + 127) / 64 * 64;
     const int64_t shared = max_rows_ * (model_.hidden + qkv + model_.inner) + 192;
     scratch_.resize(shared + 64 + kernels_->threads() * view_.local_step);
+    view_.memory_step = token_memory(model_.heads / model_.kv_heads, model_.dim);
+    memory_.resize(kernels_->threads() * view_.memory_step + 64);
+    view_.memory = memory_.data() + (64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64) % 64;
     partial_.resize(decode_floats(max_rows_, model_.heads, model_.dim));
     view_.partial = partial_.data();
     view_.residual = scratch_.data();
@@ -299,6 +311,7 @@ class NativeStep {
   std::vector<StepLayer> layers_;
   std::vector<uint16_t> scratch_;
   std::vector<float> partial_;
+  std::vector<uint8_t> memory_;
   StepModel model_{};
   StepScratch view_{};
   int64_t max_rows_, vocabulary_ = 0;
@@ -333,7 +346,7 @@ NB_MODULE(_native, m) {
       .def("multiply", &NativeKernels::multiply);
   nb::class_<NativeStep>(m, "Step")
       .def(nb::init<std::shared_ptr<NativeKernels>, Array, Array, Array, Array, int64_t, int64_t, int64_t, float, float,
-                    int64_t>())
+                    bool, int64_t>())
       .def("add_layer", &NativeStep::add_layer, "input_norm"_a, "q_norm"_a.none(), "k_norm"_a.none(), "post_norm"_a,
            "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "rotated"_a, "window"_a)
       .def("run", &NativeStep::run)
