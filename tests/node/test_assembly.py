@@ -67,7 +67,7 @@ def test_an_unknown_device_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_link_sees_each_block_as_its_own_bytes(dtype: torch.dtype) -> None:
     layout = KVLayout(2, 2, 8, str(dtype).removeprefix("torch."), 4)
-    kv = make_pool(layout, 3, dtype, CPU)
+    kv = make_pool(layout, 3, CPU)
     memory = PoolMemory(kv)
     block = memory.block(1)
     assert isinstance(block, np.ndarray)
