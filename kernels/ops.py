@@ -19,7 +19,7 @@ from kernels.step import DecoderForm, Linear, Step, StoredRows
 
 class Ops(Protocol):
     """Operations of a decoder layer. `kv_layer` is the pool's view of one layer,
-    [num_blocks, 2, kv_heads, block_size, head_dim], strided."""
+    [num_blocks, 2, kv_heads, block_size, head_dim], strided, in the queries' dtype or in int8 (see `int8_cache`)."""
 
     name: str
 
@@ -94,19 +94,24 @@ class TorchDense:
         return None
 
 
-def select(name: str, device: torch.device) -> Ops:
+def select(name: str, device: torch.device, *, batch_invariant: bool = False) -> Ops:
     """The implementation called `name`; auto: triton on a CUDA device; on a CPU cpu where its extension is installed,
-    else reference. Raises ConfigError."""
+    else reference. batch_invariant: only cpu has it. Raises ConfigError."""
     from protocol.errors import ConfigError
 
     if name == "auto":
         name = _best(device)
+    if batch_invariant and name != "cpu":
+        raise ConfigError(
+            f"batch_invariant needs --attention cpu on a CPU, and the compiled extension; here it would be {name}",
+            param="batch_invariant",
+        )
     if name == "cpu":
         from kernels.cpu import CpuOps, instruction_set
 
         if device.type != "cpu" or instruction_set() is None:
             raise ConfigError("attention cpu needs a CPU device and the compiled extension", param="attention")
-        return CpuOps()
+        return CpuOps(batch_invariant=batch_invariant)
     if name == "reference":
         from kernels.reference import ReferenceOps
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kernels.int8_cache import dequantise, quantise
 from kernels.ops import TorchDense
 from kernels.plan import BatchPlan
 
@@ -194,6 +195,8 @@ class ReferenceOps(TorchDense):
         if cos is not None and sin is not None:
             both = _rotate(torch.cat((q, k), 1), *index.rope(cos, sin))
             q, k = both[:, : q.shape[1]], both[:, q.shape[1] :]
+        if kv_layer.dtype == torch.int8:
+            k, v = quantise(k), quantise(v)
         dim = kv_layer.shape[-1]
         slots = block_rows(kv_layer).view(-1, dim)
         slots.index_copy_(0, index.write_rows[0], k.reshape(-1, dim))
@@ -226,12 +229,13 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of the group's queries q [n, heads, dim]; returns [n, heads, dim]. Heads that share a K/V head are the
     queries (decode) or the heads (prefill) of one SDPA batch entry, so K/V is never repeated."""
-    _, _, kv_heads, _, dim = kv_layer.shape
-    n, heads, _ = q.shape
+    _, _, kv_heads, _, width = kv_layer.shape
+    n, heads, dim = q.shape
     gathered = memory.index_select(0, group.rows)
     if group.unseen is not None:
-        gathered.view(-1, dim).index_fill_(0, group.unseen, 0)
-    k, v = gathered.view(2, group.count, kv_heads, -1, dim)[:, :, :, : group.length].unbind(0)
+        gathered.view(-1, width).index_fill_(0, group.unseen, 0)
+    kv = gathered.view(2, group.count, kv_heads, -1, width)[:, :, :, : group.length]
+    k, v = (dequantise(kv, q.dtype) if kv.dtype == torch.int8 else kv).unbind(0)
     if group.count == n and not group.causal:
         mask = group.mask
         out = F.scaled_dot_product_attention(q.view(n, kv_heads, -1, dim), k, v, attn_mask=mask, scale=scale)

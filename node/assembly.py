@@ -12,10 +12,12 @@ import torch
 from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineConfig
 from engine.models import load_model
-from engine.models.base import ModelInfo
+from engine.models.base import Model, ModelInfo
+from engine.models.decoder import Decoder
 from engine.runner import Runner
 from engine.scheduler import Limits
-from kernels.ops import select
+from kernels.cpu import CpuOps
+from kernels.ops import Ops, select
 from kv_transfer.ledger import Ledger
 from node.pool_memory import make_pool
 from protocol.errors import ConfigError
@@ -49,31 +51,37 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     source = resolve(settings.model)
-    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    ops = select(settings.attention, device)
+    wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    ops = select(settings.attention, device, batch_invariant=settings.batch_invariant)
+    if settings.kv_cache_dtype == "int8" and ops.name == "triton":
+        raise ConfigError("kv_cache_dtype int8 has no triton kernels; use auto", param="kv_cache_dtype")
     model = load_model(
         source,
         device=device,
-        dtype=dtype,
+        dtype=wanted,
         ops=ops,
         impl=settings.model_impl,
         quantization=settings.quantization,
         progress=progress,
     )
-    layout = model.info.layout(model.dtype, settings.block_size)
+    if settings.batch_invariant:
+        require_batch_invariance(model)
+    dtype = torch.int8 if settings.kv_cache_dtype == "int8" else model.dtype
+    layout = model.info.layout(dtype, settings.block_size)
     num_blocks = pool_blocks(settings, layout, device)
-    kv = make_pool(layout, num_blocks, model.dtype, device)
+    kv = make_pool(layout, num_blocks, device)
     max_model_len = longest_sequence(settings, model.info, num_blocks)
-    fingerprint = layout.fingerprint(model.info.revision)
+    fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops))
     config = EngineConfig(fingerprint, settings.block_size, max_model_len, step_limits(settings, device))
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=settings.enable_prefix_caching)
     engine = Engine(config, Runner(model, kv, settings.block_size), pool)
     log.info(
-        "%s in %s on %s, %d KV blocks of %d tokens (%.2f GiB), ops %s",
+        "%s in %s on %s, %d %s KV blocks of %d tokens (%.2f GiB), ops %s",
         model.info.name,
-        layout.dtype,
+        str(model.dtype).removeprefix("torch."),
         device,
         num_blocks,
+        layout.dtype,
         settings.block_size,
         num_blocks * layout.block_bytes / GIB,
         ops.name,
@@ -92,6 +100,29 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("no CUDA device is available; use --device cpu", param="device")
     return device
+
+
+def require_batch_invariance(model: Model) -> None:
+    """Raises ConfigError unless every operation of the model gives a token the same bits in every batch."""
+    dim = model.info.head_dim
+    if not isinstance(model, Decoder):
+        reason = "a model of our own decoder, not transformers' (--model-impl kvferry)"
+    elif model.dtype != torch.bfloat16:
+        reason = "--dtype bfloat16"
+    elif dim % 32 or dim > 512:
+        reason = f"head dims that are multiples of 32 up to 512; the model's are {dim}"
+    else:
+        return
+    raise ConfigError(f"batch_invariant needs {reason}", param="batch_invariant")
+
+
+def arithmetic(settings: WorkerSettings, model: Model, ops: Ops) -> str:
+    """What of a node's arithmetic is part of the fingerprint: the model's number format, and the instruction set where
+    equal bits are promised."""
+    words = [str(model.dtype).removeprefix("torch.")]
+    if settings.batch_invariant and isinstance(ops, CpuOps):
+        words += ["batch-invariant", ops.instruction_set]
+    return " ".join(words)
 
 
 def available_bytes(device: torch.device) -> int:

@@ -25,9 +25,9 @@ class PoolMemory:
         return self._array[block_id] if self._on_cpu else self._bytes[block_id]
 
 
-def make_pool(layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def make_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
     """Zeros [block, layer, 2, kv_head, slot, dim]. On a CPU a page takes memory once its block is first written."""
-    shape = (num_blocks, *layout.block_shape)
+    shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.dtype)
     try:
         if device.type == "cpu":
             return _mapped(num_blocks * layout.block_bytes).view(dtype).view(shape)

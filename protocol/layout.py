@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 WIRE_VERSION = 1
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+SCALE_BYTES = 4
+"""The float32 scale behind each int8 K or V vector."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """Shape of the pool `[block, layer, 2, kv_head, slot, dim]`; a block is one contiguous byte range.
 
-    dtype is one of float32, bfloat16, float16; block_size is in tokens (slots).
+    dtype is one of float32, bfloat16, float16, int8; block_size is in tokens (slots). In int8 each vector of head_dim
+    numbers is followed by the bytes of its scale.
     """
 
     num_layers: int
@@ -24,21 +28,23 @@ class KVLayout:
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        width = self.head_dim + (SCALE_BYTES if self.dtype == "int8" else 0)
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, width)
 
     @property
     def block_bytes(self) -> int:
-        layers, two, heads, slots, dim = self.block_shape
-        return layers * two * heads * slots * dim * DTYPE_BYTES[self.dtype]
+        return math.prod(self.block_shape) * DTYPE_BYTES[self.dtype]
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks needed to hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
-    def fingerprint(self, model_revision: str) -> str:
-        """32 hex digits over model revision, dtype, layout, block size and wire version."""
+    def fingerprint(self, model_revision: str, arithmetic: str = "") -> str:
+        """32 hex digits over model revision, layout, dtype, block size, wire version and arithmetic: in these nodes
+        agree that may continue each other's work."""
         fields = (
             model_revision,
+            arithmetic,
             self.dtype,
             self.num_layers,
             self.num_kv_heads,

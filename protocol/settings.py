@@ -75,11 +75,15 @@ class WorkerSettings(CommonSettings):
     link_port: int = setting(0, "UCX listener port; 0 lets the kernel choose", least=0, most=65535)
     advertise_host: str = setting("", "address other processes dial; default: --host")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
-    dtype: str = setting("auto", "number format of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = setting(
+        "auto",
+        "number format of weights, and of KV unless --kv-cache-dtype says otherwise",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    kv_cache_dtype: str = setting("auto", "number format of K and V; auto: that of --dtype", choices=("auto", "int8"))
     quantization: str = setting(
         "auto",
-        "weights of dense layers; auto: block formats of a GGUF run as stored, none: all run in --dtype, int8: quantised "
-        "per channel",
+        "dense layers; auto: as stored where a GGUF has block formats, none: in --dtype, int8: quantised per channel",
         choices=("auto", "none", "int8"),
     )
     threads: int = setting(0, "compute threads on the CPU; 0: all cores", least=0)
@@ -96,6 +100,9 @@ class WorkerSettings(CommonSettings):
     )
     enable_prefix_caching: bool = setting(True, "reuse the blocks of equal prefixes")
     attention: str = setting("auto", "attention kernels", choices=("auto", "reference", "cpu", "triton"))
+    batch_invariant: bool = setting(
+        False, "the same logits, bit for bit, whatever else is computed or cached; on a CPU, in bfloat16"
+    )
     model_impl: str = setting(
         "auto", "decoder; auto: our own where the family is known", choices=("auto", "kvferry", "transformers")
     )

@@ -13,7 +13,8 @@ from protocol.layout import KVLayout
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """revision names the exact weights and the forms they run in (part of the fingerprint); max_model_len is the model's own limit in tokens."""
+    """revision names the exact weights and the forms they run in (part of the fingerprint); max_model_len is the
+    model's own limit in tokens."""
 
     name: str
     revision: str

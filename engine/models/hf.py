@@ -51,7 +51,7 @@ class HFModel:
         self._ops = ops
 
     def forward(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        self._seat.attention = PagedAttention(self._ops, kv, plan)
+        self._seat.attention = PagedAttention(self._ops, kv, plan, self.dtype)
         try:
             return _hidden(self._module, token_ids, plan.positions)
         finally:

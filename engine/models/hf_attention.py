@@ -72,17 +72,18 @@ def seated_attention(
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Attention through the pool `kv` by `plan`."""
+    """Attention in `dtype` through the pool `kv` by `plan`."""
 
     ops: Ops
     kv: torch.Tensor
     plan: BatchPlan
+    dtype: torch.dtype
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
     ) -> torch.Tensor:
         kv_layer, dtype = self.kv[:, layer], q.dtype
-        q, k, v = (tensor.to(self.kv.dtype).contiguous() for tensor in (q, k, v))
+        q, k, v = (tensor.to(self.dtype).contiguous() for tensor in (q, k, v))
         q = self.ops.rope_and_cache(q, k, v, None, None, kv_layer, self.plan)
         return self.ops.paged_attention(q, kv_layer, self.plan, scale, window).to(dtype)
 

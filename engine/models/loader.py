@@ -31,8 +31,8 @@ def load_model(
 ) -> Model:
     """The model of `source` in `dtype` (None: `auto_dtype`). impl: kvferry (own decoder), transformers, or auto (own
     decoder where it supports the architecture). quantization: auto (block formats of a GGUF run as stored where the
-    operations can, in bfloat16), none, or int8 (dense layers quantised per channel). progress receives the loaded fraction, 0 to 1. Raises ConfigError
-    naming what is missing or unsupported."""
+    operations can, in bfloat16), none, or int8 (dense layers quantised per channel). progress receives the loaded
+    fraction, 0 to 1. Raises ConfigError naming what is missing or unsupported."""
     if impl not in IMPLEMENTATIONS:
         raise ConfigError(f"model_impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}", param="model_impl")
     opened = None if impl == "transformers" else _open(source, must=impl == "kvferry")

@@ -4,9 +4,11 @@ fit. Calls release the GIL; one call at a time per Kernels."""
 from torch import Tensor
 
 def instruction_sets() -> list[str]: ...
+def row_bytes(kind: str, inputs: int) -> int:
+    """Bytes of a stored row of that kind (see kernels.step.StoredRows); -1 where it is not packed."""
 
 class Packed:
-    """A weight [out, in] in bfloat16 and its bias, as panels (native/product.h)."""
+    """A weight [out, in] and its bias, as panels (native/forms.h)."""
 
 class Kernels:
     """Kernels of one instruction set and the threads that run them."""
@@ -41,12 +43,15 @@ class Kernels:
         rows: int,
         scale: float,
         window: int,
+        blocks: bool,
         out: Tensor,
-    ) -> None: ...
+    ) -> None:
+        """blocks: in the arithmetic of `prefill` (bfloat16, dims multiples of 32)."""
     def prefill(
         self, q: Tensor, kv: Tensor, blocks: Tensor, total_len: int, scale: float, window: int, out: Tensor
     ) -> None: ...
-    def pack(self, weight: Tensor, bias: Tensor | None) -> Packed: ...
+    def pack(self, parts: list[tuple[str, Tensor]], inputs: int, bias: Tensor | None) -> Packed: ...
+    def lookup(self, packed: Packed, rows: Tensor, out: Tensor) -> None: ...
     def dense(self, packed: Packed, x: Tensor, out: Tensor) -> None: ...
     def read(self, data: Tensor) -> None:
         """Read the tensor once with all threads: the machine's memory limit."""
@@ -59,7 +64,7 @@ class Step:
     def __init__(
         self,
         kernels: Kernels,
-        embedding: Tensor,
+        embedding: Packed,
         norm: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -68,6 +73,7 @@ class Step:
         head_dim: int,
         eps: float,
         scale: float,
+        batch_invariant: bool,
         max_rows: int,
     ) -> None: ...
     def add_layer(

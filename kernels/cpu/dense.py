@@ -1,5 +1,5 @@
-"""Dense layers over weights packed once. Measured ahead of or level with PyTorch (oneDNN) for any number of rows on each
-instruction set (benchmarks/cpu_kernels.py), so the plain weight is not kept."""
+"""Dense layers over weights packed once. Measured ahead of or level with PyTorch (oneDNN) for any number of rows
+(benchmarks/cpu_kernels.py), so the plain weight is not kept."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PANEL = 32
 
 
 class PackedLinear:
-    """y = x @ weight.T + bias of bfloat16 x [n, in] over stored rows [.., in]. Rows of BF16 are multiplied as they are;
-    for all other kinds x is quantised to int8 per row and 32 inputs. A row's result does not depend on the other rows."""
+    """y = x @ weight.T + bias of bfloat16 x [n, in] over stored rows [.., in]. BF16 is multiplied as it is; for all
+    other kinds x is quantised to int8 per row and 32 inputs. A row's result does not depend on the other rows."""
 
     __slots__ = ("in_features", "kernels", "out_features", "weights")
 

@@ -25,17 +25,20 @@ class CpuOps:
     """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for attention with head dims that
     are not multiples of 16, and for prefill attention in float32 or with head dims that are not multiples of 32. Owns
     a team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best instruction set.
+    batch_invariant: a token's attention has the same bits in a decode step as in a chunk of its prompt, for bfloat16
+    and head dims that are multiples of 32; decode steps take longer.
     Raises RuntimeError without the extension, ValueError for a set that this processor does not run."""
 
     name = "cpu"
 
-    def __init__(self, threads: int | None = None, name: str | None = None) -> None:
+    def __init__(self, threads: int | None = None, name: str | None = None, *, batch_invariant: bool = False) -> None:
         native = extension()
         if native is None:
             raise RuntimeError("kvferry was installed without its CPU extension")
         self._step_type, self._row_bytes = native.Step, native.row_bytes
         self._kernels = native.Kernels(name or instruction_set(), threads or torch.get_num_threads())
         self._reference = ReferenceOps()
+        self._batch_invariant = batch_invariant
         self._prefills: tuple[BatchPlan, BatchPlan] | None = None
 
     @property
@@ -55,7 +58,7 @@ class CpuOps:
         return PackedLinear(self._kernels, parts, columns, bias)
 
     def record(self, form: DecoderForm) -> CpuStep | None:
-        return record(self._step_type, self._kernels, form)
+        return record(self._step_type, self._kernels, form, self._batch_invariant)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.dtype not in _DTYPES:
@@ -92,7 +95,7 @@ class CpuOps:
         kv_layer: torch.Tensor,
         plan: BatchPlan,
     ) -> torch.Tensor:
-        if q.dtype not in _DTYPES:
+        if q.dtype not in _DTYPES or q.shape[2] > _MAX_HEAD_DIM:
             return self._reference.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
         q, k, v = (part if part.stride()[1:] == (part.shape[2], 1) else part.contiguous() for part in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype)
@@ -107,7 +110,8 @@ class CpuOps:
             return self._reference.paged_attention(q, kv_layer, plan, scale, window)
         q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype)
         if decodes:
-            self._kernels.decode(q, kv_layer, plan.block_table, plan.total_len, decodes, scale, window, out)
+            blocks = self._batch_invariant and q.dtype == torch.bfloat16 and dim % _PREFILL_UNIT == 0
+            self._kernels.decode(q, kv_layer, plan.block_table, plan.total_len, decodes, scale, window, blocks, out)
         if decodes == plan.num_seqs:
             return out
         if q.dtype == torch.bfloat16 and dim % _PREFILL_UNIT == 0:

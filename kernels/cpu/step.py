@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.cpu.dense import PackedLinear
+from kernels.int8_cache import vector_width
 from kernels.plan import BatchPlan
 from kernels.step import DecoderForm, LayerForm
 
@@ -18,6 +19,7 @@ MAX_ROWS = 128
 _UNIT = 32
 _MAX_HEAD_DIM = 512
 _MAX_GROUP = 16
+_POOL_DTYPES = (torch.bfloat16, torch.int8)
 
 
 class CpuStep:
@@ -29,9 +31,10 @@ class CpuStep:
         self._hidden = form.hidden
 
     def takes(self, plan: BatchPlan, kv: torch.Tensor) -> bool:
-        shape = (self._layers, 2, self._kv_heads, plan.block_size, self._head_dim)
+        width = vector_width(self._head_dim, kv.dtype)
+        shape = (self._layers, 2, self._kv_heads, plan.block_size, width)
         decodes = plan.num_tokens == plan.num_seqs <= MAX_ROWS
-        return decodes and kv.dtype == torch.bfloat16 and kv.shape[1:] == shape and kv.is_contiguous()
+        return decodes and kv.dtype in _POOL_DTYPES and kv.shape[1:] == shape and kv.is_contiguous()
 
     def __call__(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         out = torch.empty(len(token_ids), self._hidden, dtype=torch.bfloat16)
@@ -39,8 +42,8 @@ class CpuStep:
         return out
 
 
-def record(step_type: type[Step], kernels: Kernels, form: DecoderForm) -> CpuStep | None:
-    """The recorded step; None for a form that the extension does not replay."""
+def record(step_type: type[Step], kernels: Kernels, form: DecoderForm, batch_invariant: bool) -> CpuStep | None:
+    """The recorded step; None for a form that the extension does not replay. batch_invariant: see `CpuOps`."""
     packed = [_packed_parts(layer) for layer in form.layers]
     if None in packed or not isinstance(form.embedding, PackedLinear):
         return None
@@ -58,6 +61,7 @@ def record(step_type: type[Step], kernels: Kernels, form: DecoderForm) -> CpuSte
         form.head_dim,
         form.eps,
         form.scale,
+        batch_invariant,
         MAX_ROWS,
     )
     for layer, parts in zip(form.layers, packed, strict=True):

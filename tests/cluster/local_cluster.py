@@ -147,6 +147,33 @@ def local_cluster(*args: str) -> Iterator[LocalCluster]:
         _end(process)
 
 
+@contextmanager
+def streams_running(cluster: LocalCluster, model: str, count: int) -> Iterator[None]:
+    """Streams that decode is busy with, so that computing a prompt beside them costs more than shipping it."""
+    ending, started = threading.Event(), threading.Semaphore(0)
+
+    def run(seed: int) -> None:
+        body = {"model": model, "prompt": [seed + 3] * 20, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        while not ending.is_set():
+            with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
+                for _ in response.iter_lines():
+                    started.release()
+                    if ending.is_set():
+                        break
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in threads:
+            assert started.acquire(timeout=30)
+        yield
+    finally:
+        ending.set()
+        for thread in threads:
+            thread.join(30)
+
+
 def _end(process: subprocess.Popen[str]) -> None:
     children = []
     if process.poll() is None:

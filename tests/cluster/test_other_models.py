@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from local_cluster import LocalCluster, local_cluster, scrape, value
+from local_cluster import local_cluster, scrape, streams_running, value
 from tiny_checkpoints import VOCAB, greedy, save_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -29,33 +25,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama3-sharded": {"family": "LlamaConfig", "rope_parameters": LLAMA3, "shard_size": "200KB"},
     "gpt2": {"family": "GPT2Config", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
 }
-
-
-@contextmanager
-def streams_running(cluster: LocalCluster, model: str, count: int) -> Iterator[None]:
-    """Streams that decode is busy with, so that computing a prompt beside them costs more than shipping it."""
-    ending, started = threading.Event(), threading.Semaphore(0)
-
-    def run(seed: int) -> None:
-        body = {"model": model, "prompt": [seed + 3] * 20, "max_tokens": 400, "ignore_eos": True, "stream": True}
-        while not ending.is_set():
-            with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
-                for _ in response.iter_lines():
-                    started.release()
-                    if ending.is_set():
-                        break
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(count)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in threads:
-            assert started.acquire(timeout=30)
-        yield
-    finally:
-        ending.set()
-        for thread in threads:
-            thread.join(30)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kernels.int8_cache import dequantise, quantise, vector_width
 from kernels.plan import BatchPlan
 
 LAYERS, LAYER = 3, 1
@@ -50,7 +51,8 @@ def make_plan(
 
 @dataclass(frozen=True)
 class Case:
-    """pool: every slot that no sequence has written is NaN. keys, values: [total_len, kv_heads, dim] by sequence."""
+    """pool: every slot that no sequence has written is NaN (in int8: its scale). keys, values: what the pool holds,
+    [total_len, kv_heads, dim] by sequence."""
 
     plan: BatchPlan
     pool: torch.Tensor
@@ -77,20 +79,25 @@ def make_case(
     kv_heads: int = 2,
     dim: int = 16,
     dtype: torch.dtype = torch.float32,
+    int8: bool = False,
     block_size: int = 16,
     seed: int = 0,
 ) -> Case:
     plan, num_blocks = make_plan(query_lens, total_lens, num_decodes, block_size, seed)
     random = torch.Generator().manual_seed(seed + 1)
-    pool = torch.full((num_blocks, LAYERS, 2, kv_heads, block_size, dim), float("nan"), dtype=dtype)
+    stored_as = torch.int8 if int8 else dtype
+    shape = (num_blocks, LAYERS, 2, kv_heads, block_size, vector_width(dim, stored_as))
+    pool = torch.full(shape, -1 if int8 else float("nan"), dtype=stored_as)
     keys, values = [], []
     for s, total in enumerate(total_lens):
         pair = torch.randn(2, total, kv_heads, dim, generator=random).to(dtype)
+        stored = quantise(pair) if int8 else pair
         for position in range(total):
             block = int(plan.block_table[s, position // block_size])
-            pool[block, LAYER, :, :, position % block_size] = pair[:, position]
-        keys.append(pair[0])
-        values.append(pair[1])
+            pool[block, LAYER, :, :, position % block_size] = stored[:, position]
+        held = dequantise(stored, torch.float32) if int8 else pair
+        keys.append(held[0])
+        values.append(held[1])
     q = torch.randn(sum(query_lens), heads, dim, generator=random).to(dtype)
     return Case(plan, pool, q, keys, values)
 

@@ -80,7 +80,9 @@ def test_extremes_do_not_overflow(name: str, kind: str) -> None:
     x[2, ::2] *= -1
     expected = x.double() @ values.T
     spread = values.abs().sum(1) * 127
-    assert ((packed(CpuOps(1, name), part)(x).double() - expected).abs() <= spread * 1e-3 + expected.abs() * EPSILON).all()
+    assert (
+        (packed(CpuOps(1, name), part)(x).double() - expected).abs() <= spread * 1e-3 + expected.abs() * EPSILON
+    ).all()
 
 
 @pytest.mark.parametrize("name", SETS)

@@ -15,6 +15,7 @@ from engine.models.decoder import Decoder, ParameterLoader
 from engine.models.rope import rope_tables
 from kernels.cpu import CpuOps, instruction_sets
 from kernels.cpu.step import MAX_ROWS
+from kernels.int8_cache import quantise
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
@@ -81,12 +82,14 @@ def decoder(
     return Decoder(config, info, parameters, rope_tables(config.rope, 512, CPU), ops)
 
 
-def batch(config: DecoderConfig, total_lens: list[int]) -> tuple[BatchPlan, torch.Tensor, torch.Tensor]:
+def batch(
+    config: DecoderConfig, total_lens: list[int], int8: bool = False
+) -> tuple[BatchPlan, torch.Tensor, torch.Tensor]:
     plan, blocks = make_plan([1] * len(total_lens), total_lens, len(total_lens))
     random = torch.Generator().manual_seed(len(total_lens))
     kv = torch.randn(blocks, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim, generator=random)
     tokens = torch.randint(0, config.vocab_size, (len(total_lens),), generator=random)
-    return plan, kv.bfloat16(), tokens
+    return plan, quantise(kv) if int8 else kv.bfloat16(), tokens
 
 
 @torch.inference_mode()
@@ -99,14 +102,20 @@ def run(model: Decoder, plan: BatchPlan, kv: torch.Tensor, tokens: torch.Tensor)
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("form", FORMS)
-def test_equals_the_layers_one_by_one(name: str, form: str, quantization: str) -> None:
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_equals_the_layers_one_by_one(
+    name: str, form: str, quantization: str, int8: bool, batch_invariant: bool
+) -> None:
     config = FORMS[form]
-    recorded = decoder(config, CpuOps(2, name), quantization=quantization)
-    layered = decoder(config, Layered(2, name), quantization=quantization)
+    recorded, layered = (
+        decoder(config, row(2, name, batch_invariant=batch_invariant), quantization=quantization)
+        for row in (CpuOps, Layered)
+    )
     assert recorded._step is not None
     assert layered._step is None
     for total_lens in ([1], [65], [300, 1, 16, 17], list(range(3, 29))):
-        plan, kv, tokens = batch(config, total_lens)
+        plan, kv, tokens = batch(config, total_lens, int8)
         assert recorded._step.takes(plan, kv)
         expected, pool = run(layered, plan, kv, tokens)
         got, written = run(recorded, plan, kv, tokens)

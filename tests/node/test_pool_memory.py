@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_link_sees_each_block_as_its_own_bytes(dtype: torch.dtype) -> None:
     layout = KVLayout(2, 2, 8, str(dtype).removeprefix("torch."), 4)
-    kv = make_pool(layout, 3, dtype, CPU)
+    kv = make_pool(layout, 3, CPU)
     memory = PoolMemory(kv)
     block = memory.block(1)
     assert isinstance(block, np.ndarray)
@@ -33,7 +33,7 @@ def test_the_link_sees_each_block_as_its_own_bytes(dtype: torch.dtype) -> None:
 def test_only_blocks_that_were_written_take_memory() -> None:
     layout = KVLayout(2, 2, 64, "float32", 1024)
     before = psutil.Process().memory_info().rss
-    kv = make_pool(layout, 2**29 // layout.block_bytes, torch.float32, CPU)
+    kv = make_pool(layout, 2**29 // layout.block_bytes, CPU)
     assert kv.data_ptr() % 4096 == 0
     kv[0] = 1.0
     assert not kv[-1, -1, -1, -1, -1].any()
@@ -42,4 +42,4 @@ def test_only_blocks_that_were_written_take_memory() -> None:
 
 def test_a_pool_that_the_system_refuses_names_the_flag() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-gib"):
-        make_pool(KVLayout(2, 2, 64, "float32", 1024), 2**40, torch.float32, CPU)
+        make_pool(KVLayout(2, 2, 64, "float32", 1024), 2**40, CPU)

@@ -57,11 +57,17 @@ const T* typed(const Array& a, size_t ndim) {
 
 inline int64_t elements(const Array& a) { return static_cast<int64_t>(a.size()); }
 
-// [block, 2, kv_head, slot, dim]
+inline bool is_int8(const Array& a) { return a.dtype() == nb::dtype<int8_t>(); }
+
+// A layer of the pool, [block, 2, kv_head, slot, dim], or all of it, [block, layer, 2, kv_head, slot, dim], as its first
+// layer; of the kind's elements, or int8 with 4 bytes more behind each dim.
 inline KVLayer kv_layer(const Array& a, int kind) {
-  require(kind_of(a) == kind && a.ndim() == 5 && dense_from(a, 3), "the cache has another layout than the operation takes");
-  return {a.data(),     a.stride(0), a.stride(1), a.stride(2), static_cast<int64_t>(a.shape(3)),
-          static_cast<int64_t>(a.shape(2)), static_cast<int64_t>(a.shape(4))};
+  const size_t n = a.ndim();
+  require((is_int8(a) || kind_of(a) == kind) && (n == 5 || n == 6) && dense_from(a, n - 2),
+          "the cache has another layout than the operation takes");
+  const auto width = static_cast<int64_t>(a.shape(n - 1));
+  return {a.data(), a.stride(0), a.stride(n - 4), a.stride(n - 3), width, static_cast<int64_t>(a.shape(n - 2)),
+          static_cast<int64_t>(a.shape(n - 3)), is_int8(a) ? width - 4 : width, is_int8(a)};
 }
 
 inline Rope rope_of(const MaybeArray& cos, const MaybeArray& sin, int64_t dim) {

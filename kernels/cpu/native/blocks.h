@@ -1,138 +1,224 @@
-// ggml's block formats (ggml-common.h): a row's blocks to codes, scales and minima of the form that runs them.
+// The arithmetic of causal attention in bfloat16 on the panel product of dense layers: query rows pass over packed
+// blocks of kBlock positions with an online softmax. Weights are rounded to bfloat16 before they meet V. Blocks begin at
+// multiples of kBlock and positions that a row does not see weigh nothing, so a row's result depends on its own query
+// and positions alone.
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#include "forms.h"
+#include "cache.h"
+#include "product.h"
 
 namespace kvferry {
+namespace {
 
-inline float half_to_float(uint16_t half) {
-  const uint32_t bits = static_cast<uint32_t>(half & 0x7fff) << 13;
-  float size;
-  std::memcpy(&size, &bits, sizeof size);
-  size *= 0x1p112f;
-  return half & 0x8000 ? -size : size;
-}
+constexpr int64_t kBlock = kPrefillBlock;
 
-// Rounds to nearest even; beyond the largest half: the largest.
-inline uint16_t float_to_half(float value) {
-  const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
-  const float size = std::fabs(value);
-  if (!(size < 65504.0f)) return sign | 0x7bff;
-  if (size < 0x1p-14f) return sign | static_cast<uint16_t>(std::nearbyintf(size * 0x1p24f));
-  uint32_t bits;
-  std::memcpy(&bits, &size, sizeof bits);
-  bits += 0xfff + ((bits >> 13) & 1);
-  return sign | static_cast<uint16_t>((bits - (112u << 23)) >> 13);
-}
+// What query rows carry from block to block.
+struct BlockBuffers {
+  float *scores, *total, *highest, *weight, *kept;
+  bf16 *q, *weights;
 
-inline float half_at(const uint8_t* from) {
-  uint16_t half;
-  std::memcpy(&half, from, sizeof half);
-  return half_to_float(half);
-}
-
-// Codes [in], and a scale and minimum per group, of one row.
-struct RowCodes {
-  uint8_t* codes;
-  float *scales, *minima;
-};
-
-struct Q8_0 {
-  static constexpr int size = 32, bytes = 34;
-  static constexpr Form form = Form::q8;
-  static void read(const uint8_t* block, const RowCodes& out) {
-    out.scales[0] = half_at(block);
-    for (int i = 0; i < 32; ++i) out.codes[i] = block[2 + i] ^ 0x80;
+  BlockBuffers(uint8_t* memory, int64_t rows, int64_t dim) {
+    scores = reinterpret_cast<float*>(memory);
+    total = scores + rows * kBlock;
+    highest = total + rows * dim;
+    weight = highest + rows;
+    kept = weight + rows;
+    q = reinterpret_cast<bf16*>(kept + rows);
+    weights = q + rows * dim;
   }
 };
 
-struct Q4_0 {
-  static constexpr int size = 32, bytes = 18;
-  static constexpr Form form = Form::q4;
-  static void read(const uint8_t* block, const RowCodes& out) {
-    out.scales[0] = half_at(block);
-    for (int i = 0; i < 16; ++i) out.codes[i] = block[2 + i] & 15, out.codes[16 + i] = block[2 + i] >> 4;
+// K and V of some positions under one head, packed; scales: of int8, null otherwise.
+struct PackedPositions {
+  uint8_t *k, *v;
+  int64_t v_step;  // bytes between 32 dimensions and the next
+  float *k_scales, *v_scales;
+
+  PackedPositions from(int64_t position, int64_t dim) const {
+    return {k + position * dim * 2, v + position * kPanel * 2, v_step, k_scales == nullptr ? nullptr : k_scales + position,
+            v_scales == nullptr ? nullptr : v_scales + position};
   }
 };
 
-struct Q4_1 {
-  static constexpr int size = 32, bytes = 20;
-  static constexpr Form form = Form::q4_min;
-  static void read(const uint8_t* block, const RowCodes& out) {
-    out.scales[0] = half_at(block);
-    out.minima[0] = half_at(block + 2);
-    for (int i = 0; i < 16; ++i) out.codes[i] = block[4 + i] & 15, out.codes[16 + i] = block[4 + i] >> 4;
-  }
-};
-
-// Eight 6-bit scales and minima in 12 bytes: the low six bits of bytes 0-3 and 4-7 are the first four of each; halves of
-// bytes 8-11 with the top two bits of bytes 0-3 and 4-7 are the others.
-inline void read_k_scales(const uint8_t* block, const RowCodes& out) {
-  const uint8_t* packed = block + 4;
-  const float d = half_at(block), minimum = half_at(block + 2);
-  for (int i = 0; i < 8; ++i) {
-    const int scale = i < 4 ? packed[i] & 63 : (packed[i + 4] & 15) | (packed[i - 4] >> 6) << 4;
-    const int least = i < 4 ? packed[i + 4] & 63 : packed[i + 4] >> 4 | (packed[i] >> 6) << 4;
-    out.scales[i] = d * static_cast<float>(scale);
-    out.minima[i] = -minimum * static_cast<float>(least);
-  }
+KVF_INLINE PackedPositions packed_at(uint8_t* memory, int64_t positions, int64_t dim, bool scaled) {
+  auto* scales = reinterpret_cast<float*>(memory + positions * dim * 4);
+  return {memory, memory + positions * dim * 2, positions * kPanel * 2, scaled ? scales : nullptr,
+          scaled ? scales + positions : nullptr};
 }
 
-struct Q4_K {
-  static constexpr int size = 256, bytes = 144;
-  static constexpr Form form = Form::q4_min;
-  static void read(const uint8_t* block, const RowCodes& out) {
-    read_k_scales(block, out);
-    for (int i = 0; i < 128; ++i) {
-      uint8_t* to = out.codes + i / 32 * 64 + i % 32;
-      to[0] = block[16 + i] & 15, to[32] = block[16 + i] >> 4;
+template <int Step, size_t... Lane>
+KVF_INLINE void exchange(Words& a, Words& b, std::index_sequence<Lane...>) {
+  const Words low = __builtin_shufflevector(a, b, ((Lane & Step) ? kLanes + (Lane & ~Step) : Lane)...);
+  b = __builtin_shufflevector(a, b, ((Lane & Step) ? kLanes + Lane : (Lane | Step))...);
+  a = low;
+}
+
+// Transposes a square of words.
+template <int Step = kLanes / 2>
+KVF_INLINE void transpose(Words* rows) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & Step)) exchange<Step>(rows[i], rows[i + Step], std::make_index_sequence<kLanes>());
+  if constexpr (Step > 1) transpose<Step / 2>(rows);
+}
+
+// K of 32 positions: for each pair of dimensions, the pairs of 32 positions.
+KVF_INLINE void pack_k(const bf16* const* rows, int64_t dim, uint8_t* panel) {
+  for (int64_t j = 0; j < kPanel; j += kLanes)
+    for (int64_t d = 0; d < dim / 2; d += kLanes) {
+      Words square[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) square[i] = load_as<Words>(rows[j + i] + 2 * d);
+      transpose(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i)
+        std::memcpy(panel + ((d + i) * kPanel + j) * 4, &square[i], sizeof square[i]);
     }
-  }
-};
-
-struct Q5_K {
-  static constexpr int size = 256, bytes = 176;
-  static constexpr Form form = Form::q5_min;
-  static void read(const uint8_t* block, const RowCodes& out) {
-    read_k_scales(block, out);
-    for (int i = 0; i < 128; ++i) {
-      uint8_t* to = out.codes + i / 32 * 64 + i % 32;
-      const int fifth = block[16 + i % 32] >> (i / 32 * 2);
-      to[0] = (block[48 + i] & 15) | (fifth & 1) << 4;
-      to[32] = block[48 + i] >> 4 | (fifth >> 1 & 1) << 4;
-    }
-  }
-};
-
-struct Q6_K {
-  static constexpr int size = 256, bytes = 210;
-  static constexpr Form form = Form::q6;
-  static void read(const uint8_t* block, const RowCodes& out) {
-    const float d = half_at(block + 208);
-    for (int i = 0; i < 16; ++i) out.scales[i] = d * static_cast<float>(static_cast<int8_t>(block[192 + i]));
-    for (int i = 0; i < 256; ++i) {
-      const int part = i / 128, quarter = i % 128 / 32, at = i % 32;
-      const int low = block[part * 64 + quarter % 2 * 32 + at] >> (quarter / 2 * 4) & 15;
-      out.codes[i] = static_cast<uint8_t>(low | (block[128 + part * 32 + at] >> (quarter * 2) & 3) << 4);
-    }
-  }
-};
-
-// Calls visit(B{}) with the format of that name; false if there is none.
-template <class Visit>
-inline bool with_blocks(const std::string& kind, Visit visit) {
-  if (kind == "Q8_0") visit(Q8_0{});
-  else if (kind == "Q4_0") visit(Q4_0{});
-  else if (kind == "Q4_1") visit(Q4_1{});
-  else if (kind == "Q4_K") visit(Q4_K{});
-  else if (kind == "Q5_K") visit(Q5_K{});
-  else if (kind == "Q6_K") visit(Q6_K{});
-  else return false;
-  return true;
 }
 
+// V of 32 positions: for each 32 dimensions (`step` bytes apart) and each pair of positions, the pairs of 32 dimensions.
+KVF_INLINE void pack_v(const bf16* const* rows, int64_t dim, uint8_t* panel, int64_t step) {
+  for (int64_t j = 0; j < kPanel; j += 2)
+    for (int64_t p = 0; p < dim / kPanel; ++p) {
+      const bf16 *a = rows[j] + p * kPanel, *b = rows[j + 1] + p * kPanel;
+      auto* to = reinterpret_cast<uint32_t*>(panel + p * step) + j / 2 * kPanel;
+      for (int64_t d = 0; d < kPanel; ++d) to[d] = a[d] | static_cast<uint32_t>(b[d]) << 16;
+    }
+}
+
+// Rows in bfloat16: as they are, or int8 without their scales, which bfloat16 holds exactly.
+KVF_INLINE void widen_rows(const bf16* const* rows, int64_t count, int64_t, bf16*, const bf16** out, float*) {
+  for (int64_t j = 0; j < count; ++j) out[j] = rows[j];
+}
+
+KVF_INLINE void widen_rows(const int8_t* const* rows, int64_t count, int64_t dim, bf16* memory, const bf16** out,
+                           float* scales) {
+  for (int64_t j = 0; j < count; ++j, memory += dim) {
+    for (int64_t d = 0; d < dim; d += kLanes) store(memory + d, load(rows[j] + d));
+    scales[j] = scale_of(rows[j], dim);
+    out[j] = memory;
+  }
+  for (int64_t j = count; j < kPanel; ++j) scales[j] = 0;
+}
+
+template <class S>
+inline __attribute__((noinline)) void pack_stored(const Tile<S>& tile, int64_t dim, const PackedPositions& to) {
+  static constexpr bf16 kNothing[kMaxDim] = {};
+  alignas(64) bf16 memory[sizeof(S) == 1 ? kPanel * kMaxDim : 1];
+  const bf16* rows[kPanel];
+  for (int64_t j = tile.count; j < kPanel; ++j) rows[j] = kNothing;
+  widen_rows(tile.k, tile.count, dim, memory, rows, to.k_scales);
+  pack_k(rows, dim, to.k);
+  widen_rows(tile.v, tile.count, dim, memory, rows, to.v_scales);
+  pack_v(rows, dim, to.v, to.v_step);
+}
+
+// Packs positions [begin, end), at most 32 of them; the panel's others are zeros.
+KVF_INLINE void pack_panel(const KVLayer& kv, int64_t head, const int32_t* table, int64_t begin, int64_t end,
+                           const PackedPositions& to) {
+  if (kv.int8) {
+    Tile<int8_t> tile;
+    tile.find(kv, head, table, begin, end);
+    pack_stored(tile, kv.dim, to);
+  } else {
+    Tile<bf16> tile;
+    tile.find(kv, head, table, begin, end);
+    pack_stored(tile, kv.dim, to);
+  }
+}
+
+// One row's weights of a block from its scores; positions outside [low, high) of the block weigh nothing.
+KVF_INLINE void soften(const BlockBuffers& b, int64_t row, int64_t low, int64_t high, int64_t width,
+                       const float* v_scales) {
+  float* scores = b.scores + row * kBlock;
+  bf16* weights = b.weights + row * kBlock;
+  b.kept[row] = 1;
+  if (low >= high) {
+    for (int64_t j = 0; j < width; j += kLanes) store(weights + j, Floats{});
+    return;
+  }
+  for (int64_t j = 0; j < low; ++j) scores[j] = -__builtin_inff();
+  for (int64_t j = high; j < width; ++j) scores[j] = -__builtin_inff();
+  Floats top = load(scores);
+  for (int64_t j = kLanes; j < width; j += kLanes) top = larger(top, load(scores + j));
+  const float peak = largest(top), higher = peak > b.highest[row] ? peak : b.highest[row];
+  Floats added{};
+  for (int64_t j = 0; j < width; j += kLanes) {
+    const Floats e = exponential(load(scores + j) - higher);
+    added = added + e;
+    store(weights + j, v_scales == nullptr ? e : e * load(v_scales + j));
+  }
+  b.kept[row] = exponential(splat(b.highest[row] - higher))[0];
+  b.weight[row] = b.weight[row] * b.kept[row] + sum(added);
+  b.highest[row] = higher;
+}
+
+// Which positions of a block the query rows see: row r (token r / group) those before first_high + r / group, the last
+// `window` of them where there is a window.
+struct Sight {
+  int64_t group, first_high, window;
+};
+
+// The rows' next block, of `width` positions (whole panels). One machine code for all callers: how the compiler fuses
+// products and sums must not differ between them.
+inline __attribute__((noinline)) void attend_block(const BlockBuffers& b, int64_t rows, int64_t dim,
+                                                   const PackedPositions& block, int64_t width, const Sight& sight,
+                                                   float scale) {
+  for (int64_t j = 0; j < width; j += kPanel)
+    panel_product(b.q, dim, rows, block.k + j * dim * 2, dim / 2, [&](int64_t row, const float* values) {
+      for (int c = 0; c < kPanel; c += kLanes) {
+        const Floats scaled = load(values + c) * scale;
+        store(b.scores + row * kBlock + j + c, block.k_scales == nullptr ? scaled : scaled * load(block.k_scales + j + c));
+      }
+    });
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t high = sight.first_high + row / sight.group, low = sight.window > 0 ? high - sight.window : 0;
+    soften(b, row, low < 0 ? 0 : low, high < width ? high : width, width, block.v_scales);
+  }
+  for (int64_t part = 0; part < dim / kPanel; ++part)
+    panel_product(b.weights, kBlock, rows, block.v + part * block.v_step, width / 2,
+                  [&](int64_t row, const float* values) {
+                    float* to = b.total + row * dim + part * kPanel;
+                    for (int c = 0; c < kPanel; c += kLanes)
+                      store(to + c, load(to + c) * b.kept[row] + load(values + c));
+                  });
+}
+
+KVF_INLINE void begin_rows(const BlockBuffers& b, int64_t rows, int64_t dim) {
+  for (int64_t i = 0; i < rows * dim; i += kLanes) store(b.total + i, Floats{});
+  for (int64_t row = 0; row < rows; ++row) b.highest[row] = -__builtin_inff(), b.weight[row] = 0;
+}
+
+KVF_INLINE void end_row(const BlockBuffers& b, int64_t row, int64_t dim, bf16* out) {
+  const float inverse = 1.0f / b.weight[row];
+  for (int64_t d = 0; d < dim; d += kLanes) store(out + d, load(b.total + row * dim + d) * inverse);
+}
+
+// A sequence under one K/V head.
+struct Sequence {
+  const KVLayer& kv;
+  const int32_t* table;
+  int64_t head, window;
+  float scale;
+};
+
+// The token at `position`: its `group` query heads q [group, dim] and their results, which may be the same memory.
+// memory: token_memory().
+KVF_INLINE void attend_token(const Sequence& s, int64_t position, const bf16* q, int64_t group, uint8_t* memory,
+                             bf16* out) {
+  const int64_t dim = s.kv.dim, seen = position + 1;
+  const PackedPositions packed = packed_at(memory, kBlock, dim, s.kv.int8);
+  const BlockBuffers b(memory + packed_bytes(kBlock, dim), group, dim);
+  copy(b.q, q, group * dim);
+  begin_rows(b, group, dim);
+  for (int64_t at = block_first(position, s.window); at < seen; at += kBlock) {
+    const int64_t count = seen - at < kBlock ? seen - at : kBlock, width = (count + kPanel - 1) / kPanel * kPanel;
+    for (int64_t j = 0; j < width; j += kPanel)
+      pack_panel(s.kv, s.head, s.table, at + j, at + j + kPanel < seen ? at + j + kPanel : seen, packed.from(j, dim));
+    attend_block(b, group, dim, packed, width, {group, seen - at, s.window}, s.scale);
+  }
+  for (int64_t row = 0; row < group; ++row) end_row(b, row, dim, out + row * dim);
+}
+
+}  // namespace
 }  // namespace kvferry

@@ -1,6 +1,6 @@
 // The kernels for one instruction set, chosen by the compiler's flags; KVFERRY_ISA is its name. Everything but the table
 // is local to this translation unit: code for a newer processor must never be merged into what older ones run.
-#include "attention.h"
+#include "decode.h"
 #include "dense.h"
 #include "elementwise.h"
 #include "lookup.h"
@@ -24,6 +24,7 @@ const Kernels KVF_JOIN(kernels_, KVFERRY_ISA) = {
     {run_silu<float>, run_silu<bf16>},
     {run_rope<float>, run_rope<bf16>},
     {run_decode<float>, run_decode<bf16>},
+    run_decode_blocks,
     run_dense,
     run_lookup,
     run_prefill,

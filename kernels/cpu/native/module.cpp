@@ -88,8 +88,9 @@ class NativeKernels {
     run(table_->rope_and_cache[kind], &task, elements(q), kSmall);
   }
 
+  // blocks: in the arithmetic of prefill, whatever else is in the batch.
   void decode(Array q, Array kv, Array block_table, Array total_len, int64_t rows, float scale, int64_t window,
-              Array out) {
+              bool blocks, Array out) {
     const int kind = kind_of(q);
     DecodeTask task{};
     task.kv = kv_layer(kv, kind);
@@ -103,9 +104,15 @@ class NativeKernels {
                 rows <= static_cast<int64_t>(block_table.shape(0)), "more rows than the batch has");
     task.batch = {rows, nullptr, nullptr, typed<int32_t>(block_table, 2), static_cast<int64_t>(block_table.shape(1)),
                   typed<int32_t>(total_len, 1)};
-    partial_.resize(decode_floats(rows, task.heads, task.kv.dim));
-    task.partial = partial_.data();
-    run(table_->decode[kind], &task, kSmall, 0);
+    if (blocks) {
+      require(kind == 1 && task.kv.dim % kPanel == 0 && task.kv.dim <= 512, "q does not fit the cache");
+      task.memory_step = token_memory(task.heads / task.kv.heads, task.kv.dim);
+      task.memory = aligned_bytes(threads() * task.memory_step);
+    } else {
+      partial_.resize(decode_floats(rows, task.heads, task.kv.dim));
+      task.partial = partial_.data();
+    }
+    run(blocks ? table_->decode_blocks : table_->decode[kind], &task, kSmall, 0);
   }
 
   // One sequence: q [query_len, heads, dim], its row of the block table.
@@ -126,8 +133,7 @@ class NativeKernels {
                 total_len <= elements(blocks) * task.kv.block_size, "a sequence is longer than its blocks");
     task.memory_step = prefill_memory(task.heads / task.kv.heads, task.kv.dim);
     const int64_t packed = (prefill_bytes(task) + 63) / 64 * 64;
-    bytes_.resize(packed + threads() * task.memory_step + 64);
-    task.packed = bytes_.data() + (64 - reinterpret_cast<uintptr_t>(bytes_.data()) % 64) % 64;
+    task.packed = aligned_bytes(packed + threads() * task.memory_step);
     task.memory = task.packed + packed;
     run(table_->prefill, &task, elements(q), kSmall);
   }
@@ -189,6 +195,11 @@ class NativeKernels {
   }
 
  private:
+  uint8_t* aligned_bytes(int64_t count) {
+    bytes_.resize(count + 64);
+    return bytes_.data() + (64 - reinterpret_cast<uintptr_t>(bytes_.data()) % 64) % 64;
+  }
+
   static constexpr int64_t kSmall = 16384;  // elements: below, waking a thread costs more than it does
 
   const Kernels* table_ = nullptr;
@@ -202,14 +213,15 @@ class NativeKernels {
 class NativeStep {
  public:
   NativeStep(std::shared_ptr<NativeKernels> kernels, std::shared_ptr<Packed> embedding, Array norm, Array cos, Array sin,
-             int64_t heads, int64_t kv_heads, int64_t dim, float eps, float scale, int64_t max_rows)
+             int64_t heads, int64_t kv_heads, int64_t dim, float eps, float scale,
+             bool batch_invariant, int64_t max_rows)
       : kernels_(std::move(kernels)), held_{norm, cos, sin}, packed_{embedding}, max_rows_(max_rows) {
     require(heads % kv_heads == 0 && heads / kv_heads <= 16 && dim % 32 == 0 && dim <= 512, "heads of an unsupported shape");
     model_.embedding = embedding->dense;
     model_.norm = whole(norm, 1, 1);
     model_.hidden = embedding->dense.in;
     model_.heads = heads, model_.kv_heads = kv_heads, model_.dim = dim;
-    model_.eps = eps, model_.scale = scale;
+    model_.eps = eps, model_.scale = scale, model_.batch_invariant = batch_invariant;
     model_.rope = rope_of(cos, sin, dim);
     require(model_.hidden % kPanel == 0 && elements(norm) == model_.hidden, "a hidden size of an unsupported shape");
   }
@@ -245,13 +257,13 @@ class NativeStep {
   void run(Array tokens, Array positions, Array slots, Array block_table, Array total_len, Array kv, Array out) {
     const int64_t rows = static_cast<int64_t>(tokens.shape(0));
     require(rows <= max_rows_ && !layers_.empty(), "more rows than the step was made for");
-    require(kv.ndim() == 6 && is_bf16(kv) && dense_from(kv, 4) && kv.shape(1) == layers_.size() &&
-                static_cast<int64_t>(kv.shape(3)) == model_.kv_heads && static_cast<int64_t>(kv.shape(5)) == model_.dim,
+    StepTask task{};
+    task.kv = kv_layer(kv, 1);
+    require(kv.ndim() == 6 && kv.shape(1) == layers_.size() && task.kv.heads == model_.kv_heads && task.kv.dim == model_.dim,
             "the cache has another layout than the step takes");
     require(elements(positions) == rows && elements(slots) == rows && elements(total_len) == rows &&
                 static_cast<int64_t>(block_table.shape(0)) == rows && elements(out) == rows * model_.hidden,
             "the batch has another shape than the step takes");
-    StepTask task{};
     task.tokens = typed<int64_t>(tokens, 1);
     for (int64_t i = 0; i < rows; ++i)
       require(task.tokens[i] >= 0 && task.tokens[i] < model_.embedding.out, "a token lies outside the vocabulary");
@@ -262,9 +274,7 @@ class NativeStep {
     task.scratch = view_;
     task.batch = {rows, typed<int64_t>(positions, 1), typed<int64_t>(slots, 1), typed<int32_t>(block_table, 2),
                   static_cast<int64_t>(block_table.shape(1)), typed<int32_t>(total_len, 1)};
-    task.kv = {kv.data(), kv.stride(0), kv.stride(2), kv.stride(3), static_cast<int64_t>(kv.shape(4)), model_.kv_heads,
-               model_.dim};
-    task.layer_step = kv.stride(1);
+    task.layer_step = kv.stride(1) * static_cast<int64_t>(kv.itemsize());
     task.out = whole(out, 1, 2);
     kernels_->run(kernels_->table().step, &task, 1, 0);
   }
@@ -279,6 +289,9 @@ class NativeStep {
     view_.codes = codes_.data();
     const int64_t shared = max_rows_ * (model_.hidden + qkv + model_.inner) + 192;
     scratch_.resize(shared + 64 + kernels_->threads() * view_.local_step);
+    view_.memory_step = token_memory(model_.heads / model_.kv_heads, model_.dim);
+    memory_.resize(kernels_->threads() * view_.memory_step + 64);
+    view_.memory = memory_.data() + (64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64) % 64;
     partial_.resize(decode_floats(max_rows_, model_.heads, model_.dim));
     view_.partial = partial_.data();
     view_.residual = scratch_.data();
@@ -294,6 +307,7 @@ class NativeStep {
   std::vector<uint16_t> scratch_;
   std::vector<uint8_t> codes_;
   std::vector<float> partial_;
+  std::vector<uint8_t> memory_;
   StepModel model_{};
   StepScratch view_{};
   int64_t max_rows_;
@@ -330,7 +344,7 @@ NB_MODULE(_native, m) {
       .def("multiply", &NativeKernels::multiply);
   nb::class_<NativeStep>(m, "Step")
       .def(nb::init<std::shared_ptr<NativeKernels>, std::shared_ptr<Packed>, Array, Array, Array, int64_t, int64_t,
-                    int64_t, float, float, int64_t>())
+                    int64_t, float, float, bool, int64_t>())
       .def("add_layer", &NativeStep::add_layer, "input_norm"_a, "q_norm"_a.none(), "k_norm"_a.none(), "post_norm"_a,
            "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "rotated"_a, "window"_a)
       .def("run", &NativeStep::run)

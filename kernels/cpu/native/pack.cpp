@@ -1,6 +1,6 @@
 #include "pack.h"
 
-#include "blocks.h"
+#include "ggml_blocks.h"
 
 namespace kvferry {
 namespace {

@@ -1,6 +1,7 @@
 // The half-split rotary embedding and the writes into the cache.
 #pragma once
 
+#include "cache.h"
 #include "types.h"
 #include "vector.h"
 
@@ -30,16 +31,6 @@ KVF_INLINE void rotate(const T* x, const Rope& rope, int64_t position, int64_t d
 }
 
 template <class T>
-KVF_INLINE void copy(T* to, const T* from, int64_t count) {
-  std::memcpy(to, from, count * sizeof(T));
-}
-
-template <class T>
-KVF_INLINE T* slot_of(const KVLayer& kv, int64_t block, int64_t slot, int64_t head) {
-  return static_cast<T*>(kv.data) + block * kv.block_step + head * kv.head_step + slot * kv.dim;
-}
-
-template <class T>
 void run_rope(void* argument, int member, int size, Barrier&) {
   const RopeTask& t = *static_cast<RopeTask*>(argument);
   const int64_t dim = t.kv.dim;
@@ -53,15 +44,14 @@ void run_rope(void* argument, int member, int size, Barrier&) {
       else
         copy(out + head * dim, q + head * dim, dim);
     }
-    const int64_t block = t.slots[row] / t.kv.block_size, slot = t.slots[row] % t.kv.block_size;
+    alignas(64) T turned[kMaxDim];
     for (int64_t head = 0; head < t.kv.heads; ++head) {
       const T* k = static_cast<const T*>(t.k) + row * t.k_step + head * dim;
-      T* to = slot_of<T>(t.kv, block, slot, head);
-      if (t.rope.cos != nullptr)
-        rotate(k, t.rope, t.positions[row], dim, to);
-      else
-        copy(to, k, dim);
-      copy(to + t.kv.kv_step, static_cast<const T*>(t.v) + row * t.v_step + head * dim, dim);
+      if (t.rope.cos != nullptr) {
+        rotate(k, t.rope, t.positions[row], dim, turned);
+        k = turned;
+      }
+      write_slot(t.kv, t.slots[row], head, k, static_cast<const T*>(t.v) + row * t.v_step + head * dim);
     }
   }
 }

@@ -2,7 +2,7 @@
 // layer; what is cheap (norms, the merge of attention) every thread does for itself instead of waiting for another.
 #pragma once
 
-#include "attention.h"
+#include "decode.h"
 #include "dense.h"
 #include "elementwise.h"
 #include "lookup.h"
@@ -45,25 +45,50 @@ KVF_INLINE void prepare_head(const StepView& s, const StepLayer& layer, const bf
 
 constexpr int64_t kMaxGroup = 16;
 
+KVF_INLINE void prepare_queries(const StepView& s, const StepLayer& layer, int64_t row, int64_t kv_head, bf16* out) {
+  const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads;
+  const bf16* q = s.task.scratch.qkv + row * s.qkv_size() + kv_head * group * dim;
+  for (int64_t h = 0; h < group; ++h)
+    prepare_head(s, layer, q + h * dim, layer.q_norm, s.batch.positions[row], out + h * dim);
+}
+
+KVF_INLINE void write_new(const StepView& s, const StepLayer& layer, const KVLayer& kv, int64_t row, int64_t head) {
+  const bf16* k = s.task.scratch.qkv + row * s.qkv_size() + s.q_size() + head * s.model.dim;
+  alignas(64) bf16 turned[kMaxDim];
+  prepare_head(s, layer, k, layer.k_norm, s.batch.positions[row], turned);
+  write_slot(kv, s.batch.slots[row], head, turned, k + s.model.kv_heads * s.model.dim);
+}
+
 // The row's last chunk writes the new K and V; no other chunk reads them.
 KVF_INLINE void attend_step(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
   const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads, step = partial_floats(dim);
   visit_pieces(s.batch, s.model.kv_heads, layer.window, s.member, s.size, [&](const Piece& piece, const Span* after) {
-    const int64_t row = piece.row, head = piece.span.head, position = s.batch.positions[row];
-    const bf16* q = s.task.scratch.qkv + row * s.qkv_size() + head * group * dim;
-    const bf16* k = s.task.scratch.qkv + row * s.qkv_size() + s.q_size() + head * dim;
+    const int64_t row = piece.row, head = piece.span.head;
     alignas(64) bf16 turned[kMaxGroup * kMaxDim];
-    for (int64_t h = 0; h < group; ++h)
-      prepare_head(s, layer, q + h * dim, layer.q_norm, position, turned + h * dim);
-    if (piece.last) {
-      const int64_t slot = s.batch.slots[row];
-      bf16* to = slot_of<bf16>(kv, slot / kv.block_size, slot % kv.block_size, head);
-      prepare_head(s, layer, k, layer.k_norm, position, to);
-      copy(to + kv.kv_step, k + s.model.kv_heads * dim, dim);
-    }
+    prepare_queries(s, layer, row, head, turned);
+    if (piece.last) write_new(s, layer, kv, row, head);
     float* partial = partial_of(s.task.scratch.partial, row, head * group, s.model.heads, dim) + piece.chunk * step;
     attend_any<bf16>(turned, group, kv, piece.span, after, s.model.scale, partial, kMaxChunks * step);
   });
+}
+
+// In the arithmetic of prefill; results take the place of the queries.
+KVF_INLINE void attend_step_blocks(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
+  const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads;
+  visit_heads(s.batch, s.model.kv_heads, layer.window, s.member, s.size, [&](int64_t row, int64_t head) {
+    alignas(64) bf16 turned[kMaxGroup * kMaxDim];
+    prepare_queries(s, layer, row, head, turned);
+    write_new(s, layer, kv, row, head);
+    const Sequence sequence{kv, s.batch.block_table + row * s.batch.table_step, head, layer.window, s.model.scale};
+    attend_token(sequence, s.batch.positions[row], turned, group,
+                 s.task.scratch.memory + s.member * s.task.scratch.memory_step,
+                 s.task.scratch.qkv + row * s.qkv_size() + head * group * dim);
+  });
+}
+
+KVF_INLINE void gather_heads(const StepView& s) {
+  for (int64_t row = 0; row < s.batch.rows; ++row)
+    copy(s.local + row * s.q_size(), s.task.scratch.qkv + row * s.qkv_size(), s.q_size());
 }
 
 KVF_INLINE void merge_heads(const StepView& s, const StepLayer& layer) {
@@ -127,14 +152,14 @@ void run_step(void* argument, int member, int size, Barrier& barrier) {
   for (int64_t index = 0; index < m.num_layers; ++index) {
     const StepLayer& layer = m.layers[index];
     KVLayer kv = t.kv;
-    kv.data = static_cast<bf16*>(t.kv.data) + index * t.layer_step;
+    kv.data = static_cast<uint8_t*>(t.kv.data) + index * t.layer_step;
     norm_rows(s, layer.input_norm, s.local, all);
     dense_share(layer.qkv, step_inputs(s, layer.qkv, s.local), t.batch.rows, t.scratch.qkv, s.qkv_size(),
                 share(layer.qkv.count(), member, size));
     barrier.wait(member);
-    attend_step(s, layer, kv);
+    m.batch_invariant ? attend_step_blocks(s, layer, kv) : attend_step(s, layer, kv);
     barrier.wait(member);
-    merge_heads(s, layer);
+    m.batch_invariant ? gather_heads(s) : merge_heads(s, layer);
     dense_onto_residual(s, layer.o, s.local);
     barrier.wait(member);
     norm_rows(s, layer.post_norm, s.local, all);

@@ -18,11 +18,13 @@ struct Dense {
   int64_t count() const { return (out + kPanel - 1) / kPanel; }
 };
 
-// One layer of the pool, [block, 2, kv_head, slot, dim]; steps in elements; slots and dims are dense.
+// One layer of the pool, [block, 2, kv_head, slot, dim]; steps in elements; slots and dims are dense. int8: see cache.h,
+// else the elements are the model's.
 struct KVLayer {
   void* data;
-  int64_t block_step, kv_step, head_step;
+  int64_t block_step, kv_step, head_step, slot_step;
   int64_t block_size, heads, dim;
+  bool int8;
 };
 
 // Rows of one query token each, as kernels/plan.py describes them.
@@ -69,11 +71,14 @@ struct RopeTask {
   KVLayer kv;
 };
 
-// out [rows, heads, dim] = attention of q over the rows' cached positions. partial: see decode_floats().
+// out [rows, heads, dim] = attention of q over the rows' cached positions. partial: decode_floats(), in chunks; memory:
+// token_memory() of each thread, memory_step bytes apart, block by block.
 struct DecodeTask {
   const void* q;
   void* out;
   float* partial;
+  uint8_t* memory;
+  int64_t memory_step;
   int64_t heads;
   float scale;
   int64_t window;
@@ -143,18 +148,27 @@ constexpr int64_t kPrefillRows = 96;
 inline int64_t prefill_rows(int64_t group) { return group > kPrefillRows ? group : kPrefillRows / group * group; }
 
 // The first position of the first block that a token at `position`, and those after it, attend to.
-inline int64_t prefill_first(int64_t position, int64_t window) {
+inline int64_t block_first(int64_t position, int64_t window) {
   const int64_t first = window > 0 && position >= window ? position - window + 1 : 0;
   return first / kPrefillBlock * kPrefillBlock;
 }
 
+// Bytes of packed K and V of some positions (whole panels) under one head, with the scales of int8.
+inline int64_t packed_bytes(int64_t positions, int64_t dim) { return positions * (dim * 4 + 8); }
+
 inline int64_t prefill_bytes(const PrefillTask& t) {
-  const int64_t seen = t.total_len - prefill_first(t.total_len - t.query_len, t.window);
-  return (seen + kPanel) * t.kv.heads * t.kv.dim * 4;
+  const int64_t seen = t.total_len - block_first(t.total_len - t.query_len, t.window);
+  return t.kv.heads * packed_bytes(seen + kPanel, t.kv.dim);
 }
 
-inline int64_t prefill_memory(int64_t group, int64_t dim) {
-  return (prefill_rows(group) * (6 * kPrefillBlock + 6 * dim + 12) + 127) / 64 * 64;
+inline int64_t rows_memory(int64_t rows, int64_t dim) {
+  return (rows * (6 * kPrefillBlock + 6 * dim + 12) + 127) / 64 * 64;
+}
+
+inline int64_t prefill_memory(int64_t group, int64_t dim) { return rows_memory(prefill_rows(group), dim); }
+
+inline int64_t token_memory(int64_t group, int64_t dim) {
+  return packed_bytes(kPrefillBlock, dim) + rows_memory(group, dim);
 }
 
 struct StepLayer {
@@ -172,18 +186,20 @@ struct StepModel {
   int64_t num_layers, hidden, inner, heads, kv_heads, dim;
   Rope rope;
   float eps, scale;
+  bool batch_invariant;  // attention block by block, as in prefill
 };
 
-// Buffers of a step for up to max_rows rows; local and codes: one of each thread, `local_step` elements and `codes_step`
-// bytes apart.
+// Buffers of a step for up to max_rows rows; local, codes and memory (token_memory() bytes): one of each thread,
+// `local_step` elements, `codes_step` and `memory_step` bytes apart.
 struct StepScratch {
   uint16_t *residual, *qkv, *act, *local;
   uint8_t* codes;
   float* partial;
-  int64_t local_step, codes_step;
+  uint8_t* memory;
+  int64_t local_step, codes_step, memory_step;
 };
 
-// out [rows, hidden] = the hidden states of `tokens` after the final norm. layer_step: elements between layers of kv.
+// out [rows, hidden] = the hidden states of `tokens` after the final norm. layer_step: bytes between layers of kv.
 struct StepTask {
   const StepModel* model;
   StepScratch scratch;
@@ -206,7 +222,7 @@ struct MultiplyTask {
 struct Kernels {
   const char* name;
   Team::Function rms_norm[2], silu_mul[2], rope_and_cache[2], decode[2];  // float32, bfloat16
-  Team::Function dense, lookup, prefill, step;                            // bfloat16
+  Team::Function decode_blocks, dense, lookup, prefill, step;             // bfloat16
   Team::Function read, multiply;                                          // the machine's limits
   int64_t round_work;  // floating point operations of one round of multiply on one thread
 };

@@ -28,6 +28,7 @@ typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 
 template <class V>
 KVF_INLINE V load_as(const void* from) {
@@ -63,6 +64,16 @@ KVF_INLINE Floats load(const bf16* from) {
   return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
 #else
   return reinterpret_cast<Floats>(__builtin_convertvector(load_as<Halves>(from), Words) << 16);
+#endif
+}
+
+KVF_INLINE Floats load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  return __builtin_convertvector(load_as<Bytes>(from), Floats);
 #endif
 }
 

@@ -1,0 +1,111 @@
+// Attention of a batch of single query tokens, in two arithmetics: each row's positions in chunks that threads share and
+// merge at the end, or block by block as in prefill.
+#pragma once
+
+#include "attention.h"
+#include "blocks.h"
+#include "types.h"
+
+namespace kvferry {
+namespace {
+
+// out [dim] of the chunks' partial results, which lie one after the other.
+template <class T>
+KVF_INLINE void merge(const float* partial, int64_t chunks, int64_t dim, T* out) {
+  const int64_t step = partial_floats(dim);
+  float highest = partial[0];
+  for (int64_t c = 1; c < chunks; ++c) highest = partial[c * step] > highest ? partial[c * step] : highest;
+  alignas(64) float shares[kMaxChunks];
+  float weight = 0;
+  for (int64_t c = 0; c < chunks; ++c) {
+    shares[c] = exponential(splat(partial[c * step] - highest))[0];
+    weight += shares[c] * partial[c * step + 1];
+  }
+  const float inverse = 1.0f / weight;
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    Floats total{};
+    for (int64_t c = 0; c < chunks; ++c) total = total + load(partial + c * step + 16 + d) * shares[c];
+    store(out + d, total * inverse);
+  }
+}
+
+// One chunk of a row's positions under one K/V head.
+struct Piece {
+  Span span;
+  int64_t row, chunk;
+  bool last;  // of its row and head
+};
+
+// Calls visit(piece, the next piece or null) for the member's share of a batch's work, which is cut where the positions
+// read so far pass the member's part of all.
+template <class Visit>
+KVF_INLINE void visit_pieces(const Batch& batch, int64_t kv_heads, int64_t window, int member, int size, Visit visit) {
+  int64_t all = 0, done = 0;
+  for (int64_t row = 0; row < batch.rows; ++row) {
+    const Chunks chunks = chunks_of(batch.total_len[row], window);
+    all += kv_heads * chunks.count * chunks.length;
+  }
+  Piece held{};
+  bool holding = false;
+  for (int64_t row = 0; row < batch.rows; ++row) {
+    const Chunks chunks = chunks_of(batch.total_len[row], window);
+    const int32_t* table = batch.block_table + row * batch.table_step;
+    for (int64_t head = 0; head < kv_heads; ++head)
+      for (int64_t c = 0; c < chunks.count; ++c, done += chunks.length) {
+        if (done * size / all != member) continue;
+        const int64_t begin = chunks.first + c * chunks.length, end = begin + chunks.length;
+        const int64_t total = batch.total_len[row];
+        const Piece piece{{table, head, begin, end < total ? end : total}, row, c, c + 1 == chunks.count};
+        if (holding) visit(held, &piece.span);
+        held = piece;
+        holding = true;
+      }
+  }
+  if (holding) visit(held, static_cast<const Span*>(nullptr));
+}
+
+KVF_INLINE float* partial_of(float* partial, int64_t row, int64_t head, int64_t heads, int64_t dim) {
+  return partial + (row * heads + head) * kMaxChunks * partial_floats(dim);
+}
+
+// Calls visit(row, K/V head) for the member's share of a batch's rows and heads, cut by the positions that they see.
+template <class Visit>
+KVF_INLINE void visit_heads(const Batch& batch, int64_t kv_heads, int64_t window, int member, int size, Visit visit) {
+  const auto cost = [&](int64_t row) { return batch.total_len[row] - block_first(batch.total_len[row] - 1, window); };
+  int64_t all = 0, done = 0;
+  for (int64_t row = 0; row < batch.rows; ++row) all += kv_heads * cost(row);
+  for (int64_t row = 0; row < batch.rows; ++row)
+    for (int64_t head = 0; head < kv_heads; ++head, done += cost(row))
+      if (done * size / all == member) visit(row, head);
+}
+
+template <class T>
+void run_decode(void* argument, int member, int size, Barrier& barrier) {
+  const DecodeTask& t = *static_cast<DecodeTask*>(argument);
+  const int64_t dim = t.kv.dim, group = t.heads / t.kv.heads, step = partial_floats(dim);
+  visit_pieces(t.batch, t.kv.heads, t.window, member, size, [&](const Piece& piece, const Span* after) {
+    const int64_t head = piece.span.head * group;
+    attend_any(static_cast<const T*>(t.q) + (piece.row * t.heads + head) * dim, group, t.kv, piece.span, after, t.scale,
+               partial_of(t.partial, piece.row, head, t.heads, dim) + piece.chunk * step, kMaxChunks * step);
+  });
+  barrier.wait(member);
+  const Share rows = share(t.batch.rows * t.heads, member, size);
+  for (int64_t i = rows.begin; i < rows.end; ++i)
+    merge(t.partial + i * kMaxChunks * step, chunks_of(t.batch.total_len[i / t.heads], t.window).count, dim,
+          static_cast<T*>(t.out) + i * dim);
+}
+
+// Row by row in the arithmetic of prefill: a token's result is the same, bit for bit, as in a chunk of its prompt.
+void run_decode_blocks(void* argument, int member, int size, Barrier&) {
+  const DecodeTask& t = *static_cast<DecodeTask*>(argument);
+  const int64_t dim = t.kv.dim, group = t.heads / t.kv.heads;
+  visit_heads(t.batch, t.kv.heads, t.window, member, size, [&](int64_t row, int64_t head) {
+    const int64_t at = (row * t.heads + head * group) * dim;
+    const Sequence sequence{t.kv, t.batch.block_table + row * t.batch.table_step, head, t.window, t.scale};
+    attend_token(sequence, t.batch.total_len[row] - 1, static_cast<const bf16*>(t.q) + at, group,
+                 t.memory + member * t.memory_step, static_cast<bf16*>(t.out) + at);
+  });
+}
+
+}  // namespace
+}  // namespace kvferry
