@@ -17,6 +17,7 @@ struct StepView {
   const Batch& batch;
   bf16* local;
   uint8_t* codes;
+  Barrier& barrier;
   int member, size;
 
   int64_t q_size() const { return model.heads * model.dim; }
@@ -105,11 +106,10 @@ KVF_INLINE Inputs step_inputs(const StepView& s, const Dense& dense, const bf16*
   return inputs_of(dense, x, dense.in, s.batch.rows, s.codes, {0, s.batch.rows});
 }
 
-// residual += the dense layer of x, both rounded as if stored; each thread owns its columns.
+// residual += the dense layer of x, both rounded as if stored.
 KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, const bf16* x) {
   const Inputs inputs = step_inputs(s, dense, x);
-  const Share panels = share(dense.count(), s.member, s.size);
-  for (int64_t p = panels.begin; p < panels.end; ++p)
+  s.barrier.each(dense.count(), s.member, [&](int64_t p) {
     multiply(inputs, 0, s.batch.rows, dense, p, [&](int64_t row, const float* values) {
       bf16* to = s.task.scratch.residual + row * s.model.hidden + p * kPanel;
       for (int c = 0; c < kPanel; c += kLanes) {
@@ -117,14 +117,14 @@ KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, const
         store(to + c, load(to + c) + value);
       }
     });
+  });
 }
 
 // act = silu(gate) * up: the thread that makes columns of the gate makes the same ones of up.
 KVF_INLINE void gated(const StepView& s, const Dense& dense, const bf16* x) {
   const int64_t inner = s.model.inner, half = inner / kPanel;
   const Inputs inputs = step_inputs(s, dense, x);
-  const Share panels = share(half, s.member, s.size);
-  for (int64_t p = panels.begin; p < panels.end; ++p) {
+  s.barrier.each(half, s.member, [&](int64_t p) {
     bf16* act = s.task.scratch.act + p * kPanel;
     multiply(inputs, 0, s.batch.rows, dense, p, [&](int64_t row, const float* values) {
       for (int c = 0; c < kPanel; c += kLanes)
@@ -137,14 +137,14 @@ KVF_INLINE void gated(const StepView& s, const Dense& dense, const bf16* x) {
         store(to, silu(load(to)) * up);
       }
     });
-  }
+  });
 }
 
 void run_step(void* argument, int member, int size, Barrier& barrier) {
   const StepTask& t = *static_cast<StepTask*>(argument);
   const StepModel& m = *t.model;
   StepView s{t, m, t.batch, t.scratch.local + member * t.scratch.local_step,
-             t.scratch.codes + member * t.scratch.codes_step, member, size};
+             t.scratch.codes + member * t.scratch.codes_step, barrier, member, size};
   const Share all{0, t.batch.rows}, own = share(t.batch.rows, member, size);
   for (int64_t row = own.begin; row < own.end; ++row)
     read_row(m.embedding, t.tokens[row], t.scratch.residual + row * m.hidden);
@@ -154,8 +154,8 @@ void run_step(void* argument, int member, int size, Barrier& barrier) {
     KVLayer kv = t.kv;
     kv.data = static_cast<uint8_t*>(t.kv.data) + index * t.layer_step;
     norm_rows(s, layer.input_norm, s.local, all);
-    dense_share(layer.qkv, step_inputs(s, layer.qkv, s.local), t.batch.rows, t.scratch.qkv, s.qkv_size(),
-                share(layer.qkv.count(), member, size));
+    dense_together(layer.qkv, step_inputs(s, layer.qkv, s.local), t.batch.rows, t.scratch.qkv, s.qkv_size(), member,
+                   barrier);
     barrier.wait(member);
     m.batch_invariant ? attend_step_blocks(s, layer, kv) : attend_step(s, layer, kv);
     barrier.wait(member);

@@ -65,12 +65,17 @@ bool Barrier::shares_core(int member) const {
   return false;
 }
 
+void Barrier::reset() {
+  for (Seat& seat : seats_) seat.begun.store(0, std::memory_order_relaxed);
+}
+
 void Barrier::wait(int member) {
-  if (count_ == 1) return;
+  if (count_ == 1) return reset();
   seats_[member].core.store(current_core(), std::memory_order_relaxed);
   const uint32_t seen = phase_.value();
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
     arrived_.store(0, std::memory_order_relaxed);
+    reset();
     phase_.advance();
   } else {
     phase_.wait_beyond(seen, shares_core(member) ? 0 : kSpin);

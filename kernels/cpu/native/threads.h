@@ -24,6 +24,12 @@ class Signal {
   std::condition_variable woken_;
 };
 
+// Member's share of `count` items, in runs of neighbours; shares differ by at most one item.
+struct Share {
+  int64_t begin, end;
+};
+inline Share share(int64_t count, int member, int size) { return {count * member / size, count * (member + 1) / size}; }
+
 // Members wait for each other by spinning, for what they wait for takes microseconds, but not for a member that was last
 // seen on their own core: that one runs only once they sleep.
 class Barrier {
@@ -31,10 +37,26 @@ class Barrier {
   explicit Barrier(int count) : count_(count), seats_(count) {}
   void wait(int member);
 
+  // Calls visit(item) for items of `count` until none is left: first those of the member's share, then what others have
+  // not begun, for a member may have lost its core. Once between two waits, by all members with the same count.
+  template <class Visit>
+  void each(int64_t count, int member, Visit visit) {
+    for (int turn = 0; turn < count_; ++turn) {
+      const int owner = member + turn < count_ ? member + turn : member + turn - count_;
+      const Share items = share(count, owner, count_);
+      for (int64_t at = items.begin; at < items.end;) {
+        at = items.begin + seats_[owner].begun.fetch_add(1, std::memory_order_relaxed);
+        if (at < items.end) visit(at);
+      }
+    }
+  }
+
  private:
   struct alignas(64) Seat {
     std::atomic<int> core{-1};
+    std::atomic<int64_t> begun{0};
   };
+  void reset();
   bool shares_core(int member) const;
 
   const int count_;
@@ -66,11 +88,5 @@ class Team {
   Barrier barrier_;
   std::vector<std::thread> threads_;
 };
-
-// Member's share of `count` items, in runs of neighbours; shares differ by at most one item.
-struct Share {
-  int64_t begin, end;
-};
-inline Share share(int64_t count, int member, int size) { return {count * member / size, count * (member + 1) / size}; }
 
 }  // namespace kvferry
