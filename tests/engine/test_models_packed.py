@@ -1,4 +1,4 @@
-"""Models whose dense layers run as stored: block formats of GGUF files and int8, against the same weights in float32."""
+"""Models whose dense layers run as stored: GGUF's block formats and int8, against the same weights in float32."""
 
 from __future__ import annotations
 
