@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,19 +65,21 @@ def free_port() -> int:
 
 def memory_gb(processes: Sequence[psutil.Process]) -> tuple[float, float]:
     """(resident, proportional) memory in GB: pages that processes share count in each of them, or once."""
-    found = [process.memory_full_info() for process in processes]
-    return sum(info.rss for info in found) / 1e9, sum(info.pss for info in found) / 1e9
+    resident = proportional = 0.0
+    for process in processes:
+        with suppress(psutil.Error):
+            info = process.memory_full_info()
+            resident, proportional = resident + info.rss / 1e9, proportional + info.pss / 1e9
+    return resident, proportional
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     """CPU time used so far by the processes that still run."""
     total = 0.0
     for process in processes:
-        try:
+        with suppress(psutil.Error):
             times = process.cpu_times()
             total += times.user + times.system
-        except psutil.NoSuchProcess:
-            continue
     return total
 
 
@@ -112,11 +114,9 @@ def _until_ready(popen: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START_S
     with httpx.Client(timeout=2, trust_env=False) as client:
         while popen.poll() is None and time.monotonic() < deadline:
-            try:
+            with suppress(httpx.TransportError):
                 if client.get(url).status_code == 200:
                     return
-            except httpx.TransportError:
-                pass
             time.sleep(0.05)
     raise StartError("\n".join(log.read_text(errors="replace").splitlines()[-5:]) or "nothing in its log")
 

@@ -32,7 +32,7 @@ from benchmarks import limits, servers, table
 from benchmarks.load import LoadError
 from benchmarks.models import SOURCE, find_models, on_path
 from benchmarks.subjects import ENGINES, SUBJECTS, Installed, Subject, missing
-from benchmarks.workloads import FIGURES, WORKLOADS, Workload
+from benchmarks.workloads import FIGURES, WORKLOADS, Figures, Workload
 from cli.door import available_cores, set_threads
 from protocol.errors import ConfigError
 
@@ -116,18 +116,22 @@ class Group:
                     self._run(workload, subject, f"{workload.name} {number}")
 
     def _run(self, workload: Workload, subject: Subject, seed: str) -> None:
-        self._bar.set_description(f"{subject.name} {workload.name}")
         others = [p for each, server in self._servers.items() if each is not subject for p in server.processes()]
         used, began = servers.cpu_seconds(others), time.perf_counter()
-        try:
-            figures = asyncio.run(workload.run(self._servers[subject].target, random.Random(seed)))
-            self._results.add(subject.name, workload.name, figures)
-        except LoadError as error:
-            say(f"{subject.name}, {workload.name}: {error}")
+        self._results.add(subject.name, workload.name, self._figures(workload, subject, seed))
         busy = (servers.cpu_seconds(others) - used) / (time.perf_counter() - began)
         if busy > BUSY:
             say(f"idle servers used {100 * busy:.0f} % of a core beside {subject.name}, {workload.name}")
         self._bar.update()
+
+    def _figures(self, workload: Workload, subject: Subject, seed: str) -> Figures:
+        """None of them when the server fails; the others are still worth measuring."""
+        self._bar.set_description(f"{subject.name} {workload.name}")
+        try:
+            return asyncio.run(workload.run(self._servers[subject].target, random.Random(seed)))
+        except LoadError as error:
+            say(f"{subject.name}, {workload.name}: {error}")
+            return {}
 
     def finish(self) -> None:
         """What the processes say after all rounds."""
@@ -141,9 +145,9 @@ class Group:
 
     def warm_up(self, workloads: Sequence[Workload]) -> None:
         """One unmeasured turn of the first workload each takes part in."""
-        for subject, server in self._servers.items():
+        for subject in self._servers:
             for workload in [w for w in workloads if w.name in subject.workloads][:1]:
-                asyncio.run(workload.run(server.target, random.Random("warm-up")))
+                self._figures(workload, subject, "warm-up")
 
     def _wants(self, workload: str, subject: Subject) -> bool:
         return workload in self._options.only and workload in subject.workloads

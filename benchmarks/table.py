@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ from benchmarks.models import FORMATS
 from benchmarks.workloads import FIGURES, Figure
 
 LIMIT = "limit"
+COLUMNS, COLOURS = 3, {"kvferry": "tab:blue", "llama.cpp": "tab:orange", "vllm": "tab:green"}
+"""Panels in a row of the plot; bars by engine."""
 
 
 @dataclass(slots=True)
@@ -142,7 +145,7 @@ def group_table(results: Results, group: str, subjects: Sequence[str]) -> str:
         f"{name} {number(statistics.median(values))}" for (of, name), values in results.limits.items() if of == group
     ]
     head = f"{group}: {', '.join(limits) or 'limits not measured'}"
-    return f"{head}\n\n{markdown(('median (lowest - highest)', *subjects, LIMIT), rows)}"
+    return f"{head}\n\n{markdown(('median (lowest - highest)', *subjects, f'limit of {group}'), rows)}"
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -167,7 +170,8 @@ def as_json(results: Results) -> str:
 
 
 def plot(results: Results, path: Path) -> bool:
-    """A panel per workload, a bar per subject, the ceiling of the bf16 subjects as a line. False without matplotlib."""
+    """A panel per workload that several subjects take part in, a bar per subject, the ceiling of bf16 as a line. False
+    without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -176,17 +180,16 @@ def plot(results: Results, path: Path) -> bool:
     from matplotlib import pyplot
 
     firsts = {workload: next(iter(figures.items())) for workload, figures in FIGURES.items()}
-    shown = [w for w in firsts if any(workload == w for _, workload, _ in results.samples)]
-    columns = 3
-    figure, axes = pyplot.subplots(-(-len(shown) // columns), columns, figsize=(16, 3.2 * -(-len(shown) // columns)))
+    shown = [w for w, (name, _) in firsts.items() if sum(key[1:] == (w, name) for key in results.samples) > 1]
+    rows = max(1, math.ceil(len(shown) / COLUMNS))
+    figure, axes = pyplot.subplots(rows, COLUMNS, figsize=(16, 3.2 * rows))
     for axis, workload in zip(axes.flat, shown, strict=False):
         name, meaning = firsts[workload]
         subjects = [subject for subject, of, which in results.samples if (of, which) == (workload, name)]
         values = [results.median(subject, workload, name) or 0.0 for subject in subjects]
-        colours = {"kvferry": "tab:blue", "llama.cpp": "tab:orange", "vllm": "tab:green"}
-        axis.barh(subjects, values, color=[colours[subject.split(":")[0]] for subject in subjects])
+        axis.barh(subjects, values, color=[COLOURS[subject.split(":")[0]] for subject in subjects])
         axis.invert_yaxis()
-        axis.set_title(f"{meaning.title}, {meaning.unit}", fontsize=8)
+        axis.set_title(f"{meaning.title}, {meaning.unit}{'' if meaning.rises else ' (less is better)'}", fontsize=8)
         axis.tick_params(labelsize=7)
         if ceiling := results.ceilings.get(("bf16", workload)):
             axis.axvline(ceiling, color="tab:red", linestyle=":", label="limit of bf16")
