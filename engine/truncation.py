@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from engine.candidates import drawable
 from engine.noise import gumbel, gumbel_at
 from protocol.sampling import SamplingParams
 
@@ -31,6 +33,33 @@ class NoiseKeys:
 def draw(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
     """Token ids int64 [n] drawn from float32 logits [n, vocab], which are already scaled by temperature and may be
     overwritten. A token is drawn with the probability that softmax gives it among those that row keeps."""
+    if logits.device.type != "cpu":
+        return _draw_on_device(logits, params, keys)
+    whole = [i for i, p in enumerate(params) if p.min_p <= 0.0 and not _truncates(p, logits.shape[1])]
+    if len(whole) == len(params):
+        return _argmax_with_noise(logits, keys)
+    cut = [i for i in range(len(params)) if i not in set(whole)]
+    drawn = torch.empty(len(params), dtype=torch.int64)
+    drawn[cut] = _draw_among_few(logits.numpy()[cut], [params[i] for i in cut], keys.pick(cut))
+    if whole:
+        drawn[whole] = _argmax_with_noise(logits[whole], keys.pick(whole))
+    return drawn
+
+
+def _draw_among_few(logits: np.ndarray, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
+    """On a CPU: what each row keeps is found by comparisons with bounds, and nothing else gets noise."""
+    found = [drawable(row, p) for row, p in zip(logits, params, strict=True)]
+    shape = (len(found), max(len(ids) for ids, _ in found))
+    ids_of, values_of = np.zeros(shape, dtype=np.int64), np.full(shape, -np.inf, dtype=np.float32)
+    for i, (ids, values) in enumerate(found):
+        ids_of[i, : len(ids)], values_of[i, : len(ids)] = ids, values
+    index = torch.from_numpy(ids_of)
+    best = most_likely(gumbel_at(keys.seeds, keys.positions, index).add_(torch.from_numpy(values_of)))
+    return index.gather(1, best[:, None]).squeeze(1)
+
+
+def _draw_on_device(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
+    """All rows at once, so that nothing waits for the device but the check whether enough tokens were ranked."""
     if any(p.min_p > 0.0 for p in params):
         _mask_min_p(logits, params)
     cut = [i for i, p in enumerate(params) if _truncates(p, logits.shape[1])]
