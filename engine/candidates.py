@@ -22,7 +22,7 @@ def drawable(values: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np
         floor = least(values, params)
         if floor is not None:
             kept = np.flatnonzero(values >= floor)
-            kept = kept if len(kept) else values.argmax(keepdims=True)
+            kept = kept if len(kept) else np.array([values.argmax()])
             ids, values = kept if ids is None else ids[kept], values[kept]
     return np.arange(len(values)) if ids is None else ids, values
 
@@ -59,4 +59,5 @@ def _top_p_floor(values: np.ndarray, params: SamplingParams) -> np.float32 | Non
 
 def _near(values: np.ndarray) -> np.ndarray:
     """The values close to the largest one."""
-    return values[values >= values.max() - np.float32(NEAR)]
+    near: np.ndarray = values[values >= values.max() - np.float32(NEAR)]
+    return near
