@@ -15,8 +15,8 @@ NEAR = 8.0
 
 
 def drawable(values: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """The token ids that min_p, top_k and top_p, in this order, keep of a row of scaled logits, float32 [vocab], and
-    their values. At least one, also where the logits are no numbers."""
+    """The token ids (uint32) that min_p, top_k and top_p, in this order, keep of a row of scaled logits, float32
+    [vocab], and their values. At least one, also where the logits are no numbers."""
     ids: np.ndarray | None = None
     for least in (_min_p_floor, _top_k_floor, _top_p_floor):
         floor = least(values, params)
@@ -24,7 +24,8 @@ def drawable(values: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np
             kept = np.flatnonzero(values >= floor)
             kept = kept if len(kept) else np.array([values.argmax()])
             ids, values = kept if ids is None else ids[kept], values[kept]
-    return np.arange(len(values)) if ids is None else ids, values
+    ids = np.arange(len(values)) if ids is None else ids
+    return ids.astype(np.uint32), values
 
 
 def _min_p_floor(values: np.ndarray, params: SamplingParams) -> np.float32 | None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.candidates import drawable
-from engine.noise import gumbel, gumbel_at
+from engine.noise import gumbel, gumbel_at, host_winner
 from protocol.sampling import SamplingParams
 
 _BOUNDS = (256, 4096)
@@ -35,27 +35,15 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys
     overwritten. A token is drawn with the probability that softmax gives it among those that row keeps."""
     if logits.device.type != "cpu":
         return _draw_on_device(logits, params, keys)
-    whole = [i for i, p in enumerate(params) if p.min_p <= 0.0 and not _truncates(p, logits.shape[1])]
-    if len(whole) == len(params):
-        return _argmax_with_noise(logits, keys)
-    cut = [i for i in range(len(params)) if i not in set(whole)]
-    drawn = torch.empty(len(params), dtype=torch.int64)
-    drawn[cut] = _draw_among_few(logits.numpy()[cut], [params[i] for i in cut], keys.pick(cut))
-    if whole:
-        drawn[whole] = _argmax_with_noise(logits[whole], keys.pick(whole))
-    return drawn
+    rows = zip(logits.numpy(), params, keys.seeds, keys.positions, strict=True)
+    return torch.tensor([_draw_on_host(row, p, seed, position) for row, p, seed, position in rows])
 
 
-def _draw_among_few(logits: np.ndarray, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
-    """On a CPU: what each row keeps is found by comparisons with bounds, and nothing else gets noise."""
-    found = [drawable(row, p) for row, p in zip(logits, params, strict=True)]
-    shape = (len(found), max(len(ids) for ids, _ in found))
-    ids_of, values_of = np.zeros(shape, dtype=np.int64), np.full(shape, -np.inf, dtype=np.float32)
-    for i, (ids, values) in enumerate(found):
-        ids_of[i, : len(ids)], values_of[i, : len(ids)] = ids, values
-    index = torch.from_numpy(ids_of)
-    best = most_likely(gumbel_at(keys.seeds, keys.positions, index).add_(torch.from_numpy(values_of)))
-    return index.gather(1, best[:, None]).squeeze(1)
+def _draw_on_host(row: np.ndarray, params: SamplingParams, seed: int, position: int) -> int:
+    """By NumPy on the calling thread: waking PyTorch's threads for a row costs more than the row, and far more when
+    other processes want their cores."""
+    ids, values = drawable(row, params)
+    return host_winner(seed, position, ids, values)
 
 
 def _draw_on_device(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
@@ -71,6 +59,15 @@ def _draw_on_device(logits: torch.Tensor, params: Sequence[SamplingParams], keys
     if whole:
         drawn[whole] = _argmax_with_noise(logits[whole], keys.pick(whole))
     return drawn
+
+
+def scale(logits: torch.Tensor, temperatures: Sequence[float]) -> None:
+    """Divide each row by its temperature, in place."""
+    divisors = torch.tensor(temperatures, device=logits.device)[:, None]
+    if logits.device.type == "cpu":
+        np.divide(logits.numpy(), divisors.numpy(), out=logits.numpy())
+    else:
+        logits /= divisors
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:
