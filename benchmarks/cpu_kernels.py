@@ -5,7 +5,8 @@
 The limits (reading memory, multiplying bfloat16 in registers) are measured by the threads that run the kernels, in the
 same rounds as everything else. Forms of one subject run in turn, medians are printed, and outputs are compared before
 anything is timed. `step` is one decode step of the model without sampling; its GB/s count weights and K/V once.
-`engine` is the whole engine with scheduling and greedy sampling, in one process.
+`engine` is the whole engine with scheduling and greedy sampling, in one process; `overhead` what its steps cost beside
+the model.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.limits import READ_BYTES, Limits, interleaved, machine_limits
+from benchmarks.overhead import bench_overhead
 from cli.door import available_cores, set_threads
 
-SECTIONS = ("limits", "dense", "attention", "step", "engine")
+SECTIONS = ("limits", "dense", "attention", "step", "engine", "overhead")
 ROWS = (1, 4, 8, 16, 64, 512)
 DECODES = ((1, 128), (1, 2048), (8, 384), (32, 384))
 PREFILLS = (128, 512, 2048)
@@ -212,7 +214,7 @@ def main() -> None:
             bench_dense(ops, limits, options.runs)
         if "attention" in wanted:
             bench_attention(ops, limits, options.runs)
-        if "step" in wanted or "engine" in wanted:
+        if {"step", "engine", "overhead"} & set(wanted):
             settings = [
                 WorkerSettings(
                     model=options.model, dtype="bfloat16", threads=options.threads, attention=row, kv_cache_gib=0.5
@@ -224,6 +226,8 @@ def main() -> None:
                 bench_step(engines, ops, limits, options.runs)
             if "engine" in wanted:
                 bench_engine(engines, limits, options.runs)
+            if "overhead" in wanted:
+                bench_overhead(engines[0])
 
 
 if __name__ == "__main__":

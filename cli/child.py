@@ -30,6 +30,7 @@ class Command:
 
     reports       the command writes its status as node/status.py does
     ends_last     the others need it until they have ended; it gets no SIGINT, which a terminal sends to all at once
+    niceness      added to the supervisor's own: the higher, the less of a core that another process wants as well
     """
 
     name: str
@@ -37,6 +38,7 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
     reports: bool = True
     ends_last: bool = False
+    niceness: int = 0
 
 
 class Child:
@@ -110,7 +112,7 @@ class Child:
                 stdout=PIPE,
                 stderr=STDOUT,
                 pass_fds=(write,),
-                preexec_fn=partial(_enter, os.getpid(), self.command.ends_last),
+                preexec_fn=partial(_enter, os.getpid(), self.command),
             )
         except BaseException:
             reports.close()
@@ -183,11 +185,12 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
         yield line.decode(errors="replace").rstrip()
 
 
-def _enter(parent: int, ends_last: bool) -> None:
+def _enter(parent: int, command: Command) -> None:
     """Between fork and exec: have Linux kill this process when the supervisor ends, be it by SIGKILL."""
-    if ends_last:
+    if command.ends_last:
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     if hasattr(_LIBC, "prctl"):
         _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+    os.nice(command.niceness)

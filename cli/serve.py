@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 DRAIN_S = 2.0
 """Longest drain of a child: all of them are to be gone five seconds after the signal."""
+PREFILL_NICENESS = 5
+"""Prefill and decode processes share the cores: while a prompt is computed, running streams keep three quarters of them
+and flow on."""
 
 Settings = TypeVar("Settings", bound=CommonSettings)
 Program = Callable[[str], Sequence[str]]
@@ -169,7 +172,8 @@ def _command(name: str, subcommand: str, settings: CommonSettings, program: Prog
     env = {}
     if isinstance(settings, RouterSettings) and settings.api_key:
         env[variable("api_key")] = settings.api_key
-    return Command(name, (*program(subcommand), *to_argv(settings, skip={"api_key", "role", "status_fd"})), env)
+    argv = (*program(subcommand), *to_argv(settings, skip={"api_key", "role", "status_fd"}))
+    return Command(name, argv, env, niceness=PREFILL_NICENESS if subcommand == "prefill" else 0)
 
 
 def _dialable(settings: ServeSettings) -> str:

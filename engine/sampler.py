@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.logprobs import score_prompt, token_logprobs
-from engine.truncation import NoiseKeys, draw, most_likely
+from engine.truncation import NoiseKeys, draw, most_likely, scale
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 
@@ -75,7 +75,7 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     mixed = len(random) < len(rows)
     part = logits[random] if mixed else logits
     chosen = [rows[i] for i in random]
-    part /= torch.tensor([row.params.temperature for row in chosen], device=logits.device)[:, None]
+    scale(part, [row.params.temperature for row in chosen])
     keys = NoiseKeys(tuple(row.params.seed for row in chosen), tuple(len(row.token_ids) for row in chosen))
     drawn = draw(part, [row.params for row in chosen], keys)
     if not mixed:

@@ -133,8 +133,9 @@ class NodeTable:
         self._take(leases)
 
     async def _poll(self) -> None:
+        """More often while there is no node: a cluster that starts waits for this."""
         while True:
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(self._poll_s if self._nodes else self._poll_s / 5)
             await self.refresh()
 
     def _take(self, leases: list[NodeLease]) -> None:

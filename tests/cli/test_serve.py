@@ -226,6 +226,8 @@ def test_children_get_only_what_differs_from_their_defaults():
     assert "0.0.0.0" not in prefill.argv, "workers of a local cluster are not reachable from outside"
     assert {"--threads", "3", "--kv-blocks", "9", "--drain-timeout", "2.0"} <= set(prefill.argv)
     assert (first.name, second.name) == ("decode-0", "decode-1")
+    assert prefill.niceness > 0, "running streams come before prompts"
+    assert {router.niceness, first.niceness, second.niceness} == {0}
     assert second.argv[second.argv.index("--node-id") + 1] == "decode-1"
 
 

@@ -67,6 +67,13 @@ async def test_output_carries_the_name_and_survives_bad_bytes_and_long_lines():
     assert max(map(len, lines)) < 2_000_000
 
 
+async def test_a_child_may_be_nicer_than_its_supervisor():
+    lines: list[str] = []
+    command = python("import os; print(os.nice(0))", niceness=3)
+    assert await Child(command, lines.append, lambda child: None).run_once() == 0
+    assert lines == [f"[child-0] {os.nice(0) + 3}"]
+
+
 async def test_unreadable_reports_are_shown_and_ignored():
     lines: list[str] = []
     code = "import os; os.write(int(os.environ['KVFERRY_STATUS_FD']), b'nonsense\\n[]\\n')"

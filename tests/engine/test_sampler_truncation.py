@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.noise import gumbel
-from engine.truncation import NoiseKeys, _kept, draw
+from engine.truncation import NoiseKeys, _draw_on_device, _kept, draw
 from protocol.sampling import SamplingParams
 
 VOCAB = 10_000
@@ -29,6 +29,7 @@ def _logits(scale: float, rows: int = 6) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(17)) * scale
 
 
+@pytest.mark.parametrize("choose", [draw, _draw_on_device])
 @pytest.mark.parametrize("scale", [8.0, 3.0, 0.5])
 @pytest.mark.parametrize(
     "params",
@@ -47,25 +48,27 @@ def _logits(scale: float, rows: int = 6) -> torch.Tensor:
         SamplingParams(top_k=4096, top_p=0.99),
         SamplingParams(min_p=0.05, top_k=400, top_p=0.9),
         SamplingParams(min_p=1.0),
+        SamplingParams(),
     ],
     ids=str,
 )
-def test_the_winner_is_the_oracles(scale, params):
+def test_the_winner_is_the_oracles(choose, scale, params):
     logits = _logits(scale)
     keys = NoiseKeys((1, 2, 3, 4, 5, 6), (7,) * 6)
-    got = draw(logits.clone(), [params] * 6, keys)
+    got = choose(logits.clone(), [params] * 6, keys)
     noise = gumbel(keys.seeds, keys.positions, VOCAB, "cpu")
     expected = torch.stack([_oracle(row, params) for row in logits]) + noise
     assert got.tolist() == expected.argmax(-1).tolist()
 
 
-def test_rows_that_need_different_depths_share_a_batch():
+@pytest.mark.parametrize("choose", [draw, _draw_on_device])
+def test_rows_that_need_different_depths_share_a_batch(choose):
     logits = torch.cat([_logits(scale, 2) for scale in (9.0, 2.0, 0.1)])
     params = [SamplingParams(top_p=0.9), SamplingParams(top_k=40)] * 3
     keys = NoiseKeys(tuple(range(6)), tuple(range(6)))
     noise = gumbel(keys.seeds, keys.positions, VOCAB, "cpu")
     expected = [(_oracle(row, p) + n).argmax().item() for row, p, n in zip(logits, params, noise, strict=True)]
-    assert draw(logits.clone(), params, keys).tolist() == expected
+    assert choose(logits.clone(), params, keys).tolist() == expected
 
 
 def test_ties_at_the_boundary_stay_together():
@@ -90,3 +93,11 @@ def test_few_finite_logits_are_found_at_the_first_bound():
     assert found.tolist() == [True]
     kept, found = _kept(logits.topk(256).values, logits, [SamplingParams(top_p=0.8)])
     assert (found.tolist(), int(kept.sum())) == ([True], 2)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(top_k=5), SamplingParams(top_p=0.5), SamplingParams(min_p=0.1)])
+def test_a_row_without_numbers_breaks_no_other_row(params):
+    logits = _logits(3.0, 2)
+    expected = draw(logits.clone(), [params] * 2, NoiseKeys((1, 2), (3, 4))).tolist()
+    logits[0] = torch.nan
+    assert draw(logits, [params] * 2, NoiseKeys((1, 2), (3, 4))).tolist()[1] == expected[1]
