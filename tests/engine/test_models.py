@@ -97,6 +97,16 @@ def test_bfloat16_is_near(llama):
     assert torch.corrcoef(torch.stack((logits.flatten(), wanted.flatten())))[0, 1] > 0.999
 
 
+@pytest.mark.parametrize("impl", ["kvferry", "transformers"])
+def test_an_int8_cache_is_near(llama, impl):
+    model = load(llama, impl)
+    tokens = tokens_for(30)
+    logits = chunked_logits(model, tokens, [20, 1, 9], torch.int8)
+    wanted = oracle_logits(llama, tokens)
+    assert not torch.equal(logits, chunked_logits(model, tokens, [20, 1, 9]))
+    assert torch.corrcoef(torch.stack((logits.flatten(), wanted.flatten())))[0, 1] > 0.999
+
+
 def test_auto_dtype(monkeypatch):
     for capability, dtype in [("avx512_bf16", torch.bfloat16), ("amx_bf16", torch.bfloat16), ("avx2", torch.float32)]:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda name=capability: {name: True})

@@ -109,10 +109,11 @@ def plan_of(parts: list[tuple[list[int], int, int]]) -> BatchPlan:
 class Cache:
     """A pool of garbage and the sequences that live in it, in scattered blocks."""
 
-    def __init__(self, model: Model, blocks: int = 64):
-        layout = model.info.layout(model.dtype, BLOCK)
+    def __init__(self, model: Model, blocks: int = 64, dtype: torch.dtype | None = None):
+        dtype = dtype or model.dtype
+        layout = model.info.layout(dtype, BLOCK)
         self.model = model
-        self.kv = torch.full((blocks, *layout.block_shape), 1e4, dtype=model.dtype)
+        self.kv = torch.full((blocks, *layout.block_shape), 1e4 if dtype.is_floating_point else 99, dtype=dtype)
         self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.blocks: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
@@ -131,9 +132,11 @@ class Cache:
         return list(self.model.logits(hidden).split([len(tokens) for tokens in batch.values()]))
 
 
-def chunked_logits(model: Model, tokens: torch.Tensor, chunks: list[int]) -> torch.Tensor:
-    """Logits of one sequence computed in chunks of the given lengths."""
-    cache = Cache(model)
+def chunked_logits(
+    model: Model, tokens: torch.Tensor, chunks: list[int], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Logits of one sequence computed in chunks of the given lengths; dtype: of the cache, None: the model's."""
+    cache = Cache(model, dtype=dtype)
     return torch.cat([cache.step({"a": chunk})[0] for chunk in tokens.split(chunks)])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -55,6 +57,13 @@ def test_sequences_fit_model_and_pool() -> None:
 def test_a_step_has_room_for_every_running_request_and_a_block_of_a_prompt() -> None:
     limits = step_limits(WorkerSettings(max_num_seqs=500, max_num_batched_tokens=100, block_size=8), CPU)
     assert (limits.max_num_batched_tokens, limits.max_num_seqs) == (508, 500)
+
+
+def test_int8_kv_is_refused_where_no_kernel_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "select", lambda name, device, batch_invariant: SimpleNamespace(name="triton"))
+    with pytest.raises(ConfigError, match="triton") as raised:
+        assembly.assemble(WorkerSettings(device="cpu", kv_cache_dtype="int8"))
+    assert raised.value.param == "kv_cache_dtype"
 
 
 def test_an_unknown_device_is_refused() -> None:

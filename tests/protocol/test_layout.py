@@ -21,6 +21,12 @@ def test_known_block_sizes() -> None:
     assert replace(llama_8b, dtype="float32").block_bytes == 4 * 2**20
 
 
+def test_int8_vectors_carry_their_scales() -> None:
+    layout = replace(DEMO, dtype="int8")
+    assert layout.block_shape == (30, 2, 3, 16, 68)
+    assert layout.block_bytes == 30 * 2 * 3 * 16 * 68 == 195_840
+
+
 @given(st.integers(0, 10**6), st.integers(1, 256))
 def test_blocks_for_is_the_least_number_that_holds_the_tokens(tokens: int, size: int) -> None:
     blocks = replace(DEMO, block_size=size).blocks_for(tokens)
@@ -39,5 +45,6 @@ def test_revision_and_wire_version_are_in_the_fingerprint(monkeypatch: pytest.Mo
     assert before == DEMO.fingerprint("rev")
     assert len(before) == 32
     assert DEMO.fingerprint("other") != before
+    assert DEMO.fingerprint("rev", "float32") != before
     monkeypatch.setattr(layout, "WIRE_VERSION", layout.WIRE_VERSION + 1)
     assert DEMO.fingerprint("rev") != before

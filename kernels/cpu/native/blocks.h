@@ -94,7 +94,7 @@ KVF_INLINE void widen_rows(const bf16* const* rows, int64_t count, int64_t, bf16
 KVF_INLINE void widen_rows(const int8_t* const* rows, int64_t count, int64_t dim, bf16* memory, const bf16** out,
                            float* scales) {
   for (int64_t j = 0; j < count; ++j, memory += dim) {
-    for (int64_t d = 0; d < dim; d += kLanes) store(memory + d, load(rows[j] + d));
+    for (int64_t d = 0; d < dim; d += kLanes) store_exact(memory + d, load(rows[j] + d));
     scales[j] = scale_of(rows[j], dim);
     out[j] = memory;
   }

@@ -96,6 +96,17 @@ KVF_INLINE void store(bf16* to, Floats value) {
 #endif
 }
 
+// Stores what bfloat16 holds exactly.
+KVF_INLINE void store_exact(bf16* to, Floats value) {
+  const Words whole = reinterpret_cast<Words>(value) >> 16;
+#if defined(__AVX512F__)
+  const __m256i out = _mm512_cvtepi32_epi16((__m512i)whole);
+#else
+  const Halves out = __builtin_convertvector(whole, Halves);
+#endif
+  std::memcpy(to, &out, sizeof out);
+}
+
 KVF_INLINE float load_one(const float* from) { return *from; }
 KVF_INLINE float load_one(const bf16* from) { return widen(*from); }
 KVF_INLINE void store_one(float* to, float value) { *to = value; }
