@@ -68,17 +68,6 @@ KVF_INLINE float* partial_of(float* partial, int64_t row, int64_t head, int64_t 
   return partial + (row * heads + head) * kMaxChunks * partial_floats(dim);
 }
 
-// Calls visit(row, K/V head) for the member's share of a batch's rows and heads, cut by the positions that they see.
-template <class Visit>
-KVF_INLINE void visit_heads(const Batch& batch, int64_t kv_heads, int64_t window, int member, int size, Visit visit) {
-  const auto cost = [&](int64_t row) { return batch.total_len[row] - block_first(batch.total_len[row] - 1, window); };
-  int64_t all = 0, done = 0;
-  for (int64_t row = 0; row < batch.rows; ++row) all += kv_heads * cost(row);
-  for (int64_t row = 0; row < batch.rows; ++row)
-    for (int64_t head = 0; head < kv_heads; ++head, done += cost(row))
-      if (done * size / all == member) visit(row, head);
-}
-
 template <class T>
 void run_decode(void* argument, int member, int size, Barrier& barrier) {
   const DecodeTask& t = *static_cast<DecodeTask*>(argument);
@@ -96,10 +85,11 @@ void run_decode(void* argument, int member, int size, Barrier& barrier) {
 }
 
 // Row by row in the arithmetic of prefill: a token's result is the same, bit for bit, as in a chunk of its prompt.
-void run_decode_blocks(void* argument, int member, int size, Barrier&) {
+void run_decode_blocks(void* argument, int member, int, Barrier& barrier) {
   const DecodeTask& t = *static_cast<DecodeTask*>(argument);
   const int64_t dim = t.kv.dim, group = t.heads / t.kv.heads;
-  visit_heads(t.batch, t.kv.heads, t.window, member, size, [&](int64_t row, int64_t head) {
+  barrier.each(t.batch.rows * t.kv.heads, member, [&](int64_t item) {
+    const int64_t row = item / t.kv.heads, head = item % t.kv.heads;
     const int64_t at = (row * t.heads + head * group) * dim;
     const Sequence sequence{t.kv, t.batch.block_table + row * t.batch.table_step, head, t.window, t.scale};
     attend_token(sequence, t.batch.total_len[row] - 1, static_cast<const bf16*>(t.q) + at, group,

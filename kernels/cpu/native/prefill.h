@@ -47,27 +47,20 @@ inline __attribute__((noinline)) void attend_tile(const PackedKV& packed, int64_
             static_cast<bf16*>(t.out) + ((begin + row / group) * t.heads + head * group + row % group) * dim);
 }
 
-void run_prefill(void* argument, int member, int size, Barrier& barrier) {
+void run_prefill(void* argument, int member, int, Barrier& barrier) {
   const PrefillTask& t = *static_cast<PrefillTask*>(argument);
   const PackedKV packed(t);
   const int64_t panels = packed.positions / kPanel;
-  const Share own = share(t.kv.heads * panels, member, size);
-  for (int64_t i = own.begin; i < own.end; ++i) packed.pack(i / panels, packed.first + i % panels * kPanel);
+  barrier.each(t.kv.heads * panels, member,
+               [&](int64_t item) { packed.pack(item / panels, packed.first + item % panels * kPanel); });
   barrier.wait(member);
   const int64_t tokens = prefill_rows(t.heads / t.kv.heads) / (t.heads / t.kv.heads);
-  const int64_t tiles = (t.query_len + tokens - 1) / tokens, computed = t.total_len - t.query_len;
-  int64_t all = 0, done = 0;
-  const auto cost = [&](int64_t tile) {
-    const int64_t end = computed + (tile + 1) * tokens;
-    return end - block_first(computed + tile * tokens, t.window);
-  };
-  for (int64_t tile = 0; tile < tiles; ++tile) all += cost(tile) * t.kv.heads;
-  for (int64_t head = 0; head < t.kv.heads; ++head)
-    for (int64_t tile = 0; tile < tiles; done += cost(tile++))
-      if (done * size / all == member) {
-        const int64_t begin = tile * tokens, end = begin + tokens < t.query_len ? begin + tokens : t.query_len;
-        attend_tile(packed, head, begin, end, t.memory + member * t.memory_step);
-      }
+  const int64_t tiles = (t.query_len + tokens - 1) / tokens;
+  barrier.each(tiles * t.kv.heads, member, [&](int64_t item) {
+    const int64_t begin = (tiles - 1 - item / t.kv.heads) * tokens;  // late tokens see more: they come first
+    const int64_t end = begin + tokens < t.query_len ? begin + tokens : t.query_len;
+    attend_tile(packed, item % t.kv.heads, begin, end, t.memory + member * t.memory_step);
+  });
 }
 
 }  // namespace

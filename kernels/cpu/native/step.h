@@ -76,7 +76,8 @@ KVF_INLINE void attend_step(const StepView& s, const StepLayer& layer, const KVL
 // In the arithmetic of prefill; results take the place of the queries.
 KVF_INLINE void attend_step_blocks(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
   const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads;
-  visit_heads(s.batch, s.model.kv_heads, layer.window, s.member, s.size, [&](int64_t row, int64_t head) {
+  s.barrier.each(s.batch.rows * s.model.kv_heads, s.member, [&](int64_t item) {
+    const int64_t row = item / s.model.kv_heads, head = item % s.model.kv_heads;
     alignas(64) bf16 turned[kMaxGroup * kMaxDim];
     prepare_queries(s, layer, row, head, turned);
     write_new(s, layer, kv, row, head);
