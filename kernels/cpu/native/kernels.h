@@ -1,0 +1,211 @@
+// The kernels of one instruction set with their threads and packed weights: what Python calls, checked.
+#pragma once
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "arrays.h"
+#include "pack.h"
+#include "select.h"
+
+namespace kvferry {
+
+class NativeKernels {
+ public:
+  NativeKernels(const std::string& name, int threads) : team_(threads), arena_(std::make_shared<Arena>()) {
+    for (const Kernels* kernels : runnable_kernels())
+      if (name == kernels->name) table_ = kernels;
+    if (table_ == nullptr) throw nb::value_error(("this processor does not run " + name).c_str());
+  }
+
+  std::string name() const { return table_->name; }
+  int threads() const { return team_.size(); }
+  const Kernels& table() const { return *table_; }
+
+  // Runs without the GIL; what is smaller than `worth` elements stays on this thread.
+  void run(Team::Function function, void* task, int64_t work, int64_t worth) {
+    nb::gil_scoped_release released;
+    if (work < worth || team_.size() == 1) {
+      Barrier alone(1);
+      function(task, 0, 1, alone);
+    } else {
+      team_.run(function, task);
+    }
+  }
+
+  void rms_norm(Array x, MaybeArray residual, Array weight, Array out, MaybeArray total, float eps) {
+    const int kind = kind_of(x);
+    require(x.ndim() >= 1 && residual.has_value() == total.has_value(), "a residual needs a total");
+    const int64_t dim = static_cast<int64_t>(x.shape(x.ndim() - 1)), rows = dim ? elements(x) / dim : 0;
+    const bool flat = dense_from(x, 0);
+    require(flat || (x.ndim() == 2 && dense_from(x, 1)), "rows of a norm must be contiguous");
+    require(elements(weight) == dim && elements(out) == elements(x), "a norm's tensors differ in shape");
+    NormTask task{x.data(), nullptr, whole(weight, kind, 1), whole(out, kind, out.ndim()), nullptr, rows, dim,
+                  flat ? dim : x.stride(0), eps};
+    if (residual) {
+      require(elements(*residual) == elements(x) && elements(*total) == elements(x), "a norm's tensors differ in shape");
+      task.residual = whole(*residual, kind, residual->ndim());
+      task.total = whole(*total, kind, total->ndim());
+    }
+    run(table_->rms_norm[kind], &task, elements(x), kSmall);
+  }
+
+  void silu_mul(Array gate_up, Array out) {
+    const int kind = kind_of(gate_up);
+    SiluTask task{whole(gate_up, kind, 2), whole(out, kind, 2), static_cast<int64_t>(out.shape(0)),
+                  static_cast<int64_t>(out.shape(1))};
+    require(elements(gate_up) == 2 * elements(out), "gate_up must be twice as wide as the result");
+    run(table_->silu_mul[kind], &task, elements(out), kSmall);
+  }
+
+  void rope_and_cache(Array q, Array k, Array v, MaybeArray cos, MaybeArray sin, Array kv, Array positions, Array slots,
+                      Array out) {
+    const int kind = kind_of(q);
+    for (const Array* a : {&q, &k, &v})
+      require(a->ndim() == 3 && kind_of(*a) == kind && dense_from(*a, 1), "heads of q, k and v must be contiguous");
+    RopeTask task{};
+    task.kv = kv_layer(kv, kind);
+    task.rows = static_cast<int64_t>(q.shape(0));
+    task.heads = static_cast<int64_t>(q.shape(1));
+    for (const Array* a : {&k, &v})
+      require(a->shape(0) == q.shape(0) && static_cast<int64_t>(a->shape(1)) == task.kv.heads, "k and v differ in shape");
+    for (const Array* a : {&q, &k, &v})
+      require(static_cast<int64_t>(a->shape(2)) == task.kv.dim, "q, k and v have another head dim than the cache");
+    task.q = q.data(), task.k = k.data(), task.v = v.data();
+    task.q_step = q.stride(0), task.k_step = k.stride(0), task.v_step = v.stride(0);
+    task.out = whole(out, kind, 3);
+    task.positions = typed<int64_t>(positions, 1);
+    task.slots = typed<int64_t>(slots, 1);
+    require(elements(slots) == task.rows && elements(positions) == task.rows, "positions and slots are one per token");
+    task.rope = rope_of(cos, sin, task.kv.dim);
+    run(table_->rope_and_cache[kind], &task, elements(q), kSmall);
+  }
+
+  // blocks: in the arithmetic of prefill, whatever else is in the batch.
+  void decode(Array q, Array kv, Array block_table, Array total_len, int64_t rows, float scale, int64_t window,
+              bool blocks, Array out) {
+    const int kind = kind_of(q);
+    DecodeTask task{};
+    task.kv = kv_layer(kv, kind);
+    task.q = whole(q, kind, 3);
+    task.out = whole(out, kind, 3);
+    task.heads = static_cast<int64_t>(q.shape(1));
+    task.scale = scale;
+    task.window = window;
+    require(task.heads % task.kv.heads == 0 && static_cast<int64_t>(q.shape(2)) == task.kv.dim, "q does not fit the cache");
+    require(rows <= static_cast<int64_t>(q.shape(0)) && rows <= static_cast<int64_t>(total_len.shape(0)) &&
+                rows <= static_cast<int64_t>(block_table.shape(0)), "more rows than the batch has");
+    task.batch = {rows, nullptr, nullptr, typed<int32_t>(block_table, 2), static_cast<int64_t>(block_table.shape(1)),
+                  typed<int32_t>(total_len, 1)};
+    if (blocks) {
+      require(kind == 1 && task.kv.dim % kPanel == 0 && task.kv.dim <= 512, "q does not fit the cache");
+      task.memory_step = token_memory(task.heads / task.kv.heads, task.kv.dim);
+      task.memory = aligned_bytes(threads() * task.memory_step);
+    } else {
+      partial_.resize(decode_floats(rows, task.heads, task.kv.dim));
+      task.partial = partial_.data();
+    }
+    run(blocks ? table_->decode_blocks : table_->decode[kind], &task, kSmall, 0);
+  }
+
+  // One sequence: q [query_len, heads, dim], its row of the block table.
+  void prefill(Array q, Array kv, Array blocks, int64_t total_len, float scale, int64_t window, Array out) {
+    PrefillTask task{};
+    task.kv = kv_layer(kv, 1);
+    task.q = whole(q, 1, 3);
+    task.out = whole(out, 1, 3);
+    task.query_len = static_cast<int64_t>(q.shape(0));
+    task.heads = static_cast<int64_t>(q.shape(1));
+    task.total_len = total_len;
+    task.window = window;
+    task.scale = scale;
+    task.table = typed<int32_t>(blocks, 1);
+    require(task.heads % task.kv.heads == 0 && static_cast<int64_t>(q.shape(2)) == task.kv.dim &&
+                task.kv.dim % kPanel == 0 && task.kv.dim <= 512, "q does not fit the cache");
+    require(elements(out) == elements(q) && task.query_len <= total_len &&
+                total_len <= elements(blocks) * task.kv.block_size, "a sequence is longer than its blocks");
+    task.memory_step = prefill_memory(task.heads / task.kv.heads, task.kv.dim);
+    const int64_t packed = (prefill_bytes(task) + 63) / 64 * 64;
+    task.packed = aligned_bytes(packed + threads() * task.memory_step);
+    task.memory = task.packed + packed;
+    run(table_->prefill, &task, elements(q), kSmall);
+  }
+
+  // parts: (kind, bytes [rows, row_bytes(kind, in)]) laid under each other; bias float32.
+  std::shared_ptr<Packed> pack(const std::vector<std::pair<std::string, Array>>& parts, int64_t in, MaybeArray bias) {
+    auto packed = std::make_shared<Packed>();
+    packed->arena = arena_;
+    std::vector<StoredRows> stored;
+    for (const auto& [kind, rows] : parts) {
+      require(stored.empty() || stored.back().count % kPanel == 0, "all parts but the last need a multiple of 32 rows");
+      require(row_bytes(kind, in) > 0, "the kind or the number of inputs is not packed");
+      require(static_cast<int64_t>(rows.ndim() == 2 ? rows.shape(1) : 0) == row_bytes(kind, in), "rows of another length");
+      stored.push_back({kind, typed<uint8_t>(rows, 2), static_cast<int64_t>(rows.shape(0))});
+    }
+    {
+      nb::gil_scoped_release released;
+      pack_panels(*packed, stored, in, team_);
+    }
+    Dense& dense = packed->dense;
+    if (bias) {
+      require(bias->dtype() == nb::dtype<float>() && elements(*bias) == dense.out, "a bias is float32 [out]");
+      auto* to = static_cast<float*>(arena_->take(dense.count() * kPanel * 4));
+      std::copy_n(static_cast<const float*>(bias->data()), dense.out, to);
+      dense.bias = to;
+    }
+    return packed;
+  }
+
+  void lookup(const Packed& packed, Array rows, Array out) {
+    LookupTask task{packed.dense, typed<int64_t>(rows, 1), whole(out, 1, 2), elements(rows)};
+    require(elements(out) == task.count * packed.dense.in, "the result does not fit the rows");
+    for (int64_t i = 0; i < task.count; ++i)
+      require(task.rows[i] >= 0 && task.rows[i] < packed.dense.out, "a row lies outside the weight");
+    run(table_->lookup, &task, elements(out), kSmall);
+  }
+
+  void dense(const Packed& packed, Array x, Array out) {
+    require(x.ndim() == 2 && is_bf16(x) && dense_from(x, 1), "rows of x must be contiguous");
+    require(static_cast<int64_t>(x.shape(1)) == packed.dense.in && static_cast<int64_t>(out.shape(1)) == packed.dense.out &&
+                x.shape(0) == out.shape(0), "x or the result does not fit the weight");
+    const int64_t rows = static_cast<int64_t>(x.shape(0));
+    if (packed.dense.quantised) bytes_.resize(std::max<size_t>(bytes_.size(), quantised_bytes(rows, packed.dense.in)));
+    DenseTask task{packed.dense, x.data(), whole(out, 1, 2), bytes_.data(), rows, x.stride(0)};
+    run(table_->dense, &task, packed.dense.in * packed.dense.out, kSmall);
+  }
+
+  // Reads the tensor's memory once with all threads.
+  void read(Array a) {
+    ReadTask task{a.data(), static_cast<int64_t>(a.nbytes())};
+    run(table_->read, &task, 1, 0);
+  }
+
+  // Multiplies in registers with all threads; returns the number of floating point operations done.
+  int64_t multiply(int64_t rounds) {
+    MultiplyTask task{rounds};
+    run(table_->multiply, &task, 1, 0);
+    return rounds * table_->round_work * threads();
+  }
+
+ private:
+  uint8_t* aligned_bytes(int64_t count) {
+    bytes_.resize(count + 64);
+    return bytes_.data() + (64 - reinterpret_cast<uintptr_t>(bytes_.data()) % 64) % 64;
+  }
+
+  static constexpr int64_t kSmall = 16384;  // elements: below, waking a thread costs more than it does
+
+  const Kernels* table_ = nullptr;
+  Team team_;
+  std::shared_ptr<Arena> arena_;
+  std::vector<float> partial_;
+  std::vector<uint8_t> bytes_;
+};
+
+}  // namespace kvferry
