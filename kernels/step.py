@@ -13,8 +13,8 @@ from kernels.plan import BatchPlan
 class Linear(Protocol):
     """A dense layer of weight [out, in] and perhaps a bias [out]."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x @ weight.T + bias of x [n, in], in x's dtype."""
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x @ weight.T + bias of x [n, in], in `dtype` (float32 or x's own, the default)."""
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows [n, in] of the weight (as an embedding: what `ids`, int64 [n], stand for)."""

@@ -71,7 +71,7 @@ class Decoder:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.parameters.head(hidden).float()
+        return self.parameters.head(hidden, torch.float32)
 
     def _attention(self, layer: LayerForm, x: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         config, ops = self.config, self._ops

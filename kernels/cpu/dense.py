@@ -28,9 +28,9 @@ class PackedLinear:
         stored = [(part.kind, part.data) for part in parts]
         self.weights = kernels.pack(stored, columns, None if bias is None else bias.float())
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         x = x if x.stride(-1) == 1 else x.contiguous()
-        out = torch.empty(len(x), self.out_features, dtype=x.dtype)
+        out = torch.empty(len(x), self.out_features, dtype=dtype or x.dtype)
         self.kernels.dense(self.weights, x, out)
         return out
 

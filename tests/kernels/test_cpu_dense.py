@@ -43,6 +43,15 @@ def test_a_row_does_not_depend_on_its_batch(name: str) -> None:
         assert torch.equal(layer(x[:rows]), whole[:rows])
 
 
+@pytest.mark.parametrize("name", SETS)
+def test_a_float32_result_is_the_sum_before_rounding(name: str) -> None:
+    layer, x = packed(CpuOps(2, name), random(70, 96).bfloat16()), random(9, 96, seed=2).bfloat16()
+    exact = layer(x, torch.float32)
+    assert exact.dtype == torch.float32
+    assert torch.equal(exact.bfloat16(), layer(x))
+    assert not torch.equal(exact, layer(x).float())
+
+
 def test_rows_of_a_wider_tensor() -> None:
     layer, wide = packed(CpuOps(2), random(64, 32).bfloat16()), random(5, 96, seed=3).bfloat16()
     assert torch.equal(layer(wide[:, 32:64]), layer(wide[:, 32:64].contiguous()))

@@ -41,15 +41,16 @@ KVF_INLINE Floats biased(const Dense& dense, int64_t column, Floats value) {
 constexpr int64_t kRowBlock = 192;  // rows of x that stay in the second-level cache while the panels pass by
 
 // y [rows, out] (`y_step` elements apart) = the dense layer, with the other members.
-KVF_INLINE void dense_together(const Dense& dense, const Inputs& inputs, int64_t rows, bf16* y, int64_t y_step,
-                               int member, Barrier& barrier) {
+template <class T>
+KVF_INLINE void dense_together(const Dense& dense, const Inputs& inputs, int64_t rows, T* y, int64_t y_step, int member,
+                               Barrier& barrier) {
   const int64_t panels = dense.count(), blocks = (rows + kRowBlock - 1) / kRowBlock;
   barrier.each(blocks * panels, member, [&](int64_t item) {
     const int64_t base = item / panels * kRowBlock, left = item % panels * kPanel;
     const int64_t count = rows - base < kRowBlock ? rows - base : kRowBlock;
     const bool whole = left + kPanel <= dense.out;
     multiply(inputs, base, count, dense, item % panels, [&](int64_t row, float* values) {
-      bf16* to = y + row * y_step + left;
+      T* to = y + row * y_step + left;
       for (int c = 0; c < kPanel && (whole || left + c < dense.out); c += kLanes) {
         const Floats value = biased(dense, left + c, load(values + c));
         if (whole || left + c + kLanes <= dense.out) {
@@ -63,12 +64,13 @@ KVF_INLINE void dense_together(const Dense& dense, const Inputs& inputs, int64_t
   });
 }
 
+template <class T>
 void run_dense(void* argument, int member, int size, Barrier& barrier) {
   const DenseTask& t = *static_cast<DenseTask*>(argument);
   const Inputs inputs = inputs_of(t.dense, static_cast<const bf16*>(t.x), t.x_step, t.rows, t.memory,
                                   share(t.rows, member, size));
   if (t.dense.quantised) barrier.wait(member);
-  dense_together(t.dense, inputs, t.rows, static_cast<bf16*>(t.y), t.dense.out, member, barrier);
+  dense_together(t.dense, inputs, t.rows, static_cast<T*>(t.y), t.dense.out, member, barrier);
 }
 
 }  // namespace

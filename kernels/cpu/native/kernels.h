@@ -176,8 +176,9 @@ class NativeKernels {
                 x.shape(0) == out.shape(0), "x or the result does not fit the weight");
     const int64_t rows = static_cast<int64_t>(x.shape(0));
     if (packed.dense.quantised) bytes_.resize(std::max<size_t>(bytes_.size(), quantised_bytes(rows, packed.dense.in)));
-    DenseTask task{packed.dense, x.data(), whole(out, 1, 2), bytes_.data(), rows, x.stride(0)};
-    run(table_->dense, &task, packed.dense.in * packed.dense.out, kSmall);
+    const int kind = kind_of(out);
+    DenseTask task{packed.dense, x.data(), whole(out, kind, 2), bytes_.data(), rows, x.stride(0)};
+    run(table_->dense[kind], &task, packed.dense.in * packed.dense.out, kSmall);
   }
 
   // Reads the tensor's memory once with all threads.

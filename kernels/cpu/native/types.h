@@ -222,7 +222,8 @@ struct MultiplyTask {
 struct Kernels {
   const char* name;
   Team::Function rms_norm[2], silu_mul[2], rope_and_cache[2], decode[2];  // float32, bfloat16
-  Team::Function decode_blocks, dense, lookup, prefill, step;             // bfloat16
+  Team::Function dense[2];                                                // the result: float32, bfloat16
+  Team::Function decode_blocks, lookup, prefill, step;                    // bfloat16
   Team::Function read, multiply;                                          // the machine's limits
   int64_t round_work;  // floating point operations of one round of multiply on one thread
 };
