@@ -154,9 +154,13 @@ class Group:
 
 
 def measure(
-    options: argparse.Namespace, subjects: Sequence[Subject], models: dict[str, Path], installed: Installed
-) -> table.Results:
-    results = table.Results(_machine(installed))
+    options: argparse.Namespace,
+    subjects: Sequence[Subject],
+    models: dict[str, Path],
+    installed: Installed,
+    results: table.Results,
+) -> None:
+    """Fills `results` group by group: what they hold when this is interrupted can be shown."""
     workloads = [workload for workload in WORKLOADS if workload.name in options.only]
     turns = sum(workload.name in subject.workloads for workload in workloads for subject in subjects)
     meter = _meter(installed.threads)
@@ -174,7 +178,6 @@ def measure(
                 group.finish()
             if meter:
                 results.ceilings |= _ceilings(name, results, models)
-    return results
 
 
 def _meter(threads: int) -> limits.Meter | None:
@@ -216,7 +219,7 @@ def report(results: table.Results, subjects: Sequence[Subject]) -> str:
 
 def main() -> None:
     options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     set_threads(options.threads)
     options.output.mkdir(parents=True, exist_ok=True)
     installed = Installed(options.llama_server, options.vllm_python, options.threads)
@@ -227,7 +230,11 @@ def main() -> None:
     subjects = chosen(options, models, installed)
     if not subjects:
         sys.exit("nothing to measure")
-    results = measure(options, subjects, models, installed)
+    results = table.Results(_machine(installed))
+    try:
+        measure(options, subjects, models, installed, results)
+    except KeyboardInterrupt:
+        say("interrupted: medians are over fewer rounds than asked for")
     text = report(results, subjects)
     print(text)
     (options.output / "serving.md").write_text(text + "\n")
