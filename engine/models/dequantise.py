@@ -12,8 +12,17 @@ import torch
 
 from protocol.errors import ConfigError
 
-F32, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, BF16 = 0, 1, 2, 3, 8, 12, 13, 14, 30
-BLOCKS = {Q4_0: "Q4_0", Q4_1: "Q4_1", Q8_0: "Q8_0", Q4_K: "Q4_K", Q5_K: "Q5_K", Q6_K: "Q6_K"}
+F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, BF16 = 0, 1, 2, 3, 6, 7, 8, 12, 13, 14, 30
+BLOCKS = {
+    Q4_0: "Q4_0",
+    Q4_1: "Q4_1",
+    Q5_0: "Q5_0",
+    Q5_1: "Q5_1",
+    Q8_0: "Q8_0",
+    Q4_K: "Q4_K",
+    Q5_K: "Q5_K",
+    Q6_K: "Q6_K",
+}
 PLAIN = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
 _PIECE = 16 * 1024
 """Elements dequantised at once: 64 KiB of float32."""
@@ -51,8 +60,8 @@ def _format(kind: int) -> tuple[int, int, Callable[[torch.Tensor, torch.Tensor],
 
         known = {int(item): item.name for item in GGMLQuantizationType}
         raise ConfigError(
-            f"GGUF tensor type {known.get(kind, kind)} is not supported; use F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, "
-            "Q5_K or Q6_K",
+            f"GGUF tensor type {known.get(kind, kind)} is not supported; use F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, "
+            "Q5_1, Q4_K, Q5_K or Q6_K",
             param="model",
         )
     return found
@@ -77,6 +86,20 @@ def _q4_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 def _q4_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(_nibbles(blocks[:, 4:]).flatten(1).mul_(_half(blocks, 0)).add_(_half(blocks, 2)))
+
+
+def _fives(fifths: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
+    """Fifth bits [n, 4] and bytes of halves [n, 16] to float32 [n, 32]."""
+    bits = (fifths[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return _nibbles(halves).flatten(1).add_(bits.flatten(1), alpha=16)
+
+
+def _q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(_fives(blocks[:, 2:6], blocks[:, 6:]).sub_(16).mul_(_half(blocks, 0)))
+
+
+def _q5_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(_fives(blocks[:, 4:8], blocks[:, 8:]).mul_(_half(blocks, 0)).add_(_half(blocks, 2)))
 
 
 def _q8_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
@@ -122,6 +145,8 @@ def _q6_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
 _FORMATS: dict[int, tuple[int, int, Callable[[torch.Tensor, torch.Tensor], None]]] = {
     Q4_0: (32, 18, _q4_0),
     Q4_1: (32, 20, _q4_1),
+    Q5_0: (32, 22, _q5_0),
+    Q5_1: (32, 24, _q5_1),
     Q8_0: (32, 34, _q8_0),
     Q4_K: (256, 144, _q4_k),
     Q5_K: (256, 176, _q5_k),

@@ -14,7 +14,16 @@ from protocol.model_source import resolve
 
 CPU = torch.device("cpu")
 Kind = gguf.GGMLQuantizationType
-HALVES = {Kind.Q4_0: [0], Kind.Q4_1: [0, 2], Kind.Q8_0: [0], Kind.Q4_K: [0, 2], Kind.Q5_K: [0, 2], Kind.Q6_K: [208]}
+HALVES = {
+    Kind.Q4_0: [0],
+    Kind.Q4_1: [0, 2],
+    Kind.Q5_0: [0],
+    Kind.Q5_1: [0, 2],
+    Kind.Q8_0: [0],
+    Kind.Q4_K: [0, 2],
+    Kind.Q5_K: [0, 2],
+    Kind.Q6_K: [208],
+}
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",

@@ -69,6 +69,33 @@ struct Q4_1 {
   }
 };
 
+// Sixteen bytes of halves and 32 fifth bits.
+inline void read_fives(const uint8_t* fifths, const uint8_t* halves, const RowCodes& out) {
+  for (int i = 0; i < 32; ++i) {
+    const int fifth = fifths[i / 8] >> (i % 8) & 1;
+    out.codes[i] = static_cast<uint8_t>((halves[i % 16] >> (i / 16 * 4) & 15) | fifth << 4);
+  }
+}
+
+struct Q5_0 {
+  static constexpr int size = 32, bytes = 22;
+  static constexpr Form form = Form::q5;
+  static void read(const uint8_t* block, const RowCodes& out) {
+    out.scales[0] = half_at(block);
+    read_fives(block + 2, block + 6, out);
+  }
+};
+
+struct Q5_1 {
+  static constexpr int size = 32, bytes = 24;
+  static constexpr Form form = Form::q5_min;
+  static void read(const uint8_t* block, const RowCodes& out) {
+    out.scales[0] = half_at(block);
+    out.minima[0] = half_at(block + 2);
+    read_fives(block + 4, block + 8, out);
+  }
+};
+
 // Eight 6-bit scales and minima in 12 bytes: the low six bits of bytes 0-3 and 4-7 are the first four of each; halves of
 // bytes 8-11 with the top two bits of bytes 0-3 and 4-7 are the others.
 inline void read_k_scales(const uint8_t* block, const RowCodes& out) {
@@ -128,6 +155,8 @@ inline bool with_blocks(const std::string& kind, Visit visit) {
   if (kind == "Q8_0") visit(Q8_0{});
   else if (kind == "Q4_0") visit(Q4_0{});
   else if (kind == "Q4_1") visit(Q4_1{});
+  else if (kind == "Q5_0") visit(Q5_0{});
+  else if (kind == "Q5_1") visit(Q5_1{});
   else if (kind == "Q4_K") visit(Q4_K{});
   else if (kind == "Q5_K") visit(Q5_K{});
   else if (kind == "Q6_K") visit(Q6_K{});
