@@ -21,7 +21,7 @@ TORCH  ?= torch==2.13.0
 EXTRA  ?= worker
 
 BIN    := $(VENV)/bin
-UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python --reinstall-package kvferry
+UV     := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --reinstall-package kvferry
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
