@@ -31,8 +31,8 @@ template <int Rows>
 inline __attribute__((noinline)) void panel_tile(const bf16* x, int64_t step, const uint8_t* panel, int64_t pairs,
                                                  float* out) {
   Floats total[Rows][kParts];
-  for (int r = 0; r < Rows; ++r)
-    for (int c = 0; c < kParts; ++c) total[r][c] = Floats{};
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) total[r][0] = total[r][1] = Floats{};
   for (int64_t k = 0; k < pairs; ++k, panel += kPanel * 4) {
     __builtin_prefetch(panel + kAhead);
     __builtin_prefetch(panel + kAhead + 64);
@@ -44,8 +44,11 @@ inline __attribute__((noinline)) void panel_tile(const bf16* x, int64_t step, co
       total[r][1] = (Floats)_mm512_dpbf16_ps((__m512)total[r][1], w1, pair);
     }
   }
-  for (int r = 0; r < Rows; ++r)
-    for (int c = 0; c < kParts; ++c) store(out + r * kPanel + c * kLanes, total[r][c]);
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) {
+    store(out + r * kPanel, total[r][0]);
+    store(out + r * kPanel + kLanes, total[r][1]);
+  }
 }
 
 using TileFunction = void (*)(const bf16*, int64_t, const uint8_t*, int64_t, float*);
@@ -120,8 +123,10 @@ inline __attribute__((noinline)) void many_tile(const float* x, const float* wid
   for (int part = 0; part < kPanel; part += 2 * kLanes) {
     Floats total[Rows][2];
 #pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r)
-      for (int c = 0; c < 2; ++c) total[r][c] = load(out + r * kPanel + part + c * kLanes);
+    for (int r = 0; r < Rows; ++r) {
+      total[r][0] = load(out + r * kPanel + part);
+      total[r][1] = load(out + r * kPanel + part + kLanes);
+    }
     for (int64_t i = 0; i < inputs; ++i) {
       const Floats first = load(wide + i * kPanel + part), second = load(wide + i * kPanel + part + kLanes);
 #pragma GCC unroll 16
@@ -131,8 +136,10 @@ inline __attribute__((noinline)) void many_tile(const float* x, const float* wid
       }
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r)
-      for (int c = 0; c < 2; ++c) store(out + r * kPanel + part + c * kLanes, total[r][c]);
+    for (int r = 0; r < Rows; ++r) {
+      store(out + r * kPanel + part, total[r][0]);
+      store(out + r * kPanel + part + kLanes, total[r][1]);
+    }
   }
 }
 
