@@ -63,7 +63,7 @@ def instruction_set(cpuinfo: str) -> Result:
     if not {"avx2", "asimd"} & flags:
         return Result("warn", "instructions", found, "use a newer CPU or a GPU; this one computes very slowly")
     if not {"avx512_bf16", "amx_bf16", "bf16"} & flags:
-        return Result("warn", "instructions", f"{found}; no bfloat16", "try --dtype float32, which may be faster here")
+        return Result("warn", "instructions", f"{found}; no bfloat16", "try a quantised GGUF, which is faster here")
     return Result("ok", "instructions", found)
 
 

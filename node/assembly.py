@@ -78,13 +78,13 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     log.info(
         "%s in %s on %s, %d %s KV blocks of %d tokens (%.2f GiB), ops %s",
         model.info.name,
-        str(model.dtype).removeprefix("torch."),
+        "+".join([str(model.dtype).removeprefix("torch."), *model.info.revision.split("+")[1:]]),
         device,
         num_blocks,
         layout.dtype,
         settings.block_size,
         num_blocks * layout.block_bytes / GIB,
-        ops.name,
+        f"{ops.name} ({ops.instruction_set}, {ops.threads} threads)" if isinstance(ops, CpuOps) else ops.name,
     )
     return Assembled(engine, kv, model.info, layout, fingerprint, max_model_len)
 

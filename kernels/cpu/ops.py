@@ -46,6 +46,11 @@ class CpuOps:
         found: str = self._kernels.instruction_set
         return found
 
+    @property
+    def threads(self) -> int:
+        found: int = self._kernels.threads
+        return found
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         rows = plain_rows(weight)
         if rows is None:

@@ -33,7 +33,7 @@ def fake_torch(monkeypatch, *names: str, cuda: str | None = "13.0") -> None:
     ("flags", "level", "word"),
     [
         ("fpu sse2", "warn", "newer CPU"),
-        ("fpu avx2", "warn", "float32"),
+        ("fpu avx2", "warn", "GGUF"),
         ("avx2 avx512f avx512_bf16", "ok", "avx512_bf16"),
     ],
 )
