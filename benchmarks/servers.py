@@ -42,9 +42,13 @@ def running(launch: Launch, port: int, log: Path) -> Iterator[Server]:
     """The server of `launch`, ended at exit with all its children. Raises StartError."""
     began = time.perf_counter()
     with log.open("wb") as output:
-        env = os.environ | launch.env
         popen = subprocess.Popen(
-            launch.argv, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=env, start_new_session=True
+            launch.argv,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=environment(launch),
+            start_new_session=True,
         )
     process = psutil.Process(popen.pid)
     try:
@@ -55,6 +59,13 @@ def running(launch: Launch, port: int, log: Path) -> Iterator[Server]:
         yield Server(Target(url, model), ready_s, process)
     finally:
         _end(popen, process)
+
+
+def environment(launch: Launch) -> dict[str, str]:
+    """Ours without what tells threads how to run: we chose that for ourselves (sleeping barriers make llama.cpp several
+    times slower), and every engine knows best."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_", "MKL_"))}
+    return ours | dict(launch.env)
 
 
 def free_port() -> int:

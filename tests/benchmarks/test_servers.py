@@ -45,3 +45,11 @@ def test_a_server_that_ends_shows_the_end_of_its_log(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="no such instruction"), running(launch, free_port(), tmp_path / "log"):
         pass
     assert psutil.Process(os.getpid()).children() == before
+
+
+def test_a_server_does_not_inherit_how_our_threads_wait(monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("KEPT", "1")
+    found = servers.environment(Launch(("true",), "/health", {"OMP_NUM_THREADS": "3"}))
+    assert (found.get("OMP_WAIT_POLICY"), found["OMP_NUM_THREADS"], found["KEPT"]) == (None, "3", "1")
