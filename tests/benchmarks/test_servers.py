@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.servers import StartError, cpu_seconds, free_port, memory_gb, running
+from benchmarks.servers import StartError, cpu_seconds, environment, free_port, memory_gb, running
 from benchmarks.subjects import Launch
 
 ANSWERS = """
@@ -51,5 +51,5 @@ def test_a_server_does_not_inherit_how_our_threads_wait(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("KEPT", "1")
-    found = servers.environment(Launch(("true",), "/health", {"OMP_NUM_THREADS": "3"}))
+    found = environment(Launch(("true",), "/health", {"OMP_NUM_THREADS": "3"}))
     assert (found.get("OMP_WAIT_POLICY"), found["OMP_NUM_THREADS"], found["KEPT"]) == (None, "3", "1")
