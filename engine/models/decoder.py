@@ -98,8 +98,8 @@ class Parameters:
 
 class ParameterLoader:
     """Reads, checks, fuses and places the tensors of one decoder. quantization: see `load_model`; `kept`: the kinds of
-    stored rows that run packed. Raises ConfigError: a tensor is missing or has
-    another shape than the config says, or the device's memory does not hold them."""
+    stored rows that run packed. Raises ConfigError: a tensor is missing or has another shape than the config says, or
+    the device's memory does not hold them."""
 
     def __init__(
         self,

@@ -175,9 +175,9 @@ class NativeKernels {
     require(static_cast<int64_t>(x.shape(1)) == packed.dense.in && static_cast<int64_t>(out.shape(1)) == packed.dense.out &&
                 x.shape(0) == out.shape(0), "x or the result does not fit the weight");
     const int64_t rows = static_cast<int64_t>(x.shape(0));
-    if (packed.dense.quantised) bytes_.resize(std::max<size_t>(bytes_.size(), quantised_bytes(rows, packed.dense.in)));
+    uint8_t* memory = packed.dense.quantised ? aligned_bytes(quantised_bytes(rows, packed.dense.in)) : nullptr;
     const int kind = kind_of(out);
-    DenseTask task{packed.dense, x.data(), whole(out, kind, 2), bytes_.data(), rows, x.stride(0)};
+    DenseTask task{packed.dense, x.data(), whole(out, kind, 2), memory, rows, x.stride(0)};
     run(table_->dense[kind], &task, packed.dense.in * packed.dense.out, kSmall);
   }
 
@@ -195,8 +195,9 @@ class NativeKernels {
   }
 
  private:
-  uint8_t* aligned_bytes(int64_t count) {
-    bytes_.resize(count + 64);
+  // Of the memory that calls share; it only grows, for growing again would zero it again.
+  uint8_t* aligned_bytes(size_t count) {
+    if (bytes_.size() < count + 64) bytes_.resize(count + 64);
     return bytes_.data() + (64 - reinterpret_cast<uintptr_t>(bytes_.data()) % 64) % 64;
   }
 

@@ -79,6 +79,16 @@ KVF_INLINE Floats load(const int8_t* from) {
 
 KVF_INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
 
+// Stores the lower halves of words.
+KVF_INLINE void store_low(bf16* to, Words whole) {
+#if defined(__AVX512F__)
+  const __m256i out = _mm512_cvtepi32_epi16((__m512i)whole);
+#else
+  const Halves out = __builtin_convertvector(whole, Halves);
+#endif
+  std::memcpy(to, &out, sizeof out);
+}
+
 KVF_INLINE void store(bf16* to, Floats value) {
 #if defined(__AVX512BF16__)
   const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
@@ -86,25 +96,13 @@ KVF_INLINE void store(bf16* to, Floats value) {
 #else
   const Words bits = reinterpret_cast<Words>(value);
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Words whole = value == value ? rounded : Words{} + 0x7fc0;
-#if defined(__AVX512F__)
-  const __m256i out = _mm512_cvtepi32_epi16((__m512i)whole);
-#else
-  const Halves out = __builtin_convertvector(whole, Halves);
-#endif
-  std::memcpy(to, &out, sizeof out);
+  store_low(to, value == value ? rounded : Words{} + 0x7fc0);
 #endif
 }
 
 // Stores what bfloat16 holds exactly.
 KVF_INLINE void store_exact(bf16* to, Floats value) {
-  const Words whole = reinterpret_cast<Words>(value) >> 16;
-#if defined(__AVX512F__)
-  const __m256i out = _mm512_cvtepi32_epi16((__m512i)whole);
-#else
-  const Halves out = __builtin_convertvector(whole, Halves);
-#endif
-  std::memcpy(to, &out, sizeof out);
+  store_low(to, reinterpret_cast<Words>(value) >> 16);
 }
 
 KVF_INLINE float load_one(const float* from) { return *from; }
