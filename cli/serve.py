@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import http.client
 import json
 import logging
 import shlex
 import signal
 import sys
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,7 +122,7 @@ async def _live(supervisor: Supervisor, settings: ServeSettings, program: Progra
     for child in children:
         _show(progress, child)
     if not given:
-        await _until_redis_answers(settings.redis_url)
+        await _until_redis_answers(port)
     await supervisor.ready(children)
     url = children[0].url
     assert url is not None
@@ -138,30 +141,36 @@ def ready_line(url: str, model: str, api_key: str) -> str:
     return f"kvferry is ready at {url}/v1 - try: {shlex.join(curl)}"
 
 
-async def _until_redis_answers(url: str, tries: int = 100) -> None:
-    for left in reversed(range(tries)):
-        try:
-            await asyncio.to_thread(preflight.redis_answers, url)
-            return
-        except ConfigError as error:
-            if not left:
-                raise ConfigError(f"the embedded Valkey does not answer ({error}); give --redis-url") from error
+async def _until_redis_answers(port: int, tries: int = 100) -> None:
+    """Wait for the embedded Valkey."""
+    for _ in range(tries):
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(2.0):
+                reader, writer = await asyncio.open_connection(LOOPBACK, port)
+                with contextlib.closing(writer):
+                    writer.write(b"PING\r\n")
+                    if await reader.readline() == b"+PONG\r\n":
+                        return
         await asyncio.sleep(0.1)
+    raise ConfigError("the embedded Valkey does not answer; give --redis-url")
 
 
 async def _until_router_serves(url: str, api_key: str) -> str:
     """Wait until the router could place a request. Returns the name of the model it serves."""
-    import httpx
-
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=5.0, trust_env=False) as client:
-        while True:
-            try:
-                if (await client.get("/ready")).status_code == 200:
-                    return str((await client.get("/v1/models")).json()["data"][0]["id"])
-            except httpx.TransportError as error:
-                log.debug("the router does not answer yet: %s", error)
-            await asyncio.sleep(0.1)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def get(path: str) -> bytes:
+        with opener.open(urllib.request.Request(url + path, headers=headers), timeout=2.0) as response:
+            return bytes(response.read())
+
+    while True:
+        try:
+            await asyncio.to_thread(get, "/ready")
+            return str(json.loads(await asyncio.to_thread(get, "/v1/models"))["data"][0]["id"])
+        except (OSError, http.client.HTTPException) as error:
+            log.debug("the router does not answer yet: %s", error)
+        await asyncio.sleep(0.1)
 
 
 def _narrow(cls: type[Settings], settings: ServeSettings) -> Settings:

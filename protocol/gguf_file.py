@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from protocol.errors import ConfigError
 
@@ -32,7 +34,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """metadata values are Python scalars, strings and lists; tensors by name, in file order."""
+    """metadata values are Python scalars, strings, lists and `Strings`; tensors by name, in file order."""
 
     path: Path
     metadata: dict[str, Any]
@@ -60,6 +62,43 @@ def read_gguf(path: Path) -> GGUFFile:
     if header.metadata.get("split.count", 0) > 1:
         raise ConfigError(f"{path} is one part of a split GGUF; join it with llama-gguf-split --merge", param="model")
     return header
+
+
+class Strings(Sequence[str]):
+    """An array of strings, decoded when first looked into: a worker needs none of a vocabulary's hundred thousand.
+    `data` is each string's length (uint64) and its bytes, one after the other."""
+
+    def __init__(self, data: bytes, length: int) -> None:
+        self._data, self._length = data, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self._decoded[index]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._decoded)
+
+    def __eq__(self, other: object) -> bool:
+        return self._decoded == other if isinstance(other, list) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @cached_property
+    def _decoded(self) -> list[str]:
+        data, at, size, found = self._data, 0, struct.Struct("<Q").unpack_from, []
+        for _ in range(self._length):
+            end = at + 8 + size(data, at)[0]
+            found.append(data[at + 8 : end].decode("utf-8", "replace"))
+            at = end
+        return found
 
 
 class _Cursor:
@@ -108,7 +147,7 @@ class _Cursor:
             return self._array()
         return self._unpack("<" + _SCALARS[kind])[0]
 
-    def _array(self) -> list[Any]:
+    def _array(self) -> Sequence[Any]:
         kind, length = self._unpack("<IQ")
         if kind == STRING:
             return self._strings(length)
@@ -118,14 +157,11 @@ class _Cursor:
         raw = self._bytes(length * struct.calcsize("<" + code))
         return [value for (value,) in struct.iter_unpack("<" + code, raw)]
 
-    def _strings(self, length: int) -> list[str]:
-        data, at, size, found = self._data, self._at, struct.Struct("<Q").unpack_from, []
+    def _strings(self, length: int) -> Strings:
+        data, at, size = self._data, self._at, struct.Struct("<Q").unpack_from
         for _ in range(length):
-            end = at + 8 + size(data, at)[0]
-            found.append(data[at + 8 : end].decode("utf-8", "replace"))
-            at = end
-        self._at = at
-        return found
+            at += 8 + size(data, at)[0]
+        return Strings(self._bytes(at - self._at), length)
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
