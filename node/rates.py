@@ -14,8 +14,10 @@ from protocol.sampling import SamplingParams
 
 WEIGHT = 0.1
 """Weight of a new observation in the moving averages."""
-LEAST_TURNS, MOST_TURNS, WARM_UP_S = 2, 4, 0.4
-"""Of the warm-up: further turns are begun until WARM_UP_S have passed."""
+FIRST_TOKENS, ENOUGH_S = 64, 0.1
+"""Of the warm-up: tokens of its first chunk, and seconds of a chunk beyond which longer ones would tell nothing new."""
+LEAST_TURNS, FULL_TURNS = 3, 2
+"""Of the warm-up: turns that count at least, and how many fill a step."""
 LEAST_PREFILL_TOKENS = 32
 """Steps with fewer prompt tokens say nothing about prefill speed."""
 
@@ -48,22 +50,33 @@ class RateMeter:
 
 
 def warm_up(engine: Engine) -> Rates:
-    """Run a prefill chunk and a decode step on the unused pool, at least twice, and more often as long as that takes no
-    time to speak of. First calls compile kernels and allocate workspaces, which no request should wait for; the fastest
-    turn counts, since other processes that start on the machine at the same time only ever make one slower."""
+    """Run prefill chunks and decode steps on the unused pool. First calls compile kernels and allocate workspaces, so
+    that no request waits for it: the first turn counts for nothing. Chunks then double until they fill a step or take
+    ENOUGH_S, and those run again. The fastest turn counts, since other processes that start on the machine at the same
+    time only ever make one slower."""
     bs = engine.config.block_size
     room = min(engine.config.max_model_len, engine.pool.num_blocks * bs) - 1
-    length = max(1, min(engine.config.limits.max_num_batched_tokens, room - 1))
-    job = Job("warm-up", 0, (1,) * (length + 1), length, SamplingParams(temperature=0.0), "")
+    longest = max(1, min(engine.config.limits.max_num_batched_tokens, room - 1))
+    job = Job("warm-up", 0, (1,) * (longest + 1), longest, SamplingParams(temperature=0.0), "")
     request = Request(job, b"", bs)
-    request.block_ids = list(range(-(-(length + 1) // bs)))
-    best = {length: math.inf, 1: math.inf}
-    enough = time.monotonic() + WARM_UP_S
-    for turn in range(MOST_TURNS):
-        if turn >= LEAST_TURNS and time.monotonic() > enough:
+    request.block_ids = list(range(-(-(longest + 1) // bs)))
+
+    def run(start: int, count: int) -> float:
+        began = time.monotonic()
+        engine.runner.run([Slice(request, start, count)])
+        return time.monotonic() - began
+
+    length = min(FIRST_TOKENS, longest)
+    run(0, length)
+    run(length, 1)
+    rate, step_s, turns, full = 0.0, math.inf, 0, 0
+    while full < FULL_TURNS:
+        seconds = run(0, length)
+        rate, step_s = max(rate, length / seconds), min(step_s, run(length, 1))
+        turns += 1
+        full += length == longest
+        if seconds <= ENOUGH_S:
+            length = min(2 * length, longest)
+        elif turns >= LEAST_TURNS:
             break
-        for start, count in ((0, length), (length, 1)):
-            began = time.monotonic()
-            engine.runner.run([Slice(request, start, count)])
-            best[count] = min(best[count], time.monotonic() - began)
-    return Rates(prefill_tokens_per_s=length / best[length], step_s=best[1])
+    return Rates(prefill_tokens_per_s=rate, step_s=step_s)
