@@ -28,7 +28,6 @@ class DecodeService:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._role = node.settings.role
         self._streams = TokenStreams(self._router_lost)
         self._pending: dict[str, tuple[list[TokenDelta], list[AttemptFailed]]] = defaultdict(lambda: ([], []))
         self._link = node.make_link()
@@ -75,11 +74,11 @@ class DecodeService:
         if isinstance(event, Generated):
             self._outputs(event.router_id)[0].append(event.delta)
             if event.delta.finish_reason is not None:
-                self._node.metrics.attempts.labels(self._role, "done").inc()
+                self._node.metrics.attempts["done"].inc()
         elif isinstance(event, Failed):
             self._failed(event.key, event.router_id, event.error)
         elif isinstance(event, Reserved):
-            self._node.metrics.grants.labels(self._role, "granted").inc()
+            self._node.metrics.grants["granted"].inc()
             self._receiver.granted(event.owner, event.first_block, event.block_ids)  # type: ignore[arg-type]
         elif isinstance(event, ReservationFailed):
             self._reservation_failed(event)
@@ -97,12 +96,12 @@ class DecodeService:
 
     def _failed(self, key: Key, router_id: str, error: KvferryError) -> None:
         outcome = "cancelled" if error.code == "cancelled" else "failed"
-        self._node.metrics.attempts.labels(self._role, outcome).inc()
+        self._node.metrics.attempts[outcome].inc()
         self._outputs(router_id)[1].append(AttemptFailed(*key, error.code, error.message))
 
     def _reservation_failed(self, event: ReservationFailed) -> None:
         key: TransferKey = event.owner  # type: ignore[assignment]
-        self._node.metrics.grants.labels(self._role, "aborted" if event.granted else "refused").inc()
+        self._node.metrics.grants["aborted" if event.granted else "refused"].inc()
         if event.granted:
             self._receiver.cancel(key, event.error)
         else:
@@ -123,20 +122,20 @@ class _Grants:
         try:
             self._node.require_ready()
         except Draining as error:
-            self._node.metrics.grants.labels("decode", "refused").inc()
+            self._node.metrics.grants["refused"].inc()
             self._service._receiver.refused(key, error)
             return
         self._node.engine.submit(lambda engine: engine.reserve(key, job))
 
     def ready(self, key: TransferKey, commit: Commit) -> None:
         metrics, block_bytes = self._node.metrics, self._node.parts.layout.block_bytes
-        metrics.ships.labels("decode", "done").inc()
-        metrics.ship_bytes.labels("decode").inc(commit.block_count * block_bytes)
+        metrics.ships["done"].inc()
+        metrics.ship_bytes.inc(commit.block_count * block_bytes)
         self._node.engine.submit(lambda engine: engine.start(key, commit.first))
 
     def failed(self, key: TransferKey, error: KvferryError) -> None:
         outcome = "aborted" if isinstance(error, Cancelled) else "failed"
-        self._node.metrics.ships.labels("decode", outcome).inc()
+        self._node.metrics.ships[outcome].inc()
         self._node.engine.submit(lambda engine: engine.withdraw(key, error))
 
     def quiet(self, key: TransferKey) -> None:

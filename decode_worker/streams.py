@@ -28,6 +28,7 @@ class TokenStreams:
         if older is not None:
             older.put_nowait(None)
         queue = self._queues[router_id] = asyncio.Queue()
+        self._beat(router_id, queue)
         return queue
 
     def close(self, router_id: str, queue: asyncio.Queue[StepFrame | None]) -> None:
@@ -47,6 +48,13 @@ class TokenStreams:
         else:
             queue.put_nowait(StepFrame(tuple(deltas), tuple(failed)))
 
+    def _beat(self, router_id: str, queue: asyncio.Queue[StepFrame | None]) -> None:
+        """An empty frame now and then tells the reader that the node lives."""
+        if self._queues.get(router_id) is queue:
+            if queue.empty():
+                queue.put_nowait(StepFrame())
+            asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat, router_id, queue)
+
     def stop(self) -> None:
         """End every stream after what is queued."""
         for queue in self._queues.values():
@@ -55,14 +63,6 @@ class TokenStreams:
 
 
 async def frames(queue: asyncio.Queue[StepFrame | None]) -> AsyncIterator[StepFrame]:
-    """Frames of a stream, with an empty one as heartbeat when there is nothing to say."""
-    yield StepFrame()
-    while True:
-        try:
-            async with asyncio.timeout(HEARTBEAT_S):  # wait_for may swallow a cancellation before Python 3.12
-                frame = await queue.get()
-        except TimeoutError:
-            frame = StepFrame()
-        if frame is None:
-            return
+    """Frames of a stream until it ends."""
+    while (frame := await queue.get()) is not None:
         yield frame

@@ -155,8 +155,8 @@ class Node:
 
     def shipped(self, num_bytes: int, seconds: float) -> None:
         """A ship to or from this node ended: count it and learn from it."""
-        self.metrics.ship_bytes.labels(self.settings.role).inc(num_bytes)
-        self.metrics.ship_seconds.labels(self.settings.role).inc(seconds)
+        self.metrics.ship_bytes.inc(num_bytes)
+        self.metrics.ship_seconds.inc(seconds)
         self._rates.shipped(num_bytes, seconds)
 
     def lease(self) -> NodeLease:
@@ -236,22 +236,26 @@ class Node:
                 self._service.on_event(event)
 
     def _stepped(self, event: Stepped) -> None:
-        m, role = self.metrics, self.settings.role
+        m = self.metrics
         self._rates.stepped(event)
-        m.step.labels(role).observe(event.seconds)
-        m.step_tokens.labels(role, "prefill").inc(event.prefill_tokens)
-        m.step_tokens.labels(role, "decode").inc(event.decode_tokens)
-        m.preemptions.labels(role).inc(event.preempted)
-        m.evictions.labels(role).inc(event.evicted)
+        m.step.observe(event.seconds)
+        for counter, count in (
+            (m.step_tokens["prefill"], event.prefill_tokens),
+            (m.step_tokens["decode"], event.decode_tokens),
+            (m.preemptions, event.preempted),
+            (m.evictions, event.evicted),
+        ):
+            if count:
+                counter.inc(count)
 
     def _admitted(self, event: Admitted) -> None:
-        m, role = self.metrics, self.settings.role
-        m.queue.labels(role).observe(event.queue_s)
-        m.prefix_queries.labels(role).inc(event.queried)
-        m.prefix_hits.labels(role).inc(event.hit)
+        m = self.metrics
+        m.queue.observe(event.queue_s)
+        m.prefix_queries.inc(event.queried)
+        m.prefix_hits.inc(event.hit)
 
     def _lease_outcome(self, outcome: str) -> None:
-        self.metrics.lease_renewals.labels(self.settings.role, outcome).inc()
+        self.metrics.lease_renewals[outcome].inc()
 
     def _health(self) -> tuple[int, dict[str, object]]:
         fault = self.engine.fault if self._state != "loading" else None
@@ -262,16 +266,16 @@ class Node:
         """Set the gauges that mirror the engine's books."""
         if self._state == "loading":
             return
-        m, role, load = self.metrics, self.settings.role, self.engine.load
-        m.requests_waiting.labels(role).set(load.waiting_requests)
-        m.waiting_tokens.labels(role).set(load.waiting_tokens)
-        m.requests_running.labels(role).set(load.running_requests)
-        m.kv_blocks_total.labels(role).set(load.total_blocks)
+        m, load = self.metrics, self.engine.load
+        m.requests_waiting.set(load.waiting_requests)
+        m.waiting_tokens.set(load.waiting_tokens)
+        m.requests_running.set(load.running_requests)
+        m.kv_blocks_total.set(load.total_blocks)
         for state, count in block_books(load).items():
-            m.kv_blocks.labels(role, state).set(count)
-        m.grants_open.labels(role).set(load.open_grants)
-        m.index_rows.labels(role).set(self._writer.rows)
-        m.index_pending.labels(role).set(self._writer.pending)
+            m.kv_blocks[state].set(count)
+        m.grants_open.set(load.open_grants)
+        m.index_rows.set(self._writer.rows)
+        m.index_pending.set(self._writer.pending)
 
 
 async def _within(seconds: float, *calls: Coroutine[Any, Any, Any]) -> None:

@@ -40,7 +40,6 @@ class PrefillService:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._role = node.settings.role
         self._attempts: dict[Key, Attempt] = {}
         self._ships: dict[int, Attempt] = {}
         self._link = node.make_link()
@@ -102,8 +101,8 @@ class PrefillService:
     def done(self, transfer: int, stats: ShipStats) -> None:
         """Decode has everything and owns the request now."""
         self._node.shipped(stats.bytes, stats.ship_s)
-        self._node.metrics.ships.labels(self._role, "done").inc()
-        self._node.metrics.ship_exposed.labels(self._role).inc(stats.exposed_s)
+        self._node.metrics.ships["done"].inc()
+        self._node.metrics.ship_exposed.inc(stats.exposed_s)
         attempt = self._ships.get(transfer)
         if attempt is not None and self._is_open(attempt):
             job = attempt.job
@@ -117,7 +116,7 @@ class PrefillService:
         """The ship broke, or was aborted by us (the attempt has ended already then)."""
         attempt = self._ships.get(transfer)
         broke = attempt is not None and self._is_open(attempt) and not isinstance(error, Cancelled)
-        self._node.metrics.ships.labels(self._role, "failed" if broke else "aborted").inc()
+        self._node.metrics.ships["failed" if broke else "aborted"].inc()
         if attempt is not None:
             self._fail(attempt, error)
 
@@ -171,7 +170,7 @@ class PrefillService:
         return self._attempts.get(key_of(attempt.job)) is attempt
 
     def _end(self, attempt: Attempt, outcome: str) -> None:
-        self._node.metrics.attempts.labels(self._role, outcome).inc()
+        self._node.metrics.attempts[outcome].inc()
         attempt.outbox.put_nowait(None)
 
     def _abandon(self, attempt: Attempt) -> None:

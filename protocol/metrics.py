@@ -95,41 +95,47 @@ class RouterMetrics:
 
 
 class WorkerMetrics:
-    """What a prefill or decode process counts; every metric carries the label `role`."""
+    """What a prefill or decode process counts. Every metric carries the label `role`, bound here, for looking it up at
+    every step costs more than counting. Those with one more label are dicts by its values, which are all known."""
 
     def __init__(self, role: str, registry: CollectorRegistry | None = None) -> None:
         self.role = role
         self.registry = r = registry or CollectorRegistry()
 
-        def counter(name: str, help: str, **known: tuple[str, ...]) -> Counter:
-            metric = Counter(name, help, ["role", *known], registry=r)
-            _exist(metric, (role,), *known.values())
-            return metric
+        def counter(name: str, help: str) -> Counter:
+            return Counter(name, help, ["role"], registry=r).labels(role)
 
-        def gauge(name: str, help: str, **known: tuple[str, ...]) -> Gauge:
-            metric = Gauge(name, help, ["role", *known], registry=r)
-            _exist(metric, (role,), *known.values())
-            return metric
+        def counters(name: str, help: str, label: str, known: tuple[str, ...]) -> dict[str, Counter]:
+            metric = Counter(name, help, ["role", label], registry=r)
+            return {value: metric.labels(role, value) for value in known}
+
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(name, help, ["role"], registry=r).labels(role)
+
+        def gauges(name: str, help: str, label: str, known: tuple[str, ...]) -> dict[str, Gauge]:
+            metric = Gauge(name, help, ["role", label], registry=r)
+            return {value: metric.labels(role, value) for value in known}
 
         def histogram(name: str, help: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
-            metric = Histogram(name, help, ["role"], registry=r, buckets=buckets)
-            _exist(metric, (role,))
-            return metric
+            return Histogram(name, help, ["role"], registry=r, buckets=buckets).labels(role)
 
         self.requests_waiting = gauge("kvferry_requests_waiting", "Requests queued in the engine.")
         self.waiting_tokens = gauge("kvferry_waiting_tokens", "Prompt tokens queued and not yet computed.")
         self.requests_running = gauge("kvferry_requests_running", "Requests scheduled in the last step.")
-        self.attempts = counter(
+        self.attempts = counters(
             "kvferry_attempts",
             "Attempts ended, by outcome: done, cancelled (by the client, or at a stop string), failed.",
-            outcome=ATTEMPT_OUTCOMES,
+            "outcome",
+            ATTEMPT_OUTCOMES,
         )
         self.queue = histogram("kvferry_queue_seconds", "Seconds from arrival at the node to the first scheduled step.")
         self.step = histogram("kvferry_step_seconds", "Seconds per engine step.", STEP_BUCKETS)
-        self.step_tokens = counter("kvferry_step_tokens", "Tokens computed, by phase (prefill, decode).", phase=PHASES)
+        self.step_tokens = counters(
+            "kvferry_step_tokens", "Tokens computed, by phase (prefill, decode).", "phase", PHASES
+        )
         self.preemptions = counter("kvferry_preemptions", "Requests preempted to be recomputed.")
-        self.kv_blocks = gauge(
-            "kvferry_kv_blocks", "KV blocks by state: free, active, cached, granted.", state=BLOCK_STATES
+        self.kv_blocks = gauges(
+            "kvferry_kv_blocks", "KV blocks by state: free, active, cached, granted.", "state", BLOCK_STATES
         )
         self.kv_blocks_total = gauge("kvferry_kv_pool_blocks", "Size of the KV pool in blocks.")
         self.prefix_queries = counter(
@@ -137,10 +143,11 @@ class WorkerMetrics:
         )
         self.prefix_hits = counter("kvferry_prefix_cache_hits_tokens", "Prompt tokens found in the prefix cache.")
         self.evictions = counter("kvferry_kv_blocks_evicted", "Cached blocks evicted.")
-        self.ships = counter(
+        self.ships = counters(
             "kvferry_ships",
             "Ships ended, by outcome: done, aborted (the request ended or was cancelled), failed.",
-            outcome=SHIP_OUTCOMES,
+            "outcome",
+            SHIP_OUTCOMES,
         )
         self.ship_bytes = counter("kvferry_ship_bytes", "KV bytes shipped or received.")
         self.ship_seconds = counter(
@@ -149,12 +156,15 @@ class WorkerMetrics:
         self.ship_exposed = counter(
             "kvferry_ship_exposed_seconds", "Part of the ship seconds that came after the first token was sampled."
         )
-        self.grants = counter("kvferry_grants", "Grants by outcome: granted, refused, aborted.", outcome=GRANT_OUTCOMES)
+        self.grants = counters(
+            "kvferry_grants", "Grants by outcome: granted, refused, aborted.", "outcome", GRANT_OUTCOMES
+        )
         self.grants_open = gauge("kvferry_grants_open", "Grants whose blocks are reserved and not yet committed.")
-        self.lease_renewals = counter(
+        self.lease_renewals = counters(
             "kvferry_lease_renewals",
             "Lease renewals by outcome (renewed, created, fenced, failed).",
-            outcome=RENEWAL_OUTCOMES,
+            "outcome",
+            RENEWAL_OUTCOMES,
         )
         self.index_rows = gauge("kvferry_index_rows", "Block index rows this node has published.")
         self.index_pending = gauge("kvferry_index_pending", "Index updates not yet written.")

@@ -20,6 +20,9 @@ T = TypeVar("T")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_DEPTH = 8
 """Messages within messages. Each level is a call on the C stack, which hostile bytes could otherwise exhaust."""
+BUFFER_BYTES = 256
+"""Where a message's bytes begin to be gathered; it grows. The codec's own default, 256 KiB, costs more to get than most
+messages to write."""
 
 _UNREADABLE = (ValueError, TypeError, msgpack.UnpackException)
 _CODES: dict[type, int] = {}
@@ -49,7 +52,7 @@ def message(code: int) -> Any:
 
 def pack(value: Any) -> bytes:
     """Bytes of one message (or of plain lists, dicts, numbers, strings and bytes holding messages)."""
-    return bytes(msgpack.packb(value, default=_to_ext, use_bin_type=True))
+    return bytes(msgpack.Packer(default=_to_ext, buf_size=BUFFER_BYTES).pack(value))
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:

@@ -39,7 +39,7 @@ async def settle(router: Router) -> None:
 def ships(router: Router, outcome: str) -> tuple[float, float]:
     """Ships that ended so, as prefill and decode count them."""
     prefill, decode = (worker.node.metrics.ships for worker in (router.prefill, router.decode))
-    return prefill.labels("prefill", outcome)._value.get(), decode.labels("decode", outcome)._value.get()
+    return prefill[outcome]._value.get(), decode[outcome]._value.get()
 
 
 async def complete(router: Router, job: Job) -> tuple[FirstToken, ShipDone]:
@@ -63,8 +63,8 @@ async def test_a_prompt_is_computed_shipped_and_continued(router: Router) -> Non
     assert (first.delta.reuse.computed, first.delta.reuse.reused_prefill) == (2, LENGTH)
     assert done.blocks == 1
     await settle(router)
-    received = router.decode.node.metrics.ship_bytes.labels("decode")._value.get()
-    assert received == router.prefill.node.metrics.ship_bytes.labels("prefill")._value.get() == 11 * 32
+    received = router.decode.node.metrics.ship_bytes._value.get()
+    assert received == router.prefill.node.metrics.ship_bytes._value.get() == 11 * 32
 
 
 async def test_many_at_once(router: Router) -> None:
