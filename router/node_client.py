@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httptools
 import httpx
 
-from protocol.errors import KvferryError, NodeLost, from_body
+from protocol.errors import NodeLost
 from protocol.messages import CancelRequest, GenerateRequest, NodeLease, PrefillRequest, StepFrame
 from protocol.wire import FrameReader, pack
+from router.frame_stream import read_frames
+from router.refusals import refusal
 from router.transport import CancelSafeTransport
 
 KEEPALIVE_S = 2.0
 """Idle connections are dropped before the nodes' server does it (5 s), so that none is used as it closes."""
+
+UNREACHABLE = (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, httptools.HttpParserError, OSError)
+"""What a node that cannot be reached, or no longer, looks like. OSError includes TimeoutError."""
 
 
 class NodeClient:
@@ -53,7 +58,10 @@ class NodeClient:
                 "POST", f"{node.http_url}/attempts/prefill", content=pack(request), timeout=timeout
             ) as response:
                 await _check(response)
-                await _read(response, deliver)
+                reader = FrameReader()
+                async for data in response.aiter_raw():
+                    for message in reader.feed(data):
+                        deliver(message)
 
     async def generate(self, node: NodeLease, request: GenerateRequest) -> None:
         await self._post(node, "/attempts/generate", request)
@@ -64,14 +72,14 @@ class NodeClient:
     async def stream(self, node: NodeLease, opened: Callable[[], None], deliver: Callable[[StepFrame], None]) -> None:
         """Read the node's token stream for this router: `opened` once it is accepted, `deliver` for every frame. Ends
         only with an error: NodeLost when it breaks or stays silent for `silence_s` (heartbeats come every 0.5 s)."""
-        timeout = httpx.Timeout(self._silence_s, connect=self._connect_s)
         with _translated(node):
-            async with self._http.stream(
-                "GET", f"{node.http_url}/streams/{self.router_id}", timeout=timeout
-            ) as response:
-                await _check(response)
-                opened()
-                await _read(response, deliver)
+            await read_frames(
+                f"{node.http_url}/streams/{self.router_id}",
+                connect_s=self._connect_s,
+                silence_s=self._silence_s,
+                opened=opened,
+                deliver=deliver,
+            )
         raise NodeLost(f"{node.node_id} closed the token stream")
 
     async def _post(self, node: NodeLease, path: str, request: Any) -> None:
@@ -80,29 +88,14 @@ class NodeClient:
             await _check(response)
 
 
-async def _read(response: httpx.Response, deliver: Callable[[Any], None]) -> None:
-    reader = FrameReader()
-    async for data in response.aiter_raw():
-        for message in reader.feed(data):
-            deliver(message)
-
-
 async def _check(response: httpx.Response) -> None:
-    if response.status_code < 400:
-        return
-    body = await response.aread()
-    try:
-        error = from_body(json.loads(body), f"HTTP status {response.status_code}")
-    except ValueError:
-        error = KvferryError(f"HTTP status {response.status_code}")
-    with contextlib.suppress(KeyError, ValueError):
-        error.retry_after = float(response.headers["retry-after"])
-    raise error
+    if response.status_code >= 400:
+        raise refusal(response.status_code, response.headers, await response.aread())
 
 
 @contextlib.contextmanager
 def _translated(node: NodeLease) -> Iterator[None]:
     try:
         yield
-    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
+    except UNREACHABLE as error:
         raise NodeLost(f"{node.node_id}: {type(error).__name__} {error}".strip()) from error

@@ -44,6 +44,8 @@ PROMPT = tuple(range(100, 164))
 CRASH = "crash"
 SILENCE = "silence"
 Answer = AsyncIterator[Any]
+FAIL_S = 0.1
+"""From a prefill's first token to a decode node's report that its blocks did not come: the token is out by then."""
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -156,6 +158,7 @@ class FakeWorker:
         queue = self._queues[job.router_id]
         if self.fail_attempts:
             code = self.fail_attempts.pop(0)
+            await asyncio.sleep(FAIL_S)
             queue.put_nowait(StepFrame(failed=(AttemptFailed(job.request_id, job.attempt, code, "scripted"),)))
             return
         tokens = list(job.token_ids) + expected(job.token_ids, index - (len(job.token_ids) - job.prompt_len))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import httpx
 import pytest
 from fake_workers import Bench, decode, first_token, lease_of, prefill, until
 
 from protocol.errors import KvferryError, NodeLost, Overloaded
-from protocol.messages import AttemptFailed, CancelRequest, Job, PrefillRequest, StepFrame, TokenDelta
+from protocol.messages import AttemptFailed, CancelRequest, Job, NodeLease, PrefillRequest, StepFrame, TokenDelta
 from protocol.sampling import SamplingParams
-from protocol.wire import pack
 from router.node_client import NodeClient
 from router.streams import TokenStreams
 
@@ -36,35 +35,34 @@ class Listener:
         self.heard.append(error)
 
 
-class Body(httpx.AsyncByteStream):
-    """Bytes put in one at a time; None ends the body, an exception breaks it."""
+class Body:
+    """Frames put in one at a time; None ends the stream, an exception breaks it."""
 
     def __init__(self) -> None:
-        self.parts: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while (part := await self.parts.get()) is not None:
-            if isinstance(part, Exception):
-                raise part
-            yield part
+        self.parts: asyncio.Queue[StepFrame | Exception | None] = asyncio.Queue()
 
 
-class Node(httpx.AsyncBaseTransport):
-    """Every stream request gets the next of `bodies`, or is refused when there is none."""
+class Node:
+    """A client for which every stream is the next of `bodies`, or is refused when there is none."""
 
     def __init__(self, *bodies: Body) -> None:
         self.bodies, self.asked = list(bodies), 0
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def stream(self, node: NodeLease, opened: Callable[[], None], deliver: Callable[[StepFrame], None]) -> None:
         self.asked += 1
-        assert request.url.path == "/streams/router"
         if not self.bodies:
-            raise httpx.ConnectError("refused")
-        return httpx.Response(200, stream=self.bodies.pop(0))
+            raise NodeLost("refused")
+        body = self.bodies.pop(0)
+        opened()
+        while (part := await body.parts.get()) is not None:
+            if isinstance(part, Exception):
+                raise part
+            deliver(part)
+        raise NodeLost(f"{node.node_id} closed the token stream")
 
 
 def streams_to(node: Node) -> TokenStreams:
-    return TokenStreams(NodeClient("router", transport=node), first_backoff_s=0.01, last_backoff_s=0.02)
+    return TokenStreams(cast(NodeClient, node), first_backoff_s=0.01, last_backoff_s=0.02)
 
 
 def delta(request_id: str, index: int = 0) -> TokenDelta:
@@ -80,21 +78,19 @@ async def test_frames_are_dealt_out_by_request() -> None:
     streams.attach(KEY, "r1", one)
     streams.attach(KEY, "r2", two)
     failure = AttemptFailed("r2", 0, "server_error", "x")
-    data = pack(StepFrame((delta("r1"), delta("r3"), delta("r2")), (failure,))) + pack(StepFrame())
-    body.parts.put_nowait(data[:7])
-    body.parts.put_nowait(data[7:])
+    body.parts.put_nowait(StepFrame((delta("r1"), delta("r3"), delta("r2")), (failure,)))
     await until(lambda: len(two.heard) == 2)
     assert one.heard == [delta("r1")]
     assert two.heard == [delta("r2"), failure]
     streams.detach(KEY, "r1")
-    body.parts.put_nowait(pack(StepFrame((delta("r1", 1), delta("r2", 1)))))
+    body.parts.put_nowait(StepFrame((delta("r1", 1), delta("r2", 1))))
     await until(lambda: len(two.heard) == 3)
     assert len(one.heard) == 1
     await streams.close()
     assert isinstance(two.heard[-1], NodeLost)
 
 
-@pytest.mark.parametrize("end", [None, httpx.ReadError("reset"), httpx.ReadTimeout("silent"), b"\xc1"])
+@pytest.mark.parametrize("end", [None, NodeLost("reset"), ValueError("unreadable")])
 async def test_a_broken_stream_fails_its_listeners_and_is_opened_again(end: Any) -> None:
     first, second = Body(), Body()
     streams = streams_to(Node(first, second))
@@ -107,7 +103,7 @@ async def test_a_broken_stream_fails_its_listeners_and_is_opened_again(end: Any)
     assert isinstance(listener.heard[0], KvferryError)
     await until(lambda: streams.is_open(KEY))
     streams.attach(KEY, "r2", late)
-    second.parts.put_nowait(pack(StepFrame((delta("r1"), delta("r2")))))
+    second.parts.put_nowait(StepFrame((delta("r1"), delta("r2"))))
     await until(lambda: len(late.heard) == 1)
     assert len(listener.heard) == 1
     await streams.close()
