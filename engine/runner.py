@@ -41,7 +41,7 @@ class Runner:
             if len(drawing) < len(hidden):
                 hidden = hidden[torch.tensor([ends[i] - 1 for i in drawing], device=hidden.device)]
             rows = [_sample_row(slices[i]) for i in drawing]
-            for i, result in zip(drawing, sample(self.model.logits(hidden), rows), strict=True):
+            for i, result in zip(drawing, sample(self.model.logits(hidden), rows, self.model.ops), strict=True):
                 drawn[i] = result
         elif hidden.is_cuda:
             torch.cuda.current_stream(hidden.device).synchronize()

@@ -1,6 +1,6 @@
 """Choosing the next token of every row of a step.
 
-A pipeline: edits of single rows' logits (min_tokens, logit_bias, penalties), then temperature, then `truncation.draw`.
+A pipeline: edits of single rows' logits (min_tokens, logit_bias, penalties), then `Ops.draw`.
 Only what some row of the batch asks for is run; rows never affect each other. Order and meaning of the stages are
 those of vLLM, names and ranges those of protocol.sampling.
 """
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.logprobs import score_prompt, token_logprobs
-from engine.truncation import NoiseKeys, draw, most_likely, scale
+from kernels.draw import NoiseKeys, most_likely
+from kernels.ops import Ops
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 
@@ -50,7 +51,7 @@ class Sampled:
     logprobs: TokenLogprobs | None
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops) -> list[Sampled]:
     """Draw one token per row from float32 logits [n, vocab], which may be overwritten. Row i's answer depends on
     logits[i] and rows[i] alone."""
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
@@ -59,7 +60,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     raw = logits[scored].log_softmax(dim=-1) if scored else None
     _edit(logits, rows)
-    tokens = _choose(logits, rows).tolist()
+    tokens = _choose(logits, rows, ops).tolist()
     if raw is None:
         return [Sampled(token, None) for token in tokens]
     top = [rows[i].params.logprobs or 0 for i in scored]
@@ -67,7 +68,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     return [Sampled(token, entries.get(i)) for i, token in enumerate(tokens)]
 
 
-def _choose(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops) -> torch.Tensor:
     """Token ids int64 [n]: the most likely one where greedy, else drawn."""
     random = [i for i, row in enumerate(rows) if not row.greedy]
     if not random:
@@ -75,9 +76,8 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     mixed = len(random) < len(rows)
     part = logits[random] if mixed else logits
     chosen = [rows[i] for i in random]
-    scale(part, [row.params.temperature for row in chosen])
     keys = NoiseKeys(tuple(row.params.seed for row in chosen), tuple(len(row.token_ids) for row in chosen))
-    drawn = draw(part, [row.params for row in chosen], keys)
+    drawn = ops.draw(part, [row.params for row in chosen], keys)
     if not mixed:
         return drawn
     greedy = [i for i, row in enumerate(rows) if row.greedy]

@@ -7,14 +7,14 @@ calls nothing else for arithmetic.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
+from kernels.draw import NoiseKeys
 from kernels.plan import BatchPlan
 from kernels.step import DecoderForm, Linear, Step, StoredRows
+from protocol.sampling import SamplingParams
 
 
 class Ops(Protocol):
@@ -66,32 +66,11 @@ class Ops(Protocol):
         """Causal attention of q [T, heads, dim] over the cached K/V of each sequence; grouped heads share a K/V head;
         window > 0: only the last `window` positions, the token's own included. Returns [T, heads, dim]."""
 
-
-@dataclass(frozen=True, slots=True)
-class TorchLinear:
-    """A `Linear` by PyTorch."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias).to(dtype or x.dtype)
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.weight)
-
-
-class TorchDense:
-    """Dense layers by PyTorch, for rows of the table without their own."""
-
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        return TorchLinear(weight, bias)
-
-    def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
-        return None
-
-    def record(self, form: DecoderForm) -> Step | None:
-        return None
+    def draw(self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
+        """Token ids int64 [n] drawn from float32 logits [n, vocab], which may be overwritten, by each row's temperature
+        (above 0), min_p, top_k and top_p, in this order. A token is drawn with the probability that softmax gives it
+        among those its row keeps; a row depends on its own parameters and key alone, also where another has no
+        numbers."""
 
 
 def select(name: str, device: torch.device, *, batch_invariant: bool = False) -> Ops:

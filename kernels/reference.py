@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels.int8_cache import dequantise, quantise
-from kernels.ops import TorchDense
 from kernels.plan import BatchPlan
+from kernels.shared import TorchShared
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
-class ReferenceOps(TorchDense):
+class ReferenceOps(TorchShared):
     """Ops on any device and in any of the three dtypes. Holds the last batch's index; not thread-safe."""
 
     name = "reference"

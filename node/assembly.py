@@ -17,6 +17,7 @@ from engine.models.decoder import Decoder
 from engine.runner import Runner
 from engine.scheduler import Limits
 from kernels.cpu import CpuOps
+from kernels.cpu.dense import PackedLinear
 from kernels.ops import Ops, select
 from kv_transfer.ledger import Ledger
 from node.pool_memory import make_pool
@@ -111,6 +112,8 @@ def require_batch_invariance(model: Model) -> None:
         reason = "--dtype bfloat16"
     elif dim % 32 or dim > 512:
         reason = f"head dims that are multiples of 32 up to 512; the model's are {dim}"
+    elif not all(isinstance(linear, PackedLinear) for linear in model.dense_layers()):
+        reason = "an even number of inputs of every dense layer"
     else:
         return
     raise ConfigError(f"batch_invariant needs {reason}", param="batch_invariant")

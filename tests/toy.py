@@ -10,7 +10,9 @@ from engine.engine import Engine, EngineConfig
 from engine.models.base import ModelInfo
 from engine.runner import Runner
 from engine.scheduler import Limits
+from kernels.ops import Ops
 from kernels.plan import BatchPlan
+from kernels.reference import ReferenceOps
 from kv_transfer.ledger import Ledger
 from protocol.messages import Job
 from protocol.sampling import SamplingParams
@@ -33,6 +35,7 @@ class ToyModel:
     info = ModelInfo("toy", "toy", 1, 1, 1, VOCAB, 512)
     dtype = torch.float32
     device = torch.device("cpu")
+    ops: Ops = ReferenceOps()
 
     def forward(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         blocks, slots = plan.slots // plan.block_size, plan.slots % plan.block_size

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.ops import Ops
 from kernels.plan import BatchPlan
 from protocol.layout import KVLayout
 
@@ -31,11 +32,13 @@ class ModelInfo:
 
 
 class Model(Protocol):
-    """A decoder on one device. Not thread-safe; the engine thread calls it under `torch.inference_mode()`."""
+    """A decoder on one device. Not thread-safe; the engine thread calls it under `torch.inference_mode()`. ops: what it
+    computes with, on the same device."""
 
     info: ModelInfo
     dtype: torch.dtype
     device: torch.device
+    ops: Ops
 
     def forward(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm, of token_ids int64 [T]; writes the tokens' K/V into the pool

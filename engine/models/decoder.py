@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ class Decoder:
         self.device = parameters.norm.device
         self.parameters = parameters
         self._cos, self._sin = rope
-        self._ops = ops
+        self.ops = ops
         self._scale = config.head_dim**-0.5
         self._step = ops.record(self._form())
 
@@ -58,7 +58,7 @@ class Decoder:
     def forward(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         if self._step is not None and self._step.takes(plan, kv):
             return self._step(token_ids, kv, plan)
-        ops, eps = self._ops, self.config.rms_norm_eps
+        ops, eps = self.ops, self.config.rms_norm_eps
         layers = self.parameters.layers
         residual = self.parameters.embedding.rows(token_ids)
         x = ops.rms_norm(residual, layers[0].input_norm, eps)
@@ -73,8 +73,14 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.parameters.head(hidden, torch.float32)
 
+    def dense_layers(self) -> Iterator[Linear]:
+        """All of them, the vocabulary projection last."""
+        for layer in self.parameters.layers:
+            yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
+        yield self.parameters.head
+
     def _attention(self, layer: LayerForm, x: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        config, ops = self.config, self._ops
+        config, ops = self.config, self.ops
         sizes = [config.q_size, config.kv_size, config.kv_size]
         q, k, v = (part.view(len(x), -1, config.head_dim) for part in torch.split(layer.qkv(x), sizes, dim=1))
         if layer.q_norm is not None and layer.k_norm is not None:

@@ -48,10 +48,10 @@ class HFModel:
         self.dtype: torch.dtype = module.dtype
         self._module = module
         self._seat = seat
-        self._ops = ops
+        self.ops = ops
 
     def forward(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        self._seat.attention = PagedAttention(self._ops, kv, plan, self.dtype)
+        self._seat.attention = PagedAttention(self.ops, kv, plan, self.dtype)
         try:
             return _hidden(self._module, token_ids, plan.positions)
         finally:

@@ -53,6 +53,8 @@ class Kernels:
     def pack(self, parts: list[tuple[str, Tensor]], inputs: int, bias: Tensor | None) -> Packed: ...
     def lookup(self, packed: Packed, rows: Tensor, out: Tensor) -> None: ...
     def dense(self, packed: Packed, x: Tensor, out: Tensor) -> None: ...
+    def draw(self, logits: Tensor, how: list[tuple[float, float, int, float, int]], out: Tensor) -> None:
+        """how: of each row temperature, min_p, top_k (the vocabulary's size: off), top_p and the key of its noise."""
     def read(self, data: Tensor) -> None:
         """Read the tensor once with all threads: the machine's memory limit."""
     def multiply(self, rounds: int) -> int:
@@ -89,13 +91,6 @@ class Step:
         rotated: bool,
         window: int,
     ) -> None: ...
-    def run(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        block_table: Tensor,
-        total_len: Tensor,
-        kv: Tensor,
-        out: Tensor,
-    ) -> None: ...
+    def bind(self, positions: Tensor, slots: Tensor, block_table: Tensor, total_len: Tensor, kv: Tensor) -> None:
+        """The batch of the runs that follow; its arrays may be changed between them."""
+    def run(self, tokens: Tensor, out: Tensor) -> None: ...

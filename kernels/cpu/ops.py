@@ -10,10 +10,13 @@ import torch
 from kernels.cpu.dense import PackedLinear, plain_rows, whole_panels
 from kernels.cpu.extension import extension, instruction_set
 from kernels.cpu.step import CpuStep, record
-from kernels.ops import TorchLinear
+from kernels.draw import NoiseKeys
+from kernels.noise import row_key
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
+from kernels.shared import TorchLinear
 from kernels.step import DecoderForm, Linear, StoredRows
+from protocol.sampling import SamplingParams
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _UNIT = 16
@@ -124,6 +127,16 @@ class CpuOps:
         else:
             rest = self._prefill_part(plan)
             out[decodes:] = self._reference.paged_attention(q[decodes:], kv_layer, rest, scale, window)
+        return out
+
+    def draw(self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
+        count, vocab_size = logits.shape
+        rows = [
+            (p.temperature, p.min_p, p.top_k if 0 < p.top_k < vocab_size else vocab_size, p.top_p, row_key(seed, at))
+            for p, seed, at in zip(params, keys.seeds, keys.positions, strict=True)
+        ]
+        out = torch.empty(count, dtype=torch.int64)
+        self._kernels.draw(logits.contiguous(), rows, out)
         return out
 
     def _prefill(

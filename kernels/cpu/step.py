@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ class CpuStep:
         self._native = native
         self._layers, self._kv_heads, self._head_dim = len(form.layers), form.kv_heads, form.head_dim
         self._hidden = form.hidden
+        self._bound: tuple[torch.Tensor, ...] = ()
 
     def takes(self, plan: BatchPlan, kv: torch.Tensor) -> bool:
         width = vector_width(self._head_dim, kv.dtype)
@@ -37,8 +39,12 @@ class CpuStep:
         return decodes and kv.dtype in _POOL_DTYPES and kv.shape[1:] == shape and kv.is_contiguous()
 
     def __call__(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        arrays = (plan.positions, plan.slots, plan.block_table, plan.total_len, kv)
+        if not self._bound or not all(map(operator.is_, arrays, self._bound)):
+            self._native.bind(*arrays)
+            self._bound = arrays
         out = torch.empty(len(token_ids), self._hidden, dtype=torch.bfloat16)
-        self._native.run(token_ids, plan.positions, plan.slots, plan.block_table, plan.total_len, kv, out)
+        self._native.run(token_ids, out)
         return out
 
 

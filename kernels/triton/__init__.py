@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.ops import TorchDense
 from kernels.plan import BatchPlan
+from kernels.shared import TorchShared
 from kernels.triton import elementwise, rope
 from kernels.triton.decode import decode
 from kernels.triton.launch import Tile, decode_tile, kv_splits, prefill_tile
@@ -49,7 +49,7 @@ def plan_launch(plan: BatchPlan, shape: Shape, processors: int) -> Launch:
     return Launch(tile, splits, prefill_tile(max_rows, shape.dim, shape.element_bytes), max_rows)
 
 
-class TritonOps(TorchDense):
+class TritonOps(TorchShared):
     """Ops on Triton kernels, in float32, bfloat16 and float16 with float32 accumulation. Holds the last batch's
     launches; not thread-safe. `processors`: multiprocessors to fill, None: those of the device."""
 

@@ -149,7 +149,8 @@ def local_cluster(*args: str) -> Iterator[LocalCluster]:
 
 @contextmanager
 def streams_running(cluster: LocalCluster, model: str, count: int) -> Iterator[None]:
-    """Streams that decode is busy with, so that computing a prompt beside them costs more than shipping it."""
+    """Streams that decode is busy with: enough of them, and computing a prompt there costs more than shipping it, also
+    where a tiny model computes in a millisecond what takes two to hand over."""
     ending, started = threading.Event(), threading.Semaphore(0)
 
     def run(seed: int) -> None:

@@ -141,7 +141,7 @@ def test_local_and_disaggregated_answers_are_the_same(tiny: Path) -> None:
         local = [ask(cluster, prompt, temperature) for temperature in (0.0, 0.9)]
         cluster.settle()
     with local_cluster(*arguments) as cluster:
-        with streams_running(cluster, NAME, 3):
+        with streams_running(cluster, NAME, 8):
             shipped = [ask(cluster, prompt, temperature) for temperature in (0.0, 0.9)]
         assert value(scrape(cluster.url), "kvferry_placements_total", kind="remote") >= 1
         cluster.settle()
@@ -166,6 +166,12 @@ def test_what_cannot_be_invariant_is_refused(change: dict[str, str], words: str,
 def test_head_dims_of_no_whole_panel_are_refused(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "odd", **(SHAPE | {"head_dim": 16}))
     with pytest.raises(ConfigError, match="multiples of 32"):
+        assemble(WorkerSettings(model=str(path), dtype="bfloat16", batch_invariant=True, kv_blocks=20))
+
+
+def test_dense_layers_that_are_not_packed_are_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "odd", **(SHAPE | {"intermediate_size": 33}))
+    with pytest.raises(ConfigError, match="even number of inputs"):
         assemble(WorkerSettings(model=str(path), dtype="bfloat16", batch_invariant=True, kv_blocks=20))
 
 

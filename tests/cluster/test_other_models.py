@@ -42,7 +42,7 @@ def test_greedy_tokens_and_chat(name: str, tmp_path: Path) -> None:
                 model=name, prompt=list(prompt), max_tokens=16, temperature=0, extra_body=extra
             )
 
-        with streams_running(cluster, name, 3):
+        with streams_running(cluster, name, 8):
             for answer in wanted:
                 answer.check(ask(answer.prompt).choices[0].token_ids, "disaggregated")  # type: ignore[attr-defined]
         assert value(scrape(cluster.url), "kvferry_placements_total", kind="remote") >= 1

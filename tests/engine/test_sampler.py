@@ -1,5 +1,6 @@
 """The whole sampler: stages against a naive oracle, reproducibility, independence of the batch, distribution."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -8,12 +9,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.noise import gumbel
-from engine.sampler import Sampled, SampleRow, sample
+from engine.sampler import Sampled, SampleRow
+from engine.sampler import sample as sample_by
+from kernels.cpu import CpuOps, instruction_set
+from kernels.noise import gumbel
+from kernels.ops import Ops
+from kernels.reference import ReferenceOps
 from protocol.sampling import SamplingParams
 
 VOCAB = 40
 DRAWS = 4000
+
+
+@functools.cache
+def table() -> list[Ops]:
+    return [ReferenceOps(), CpuOps(2)] if instruction_set() else [ReferenceOps()]
+
+
+def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled]:
+    """What every row of the operations table that runs here answers."""
+    first, *others = [sample_by(logits.clone(), rows, ops) for ops in table()]
+    assert all(other == first for other in others)
+    return first
 
 
 def _logits(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
@@ -64,7 +81,7 @@ def _draws(logits: torch.Tensor, params: SamplingParams, count: int = DRAWS) -> 
     tokens: list[int] = []
     for seed in range(count // len(rows)):
         seeded = [replace(row, params=replace(params, seed=seed)) for row in rows]
-        tokens += [s.token_id for s in sample(logits.expand(len(rows), -1).clone(), seeded)]
+        tokens += [s.token_id for s in sample(logits.expand(len(rows), -1), seeded)]
     return tokens
 
 
@@ -99,7 +116,7 @@ sample_rows = st.builds(
 @settings(max_examples=150, deadline=None)
 def test_equals_the_oracle(rows, seed):
     logits = _logits(seed, len(rows))
-    got = [s.token_id for s in sample(logits.clone(), rows)]
+    got = [s.token_id for s in sample(logits, rows)]
     assert got == [_oracle_token(logits[i], row) for i, row in enumerate(rows)]
 
 
@@ -107,10 +124,10 @@ def test_equals_the_oracle(rows, seed):
 @settings(max_examples=60, deadline=None)
 def test_a_row_never_depends_on_the_others(rows, seed, random):
     logits = _logits(seed, len(rows))
-    together = sample(logits.clone(), rows)
+    together = sample(logits, rows)
     order = random.sample(range(len(rows)), len(rows))
     shuffled = sample(logits[order], [rows[i] for i in order])
-    alone = [sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
+    alone = [sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
     assert alone == together
     assert shuffled == [together[i] for i in order]
 
@@ -125,8 +142,8 @@ def test_independence_holds_at_real_vocabulary_size():
         SampleRow(SamplingParams(seed=5, top_p=0.9999, temperature=2.0), [1], 1),
         SampleRow(SamplingParams(seed=6, min_p=0.01, top_k=9_000, top_p=0.99), [1], 1),
     ]
-    together = sample(logits.clone(), rows)
-    assert [sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)] == together
+    together = sample(logits, rows)
+    assert [sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)] == together
 
 
 def test_all_greedy_is_the_argmax_and_ties_go_to_the_lowest_id():
@@ -141,15 +158,15 @@ def test_all_greedy_is_the_argmax_and_ties_go_to_the_lowest_id():
 def test_vanishing_temperature_is_greedy(temperature):
     logits = _logits(3)
     row = SampleRow(SamplingParams(temperature=temperature), [1], 1)
-    assert sample(logits.clone(), [row])[0].token_id == logits.argmax().item()
+    assert sample(logits, [row])[0].token_id == logits.argmax().item()
 
 
 def test_the_same_seed_and_position_draw_the_same_token():
     params = SamplingParams(seed=77)
     logits = _logits(1, 1, 5000)
-    first = sample(logits.clone(), [SampleRow(params, [5] * 40, 40)])
-    assert sample(logits.clone(), [SampleRow(params, (5,) * 40, 12)]) == first
-    later = {sample(logits.clone(), [SampleRow(params, [5] * n, 40)])[0].token_id for n in range(40, 60)}
+    first = sample(logits, [SampleRow(params, [5] * 40, 40)])
+    assert sample(logits, [SampleRow(params, (5,) * 40, 12)]) == first
+    later = {sample(logits, [SampleRow(params, [5] * n, 40)])[0].token_id for n in range(40, 60)}
     assert len(later) > 5
 
 
@@ -183,7 +200,7 @@ def test_min_tokens_holds_until_enough_outputs_exist():
     params = SamplingParams(temperature=0.0, min_tokens=3, eos_token_ids=(2,), stop_token_ids=(3,))
 
     def drawn(outputs: int, params: SamplingParams) -> int:
-        return sample(logits.clone(), [SampleRow(params, [9] * (4 + outputs), 4)])[0].token_id
+        return sample(logits, [SampleRow(params, [9] * (4 + outputs), 4)])[0].token_id
 
     assert [drawn(n, params) for n in range(5)] == [0, 0, 0, 2, 2]
     assert drawn(0, replace(params, ignore_eos=True)) == 2
@@ -196,7 +213,7 @@ def test_prompt_tokens_count_for_repetition_only():
 
     def drawn(**fields: float) -> int:
         row = SampleRow(SamplingParams(temperature=0.0, **fields), [4, 9], 1)
-        return sample(logits.clone(), [row])[0].token_id
+        return sample(logits, [row])[0].token_id
 
     assert drawn() == drawn(frequency_penalty=2.0) == drawn(presence_penalty=2.0) == 4
     assert drawn(repetition_penalty=1.5) == 5

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.sampler import SampleRow, sample, score_prompt
+from kernels.reference import ReferenceOps
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 
@@ -25,7 +26,7 @@ def test_logprobs_are_of_the_raw_distribution():
         SampleRow(SamplingParams(logprobs=0, logit_bias=((77, 100.0),), temperature=0.0), [1], 1),
         SampleRow(SamplingParams(logprobs=3, repetition_penalty=3.0, top_k=2, seed=9), list(range(200)), 100),
     ]
-    sampled = sample(logits.clone(), rows)
+    sampled = sample(logits.clone(), rows, ReferenceOps())
     assert [s.logprobs is None for s in sampled] == [False, True, False, False]
     assert sampled[2].token_id == 77
     for i, row in enumerate(rows):
@@ -61,7 +62,7 @@ def test_forbidden_tokens_keep_their_raw_logprob():
     logits = torch.zeros(1, 8)
     logits[0, 2] = 9.0
     row = SampleRow(SamplingParams(temperature=0.0, min_tokens=1, eos_token_ids=(2,), logprobs=1), [1], 1)
-    sampled = sample(logits, [row])[0]
+    sampled = sample(logits, [row], ReferenceOps())[0]
     assert sampled.token_id == 0
     assert sampled.logprobs is not None
     assert sampled.logprobs.rank == 2

@@ -170,3 +170,29 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
     plan, kv, _ = batch(PLAIN, [5])
     with pytest.raises(ValueError, match="vocabulary"):
         run(decoder(PLAIN, CpuOps(1)), plan, kv, torch.tensor([97]))
+
+
+def test_a_plan_whose_arrays_moved_on_is_read_anew() -> None:
+    """The planner advances the arrays of a batch in place: the step must not have kept what was in them."""
+    model = decoder(PLAIN, CpuOps(2))
+    plan, kv, tokens = batch(PLAIN, [30, 7])
+    following, _, _ = batch(PLAIN, [31, 8])
+    expected = run(decoder(PLAIN, CpuOps(2)), following, kv, tokens)[0]
+    with torch.inference_mode():
+        model.forward(tokens, kv.clone(), plan)
+        pool = kv.clone()
+        model.forward(tokens, pool, plan)
+        pool.copy_(kv)
+        for name in ("positions", "slots", "block_table", "total_len"):
+            getattr(plan, name).copy_(getattr(following, name))
+        assert torch.equal(model.forward(tokens, pool, plan), expected)
+
+
+def test_a_step_needs_the_result_and_tokens_of_its_batch() -> None:
+    model = decoder(PLAIN, CpuOps(1))
+    plan, kv, tokens = batch(PLAIN, [5, 9])
+    run(model, plan, kv, tokens)
+    assert model._step is not None
+    native = model._step._native  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="do not fit the batch"):
+        native.run(tokens[:1], torch.empty(1, PLAIN.hidden_size, dtype=torch.bfloat16))

@@ -2,6 +2,8 @@
 // all query heads that share it. Online softmax over tiles (Milakov and Gimelshein 2018).
 #pragma once
 
+#include <type_traits>
+
 #include "cache.h"
 #include "types.h"
 #include "vector.h"
@@ -11,25 +13,42 @@ namespace {
 
 constexpr int kColumns = kLanes == 16 ? 4 : 2;
 
-// Lane-wise products of q and k [dim], summed over groups of lanes.
+// Queries as they are multiplied: bfloat16 where the instruction set multiplies it with what is stored, else widened once.
+#if defined(__AVX512BF16__)
+constexpr bool kBf16Products = true;
+#else
+constexpr bool kBf16Products = false;
+#endif
 template <class T, class S>
-KVF_INLINE Floats dot(const T* q, const S* k, int64_t dim) {
-  Floats total{};
-  for (int64_t d = 0; d < dim; d += kLanes) total = total + load(q + d) * load(k + d);
-  return total;
+using Query = std::conditional_t<kBf16Products && std::is_same_v<T, bf16> && std::is_same_v<S, bf16>, bf16, float>;
+
+// total [Heads] = lane-wise products of each head's q (`dim` apart) and k [dim], summed over groups of lanes. k is read
+// once for all heads.
+template <int Heads, class S>
+KVF_INLINE void dots(const float* q, const S* k, int64_t dim, Floats (&total)[Heads]) {
+  for (int h = 0; h < Heads; ++h) total[h] = Floats{};
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    const Floats value = load(k + d);
+#pragma GCC unroll 4
+    for (int h = 0; h < Heads; ++h) total[h] = total[h] + load(q + h * dim + d) * value;
+  }
 }
 
-KVF_INLINE Floats dot(const bf16* q, const bf16* k, int64_t dim) {
-  Floats total{};
-  int64_t d = 0;
 #if defined(__AVX512BF16__)
-  for (; d + 32 <= dim; d += 32)
-    total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_loadu_si512(q + d),
-                                     (__m512bh)_mm512_loadu_si512(k + d));
-#endif
-  for (; d < dim; d += kLanes) total = total + load(q + d) * load(k + d);
-  return total;
+template <int Heads>
+KVF_INLINE void dots(const bf16* q, const bf16* k, int64_t dim, Floats (&total)[Heads]) {
+  for (int h = 0; h < Heads; ++h) total[h] = Floats{};
+  int64_t d = 0;
+  for (; d + 32 <= dim; d += 32) {
+    const auto value = (__m512bh)_mm512_loadu_si512(k + d);
+#pragma GCC unroll 4
+    for (int h = 0; h < Heads; ++h)
+      total[h] = (Floats)_mm512_dpbf16_ps((__m512)total[h], (__m512bh)_mm512_loadu_si512(q + h * dim + d), value);
+  }
+  for (; d < dim; d += kLanes)
+    for (int h = 0; h < Heads; ++h) total[h] = total[h] + load(q + h * dim + d) * load(k + d);
 }
+#endif
 
 // The scales of K and V [kTile] of a tile, 1 behind its positions.
 KVF_INLINE void read_scales(const Tile<int8_t>& tile, int64_t dim, float* k, float* v) {
@@ -41,25 +60,23 @@ KVF_INLINE void scale_all(float* values, const float* scales, int64_t count) {
   for (int64_t j = 0; j < count; j += kLanes) store(values + j, load(values + j) * load(scales + j));
 }
 
-// scores [kTile] = scale * q . k[j] of the tile's positions, -inf behind them, up to a whole vector. The rows of `ahead`
-// are fetched meanwhile: blocks lie apart, which no hardware prefetcher foresees.
-template <class T, class S, int Dim>
-KVF_INLINE void score_tile(const T* q, const Tile<S>& tile, const Tile<S>* ahead, int64_t dim, float scale,
-                           float* scores) {
+// scores [Heads][kTile] = scale * q[head] . k[j] of the tile's positions, -inf behind them, up to a whole vector. The
+// rows of `ahead` are fetched meanwhile: blocks lie apart, which no hardware prefetcher foresees.
+template <class Q, class S, int Dim, int Heads>
+inline __attribute__((noinline)) void score_heads(const Q* q, const Tile<S>& tile, const Tile<S>& ahead, int64_t dim,
+                                                  float scale, float* scores) {
   const int64_t width = Dim > 0 ? Dim : dim, count = tile.count;
-  const S* const* k = tile.k;
   for (int64_t j = 0; j < count; j += kLanes) {
-    if (ahead != nullptr)
-      for (int64_t i = j; i < j + kLanes && i < ahead->count; ++i) fetch(ahead->k[i], width);
-    Floats parts[kLanes];
-    if (j + kLanes <= count) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) parts[i] = dot(q, k[j + i], width);
-      store(scores + j, sums(parts) * scale);
-    } else {
-      for (int i = 0; i < kLanes; ++i) parts[i] = j + i < count ? dot(q, k[j + i], width) : Floats{};
-      store(scores + j, sums(parts) * scale);
-      for (int64_t i = count; i < j + kLanes; ++i) scores[i] = -__builtin_inff();
+    for (int64_t i = j; i < j + kLanes && i < ahead.count; ++i) fetch(ahead.k[i], width);
+    Floats parts[Heads][kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      Floats total[Heads]{};
+      if (j + i < count) dots<Heads>(q, tile.k[j + i], width, total);
+      for (int h = 0; h < Heads; ++h) parts[h][i] = total[h];
+    }
+    for (int h = 0; h < Heads; ++h) {
+      store(scores + h * kTile + j, sums(parts[h]) * scale);
+      for (int64_t i = count; i < j + kLanes; ++i) scores[h * kTile + i] = -__builtin_inff();
     }
   }
 }
@@ -112,6 +129,7 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
   alignas(64) float k_scales[kTile], v_scales[kTile];
   alignas(64) float weights[4 * kTile];
   alignas(64) float total[4 * kMaxDim];
+  alignas(64) Query<T, S> queries[4 * kMaxDim];
   for (int64_t first = 0; first < group; first += 4) {
     const int64_t heads = group - first < 4 ? group - first : 4;
     float highest[4], weight[4];
@@ -119,7 +137,10 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
       highest[h] = -__builtin_inff();
       weight[h] = 0;
     }
-    for (int64_t i = 0; i < heads * dim; i += kLanes) store(total + i, Floats{});
+    for (int64_t i = 0; i < heads * dim; i += kLanes) {
+      store(total + i, Floats{});
+      store(queries + i, load(q + first * dim + i));
+    }
     Tile<S>*tile = tiles, *ahead = tiles + 1;
     tile->find(kv, span.head, span.table, span.begin, span.end);
     for (int64_t at = span.begin; at < span.end; at += kTile) {
@@ -130,9 +151,14 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
       else
         ahead->count = 0;
       if constexpr (kScaled) read_scales(*tile, dim, k_scales, v_scales);
+      switch (heads) {
+        case 1: score_heads<Query<T, S>, S, Dim, 1>(queries, *tile, *ahead, dim, scale, weights); break;
+        case 2: score_heads<Query<T, S>, S, Dim, 2>(queries, *tile, *ahead, dim, scale, weights); break;
+        case 3: score_heads<Query<T, S>, S, Dim, 3>(queries, *tile, *ahead, dim, scale, weights); break;
+        default: score_heads<Query<T, S>, S, Dim, 4>(queries, *tile, *ahead, dim, scale, weights);
+      }
       for (int64_t h = 0; h < heads; ++h) {
         float* scores = weights + h * kTile;
-        score_tile<T, S, Dim>(q + (first + h) * dim, *tile, h == 0 ? ahead : nullptr, dim, scale, scores);
         if constexpr (kScaled) scale_all(scores, k_scales, tile->count);
         Floats top = load(scores);
         for (int64_t j = kLanes; j < tile->count; j += kLanes) top = larger(top, load(scores + j));

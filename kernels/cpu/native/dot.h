@@ -88,14 +88,6 @@ KVF_INLINE Words splat_word(const int8_t* four) {
   return Words{} + bits;
 }
 
-KVF_INLINE Floats to_floats(Ints value) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_cvtepi32_ps((__m512i)value);
-#else
-  return __builtin_convertvector(value, Floats);
-#endif
-}
-
 // kLanes float16 values.
 KVF_INLINE Floats load_half(const uint8_t* from) {
 #if defined(__AVX512F__)

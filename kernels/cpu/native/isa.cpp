@@ -2,6 +2,7 @@
 // is local to this translation unit: code for a newer processor must never be merged into what older ones run.
 #include "decode.h"
 #include "dense.h"
+#include "draw.h"
 #include "elementwise.h"
 #include "lookup.h"
 #include "peak.h"
@@ -29,6 +30,7 @@ const Kernels KVF_JOIN(kernels_, KVFERRY_ISA) = {
     run_lookup,
     run_prefill,
     run_step,
+    run_draw,
     run_read,
     run_multiply,
     kRoundWork,

@@ -4,10 +4,12 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <memory>
+#include <tuple>
 #include <utility>
 
 #include "arrays.h"
@@ -179,6 +181,24 @@ class NativeKernels {
     const int kind = kind_of(out);
     DenseTask task{packed.dense, x.data(), whole(out, kind, 2), memory, rows, x.stride(0)};
     run(table_->dense[kind], &task, packed.dense.in * packed.dense.out, kSmall);
+  }
+
+  // how: (temperature, min_p, top_k, top_p, key) of each row.
+  void draw(Array logits, const std::vector<std::tuple<float, float, int64_t, float, uint64_t>>& how, Array out) {
+    DrawTask task{};
+    task.logits = static_cast<const float*>(whole(logits, 0, 2));
+    task.out = const_cast<int64_t*>(typed<int64_t>(out, 1));
+    task.rows = static_cast<int64_t>(logits.shape(0)), task.vocab = static_cast<int64_t>(logits.shape(1));
+    require(task.vocab > 0 && static_cast<int64_t>(how.size()) == task.rows && elements(out) == task.rows,
+            "parameters and results are one per row of logits");
+    std::vector<DrawRow> rows;
+    for (const auto& [temperature, min_p, top_k, top_p, key] : how) {
+      require(temperature > 0 && top_k > 0, "temperature and top_k must be positive");
+      rows.push_back({temperature, min_p, top_p, top_k, key});
+    }
+    task.how = rows.data();
+    task.memory = reinterpret_cast<float*>(aligned_bytes(threads() * 2 * draw_floats(task.vocab) * sizeof(float)));
+    run(table_->draw, &task, task.rows > 1 ? elements(logits) : 0, kSmall);
   }
 
   // Reads the tensor's memory once with all threads.

@@ -33,6 +33,7 @@ NB_MODULE(_native, m) {
       .def("pack", &NativeKernels::pack, "parts"_a, "inputs"_a, "bias"_a.none())
       .def("lookup", &NativeKernels::lookup)
       .def("dense", &NativeKernels::dense)
+      .def("draw", &NativeKernels::draw)
       .def("read", &NativeKernels::read)
       .def("multiply", &NativeKernels::multiply);
   nb::class_<NativeStep>(m, "Step")
@@ -40,6 +41,7 @@ NB_MODULE(_native, m) {
                     int64_t, float, float, bool, int64_t>())
       .def("add_layer", &NativeStep::add_layer, "input_norm"_a, "q_norm"_a.none(), "k_norm"_a.none(), "post_norm"_a,
            "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "rotated"_a, "window"_a)
+      .def("bind", &NativeStep::bind)
       .def("run", &NativeStep::run)
       .def_prop_ro("max_rows", &NativeStep::max_rows);
 }

@@ -18,16 +18,20 @@ constexpr int kCodeRows = 4;
 constexpr int kCodeRows = 2;
 #endif
 
-// Rows of x of `in` inputs (a multiple of 32): codes [rows][in], scales [rows][in / 32], sums of 16 codes [rows][in / 16].
+// Rows of x of `in` inputs (a multiple of 32): codes [rows][in]; of each run of 32 its scale, the sum of its codes and
+// scale * sum [rows][in / 32]; of each half of a run the sum [rows][in / 16].
 struct Quantised {
   int8_t* codes;
   float* scales;
+  float* weighed_sums;
   int32_t* sums;
+  int32_t* half_sums;
   int64_t in;
 
   Quantised(uint8_t* memory, int64_t rows, int64_t width)
       : codes(reinterpret_cast<int8_t*>(memory)), scales(reinterpret_cast<float*>(memory + rows * width)),
-        sums(reinterpret_cast<int32_t*>(memory + rows * width + rows * width / kRun * 4)), in(width) {}
+        weighed_sums(scales + rows * width / kRun), sums(reinterpret_cast<int32_t*>(weighed_sums + rows * width / kRun)),
+        half_sums(sums + rows * width / kRun), in(width) {}
 
   void quantise(int64_t row, const bf16* x) const {
     for (int64_t at = 0; at < in; at += kRun) {
@@ -37,7 +41,7 @@ struct Quantised {
         top = larger(top, larger(value, -value));
       }
       const float peak = largest(top), inverse = peak > 0 ? 127.0f / peak : 0.0f;
-      scales[(row * in + at) / kRun] = peak / 127.0f;
+      int32_t both = 0;
       for (int64_t half = at; half < at + kRun; half += kHalfRun) {
         Ints total{};
         for (int64_t i = half; i < half + kHalfRun; i += kLanes) {
@@ -49,8 +53,13 @@ struct Quantised {
         int32_t lanes[kLanes], sum = 0;
         std::memcpy(lanes, &total, sizeof lanes);
         for (int i = 0; i < kLanes; ++i) sum += lanes[i];
-        sums[(row * in + half) / kHalfRun] = sum;
+        half_sums[(row * in + half) / kHalfRun] = sum;
+        both += sum;
       }
+      const int64_t run = (row * in + at) / kRun;
+      scales[run] = peak / 127.0f;
+      sums[run] = both;
+      weighed_sums[run] = scales[run] * static_cast<float>(both);
     }
   }
 
@@ -98,8 +107,8 @@ KVF_INLINE void group_sums(const Quantised& x, int64_t row, const uint8_t* group
   for (int r = 0; r < Rows; ++r) {
     Ints start{};
     if constexpr (kOff > 0) {
-      const int32_t* of = x.sums + (row + r) * (x.in / kHalfRun) + index * (C::group / kHalfRun);
-      start = start - kOff * (C::group == kRun ? of[0] + of[1] : of[0]);
+      const int32_t* of = C::group == kRun ? x.sums : x.half_sums;
+      start = start - (Ints{} + of[(row + r) * (x.in / C::group) + index]) * kOff;
     }
     sums[r][0] = sums[r][1] = start;
   }
@@ -149,12 +158,9 @@ inline __attribute__((noinline)) void code_tile(const Quantised& x, int64_t row,
         if constexpr (C::minimum) minimum = load_half(group + C::minima + 2 * at);
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) {
-          const float unit = x.scales[((row + r) * x.in + index * C::group) / kRun];
-          Floats total = load(out + r * kPanel + at) + to_floats(sums[r][half]) * (scale * unit);
-          if constexpr (C::minimum) {
-            const int32_t* of = x.sums + ((row + r) * x.in + index * C::group) / kHalfRun;
-            total = total + minimum * (unit * static_cast<float>(of[0] + of[1]));
-          }
+          const int64_t run = ((row + r) * x.in + index * C::group) / kRun;
+          Floats total = load(out + r * kPanel + at) + to_floats(sums[r][half]) * (scale * x.scales[run]);
+          if constexpr (C::minimum) total = total + minimum * x.weighed_sums[run];
           store(out + r * kPanel + at, total);
         }
       }

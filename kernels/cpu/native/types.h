@@ -88,7 +88,7 @@ struct DecodeTask {
 
 // Activations are quantised in runs of kRun inputs; their codes are summed in halves of those.
 constexpr int64_t kRun = 32, kHalfRun = 16;
-inline int64_t quantised_bytes(int64_t rows, int64_t in) { return rows * (in + in / kRun * 4 + in / kHalfRun * 4); }
+inline int64_t quantised_bytes(int64_t rows, int64_t in) { return rows * (in + in / kRun * 12 + in / kHalfRun * 4); }
 
 // y [rows, out] = the dense layer of x [rows, in]. memory: for the quantised rows of x, or null.
 struct DenseTask {
@@ -171,6 +171,25 @@ inline int64_t token_memory(int64_t group, int64_t dim) {
   return packed_bytes(kPrefillBlock, dim) + rows_memory(group, dim);
 }
 
+// How a row's token is drawn: kernels.draw's parameters in float32, and the key of its noise. top_k: 1 or more.
+struct DrawRow {
+  float temperature, min_p, top_p;
+  int64_t top_k;
+  uint64_t key;
+};
+
+// out [rows] = token ids drawn from logits [rows, vocab]. memory: 2 * draw_floats(vocab) of each thread.
+struct DrawTask {
+  const float* logits;
+  const DrawRow* how;
+  int64_t* out;
+  float* memory;
+  int64_t rows, vocab;
+};
+
+// A vocabulary in whole vectors of any width, four by four.
+inline int64_t draw_floats(int64_t vocab) { return (vocab + 63) / 64 * 64; }
+
 struct StepLayer {
   const void *input_norm, *post_norm, *q_norm, *k_norm;
   Dense qkv, o, gate_up, down;
@@ -224,6 +243,7 @@ struct Kernels {
   Team::Function rms_norm[2], silu_mul[2], rope_and_cache[2], decode[2];  // float32, bfloat16
   Team::Function dense[2];                                                // the result: float32, bfloat16
   Team::Function decode_blocks, lookup, prefill, step;                    // bfloat16
+  Team::Function draw;                                                    // float32
   Team::Function read, multiply;                                          // the machine's limits
   int64_t round_work;  // floating point operations of one round of multiply on one thread
 };

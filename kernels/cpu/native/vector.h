@@ -130,6 +130,56 @@ KVF_INLINE float sum(Floats value) {
 #endif
 }
 
+KVF_INLINE Floats to_floats(Ints value) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps((__m512i)value);
+#else
+  return __builtin_convertvector(value, Floats);
+#endif
+}
+
+// Whether some lane of a comparison holds.
+KVF_INLINE bool any(Ints mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+  return (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
+#endif
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// For each mask of 8 lanes: the indices of those it holds, a byte each.
+struct PackedLanes {
+  uint64_t of[256] = {};
+  constexpr PackedLanes() {
+    for (int mask = 0; mask < 256; ++mask)
+      for (int lane = 0, at = 0; lane < 8; ++lane)
+        if (mask >> lane & 1) of[mask] |= static_cast<uint64_t>(lane) << (8 * at++);
+  }
+};
+constexpr PackedLanes kPackedLanes;
+#endif
+
+// Stores the lanes of a comparison that hold, next to each other, and returns how many; writes kLanes floats.
+KVF_INLINE int store_packed(float* to, Floats value, Ints mask) {
+#if defined(__AVX512F__)
+  const __mmask16 bits = _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(bits, (__m512)value));
+  return __builtin_popcount(bits);
+#elif defined(__AVX2__)
+  const int bits = _mm256_movemask_ps((__m256)mask);
+  const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)&kPackedLanes.of[bits]));
+  _mm256_storeu_ps(to, _mm256_permutevar8x32_ps((__m256)value, lanes));
+  return __builtin_popcount(bits);
+#else
+  int count = 0;
+  for (int i = 0; i < kLanes; count -= mask[i++]) to[count] = value[i];
+  return count;
+#endif
+}
+
 KVF_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 KVF_INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 

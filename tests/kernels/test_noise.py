@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.noise import gumbel, gumbel_at, host_gumbel, host_uniform, host_winner, random_bits, row_key
+from kernels.noise import gumbel, gumbel_at, random_bits, row_key
 
 EULER = 0.5772156649015329
 KOLMOGOROV_99_9 = 1.95
@@ -53,22 +53,6 @@ def test_rows_and_gathered_indices_agree_bit_for_bit():
         assert torch.equal(gumbel([seeds[row]], [positions[row]], 1001, "cpu")[0], whole[row])
     index = torch.randint(0, 1001, (3, 17), generator=torch.Generator().manual_seed(0))
     assert torch.equal(gumbel_at(seeds, positions, index), whole.gather(1, index))
-
-
-def test_the_host_makes_the_same_noise():
-    index = np.arange(50_000, dtype=np.uint32)
-    for seed, position in ((42, 7), (-5, 0), (2**63 - 1, 100_000)):
-        expected = gumbel([seed], [position], len(index), "cpu")[0].numpy()
-        np.testing.assert_allclose(host_gumbel(host_uniform(seed, position, index)), expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 30.0])
-def test_the_hosts_winner_is_the_largest_sum(spread):
-    ids = np.arange(20_000, dtype=np.uint32)
-    values = np.random.default_rng(3).normal(0, spread, len(ids)).astype(np.float32)
-    for position in range(50):
-        total = gumbel([9], [position], len(ids), "cpu")[0].numpy() + values
-        assert total[host_winner(9, position, ids, values)] >= total.max() - 1e-5
 
 
 def test_gumbel_distribution():

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 _MASK64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0x21F0AAAD, 0x735A2D97)
-_SLACK = np.float32(1e-3)
-"""More than the rounding of a logit and its noise."""
 
 
 def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device | str) -> torch.Tensor:
@@ -33,48 +30,6 @@ def gumbel_at(seeds: Sequence[int], positions: Sequence[int], index: torch.Tenso
     # 31 bits keep full relative precision near zero, the end that becomes large noise and makes rare tokens win.
     uniform = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
-
-
-def host_uniform(seed: int, position: int, index: np.ndarray) -> np.ndarray:
-    """What NumPy makes on the calling thread of one row's bits at vocabulary indices, uint32 [k]: float32 like them,
-    from 2 ** -32 to 1 - 2 ** -24. Small ones make large noise."""
-    key = row_key(seed, position)
-    low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
-    first, second = map(np.uint32, _MULTIPLIERS)
-    bits = index ^ low
-    bits ^= bits >> 16
-    bits *= first
-    bits ^= bits >> 15
-    bits += high
-    bits *= second
-    bits ^= bits >> 15
-    bits ^= high
-    bits *= first
-    bits ^= bits >> 16
-    bits &= np.uint32(0x7FFFFFFF)
-    uniform = bits.astype(np.float32)
-    uniform += np.float32(0.5)
-    uniform *= np.float32(2.0**-31)
-    return np.minimum(uniform, np.float32(1 - 2.0**-24), out=uniform)
-
-
-def host_gumbel(uniform: np.ndarray) -> np.ndarray:
-    """The noise of `gumbel` from such numbers."""
-    noise: np.ndarray = -np.log(-np.log1p(-uniform))
-    return noise
-
-
-def host_winner(seed: int, position: int, ids: np.ndarray, values: np.ndarray) -> int:
-    """Which of `ids` (uint32 [k]) has the largest of `values` (float32 [k]) plus noise. The exact noise is computed for
-    those alone that could win: -log(u) is never below it, and nearly equals it where it is large."""
-    uniform = host_uniform(seed, position, ids)
-    most = values - np.log(uniform)
-    favourite = most.argmax(keepdims=True)
-    least = values[favourite] + host_gumbel(uniform[favourite])
-    able = np.flatnonzero(most >= least - _SLACK)
-    if len(able) == 0:
-        return int(ids[favourite[0]])
-    return int(ids[able[(values[able] + host_gumbel(uniform[able])).argmax()]])
 
 
 def random_bits(seeds: Sequence[int], positions: Sequence[int], index: torch.Tensor) -> torch.Tensor:

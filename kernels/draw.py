@@ -1,4 +1,4 @@
-"""Drawing a token from scaled logits: min_p, top_k and top_p choose the candidates, Gumbel noise the winner.
+"""Drawing a token from logits: min_p, top_k and top_p choose the candidates, Gumbel noise the winner.
 
 What is kept depends on values alone, so ties at a boundary are kept together and no device's sort order matters.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from engine.candidates import drawable
-from engine.noise import gumbel, gumbel_at, host_winner
+from kernels.noise import gumbel, gumbel_at
 from protocol.sampling import SamplingParams
 
 _BOUNDS = (256, 4096)
@@ -31,23 +29,9 @@ class NoiseKeys:
 
 
 def draw(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
-    """Token ids int64 [n] drawn from float32 logits [n, vocab], which are already scaled by temperature and may be
-    overwritten. A token is drawn with the probability that softmax gives it among those that row keeps."""
-    if logits.device.type != "cpu":
-        return _draw_on_device(logits, params, keys)
-    rows = zip(logits.numpy(), params, keys.seeds, keys.positions, strict=True)
-    return torch.tensor([_draw_on_host(row, p, seed, position) for row, p, seed, position in rows])
-
-
-def _draw_on_host(row: np.ndarray, params: SamplingParams, seed: int, position: int) -> int:
-    """By NumPy on the calling thread: waking PyTorch's threads for a row costs more than the row, and far more when
-    other processes want their cores."""
-    ids, values = drawable(row, params)
-    return host_winner(seed, position, ids, values)
-
-
-def _draw_on_device(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
-    """All rows at once, so that nothing waits for the device but the check whether enough tokens were ranked."""
+    """`Ops.draw` in PyTorch, all rows at once, so that nothing waits for the device but the check whether enough tokens
+    were ranked."""
+    logits /= torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
     if any(p.min_p > 0.0 for p in params):
         _mask_min_p(logits, params)
     cut = [i for i, p in enumerate(params) if _truncates(p, logits.shape[1])]
@@ -59,15 +43,6 @@ def _draw_on_device(logits: torch.Tensor, params: Sequence[SamplingParams], keys
     if whole:
         drawn[whole] = _argmax_with_noise(logits[whole], keys.pick(whole))
     return drawn
-
-
-def scale(logits: torch.Tensor, temperatures: Sequence[float]) -> None:
-    """Divide each row by its temperature, in place."""
-    divisors = torch.tensor(temperatures, device=logits.device)[:, None]
-    if logits.device.type == "cpu":
-        np.divide(logits.numpy(), divisors.numpy(), out=logits.numpy())
-    else:
-        logits /= divisors
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,43 @@
+"""What rows of the operations table share that have nothing of their own: dense layers and drawing by PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kernels.draw import NoiseKeys, draw
+from kernels.step import DecoderForm, Linear, Step, StoredRows
+from protocol.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLinear:
+    """A `Linear` by PyTorch."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias).to(dtype or x.dtype)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class TorchShared:
+    """Dense layers and drawing by PyTorch, for rows of the table without their own."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return TorchLinear(weight, bias)
+
+    def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
+        return None
+
+    def record(self, form: DecoderForm) -> Step | None:
+        return None
+
+    def draw(self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
+        return draw(logits, params, keys)
