@@ -15,6 +15,7 @@ STREAMS = (1, 8, 32)
 PROMPT, STEPS = 48, 40
 KINDS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=STEPS + 8, ignore_eos=True),
+    "temperature": SamplingParams(temperature=1.0, seed=1, max_tokens=STEPS + 8, ignore_eos=True),
     "top_p 0.95": SamplingParams(temperature=0.7, top_p=0.95, seed=1, max_tokens=STEPS + 8, ignore_eos=True),
 }
 
@@ -51,7 +52,7 @@ def bench_overhead(engine: Engine) -> None:
             for kind, params in KINDS.items():
                 whole, rest = decode(engine, timed, streams, params)
                 print(
-                    f"step of {streams:2} streams, {kind:10} {whole * 1e3:9.3f} ms, of which outside the model "
+                    f"step of {streams:2} streams, {kind:11} {whole * 1e3:9.3f} ms, of which outside the model "
                     f"{rest * 1e3:7.3f} ms ({100 * rest / whole:4.1f} %)",
                     flush=True,
                 )
