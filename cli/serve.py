@@ -11,6 +11,7 @@ import logging
 import shlex
 import signal
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ DRAIN_S = 2.0
 PREFILL_NICENESS = 5
 """Prefill and decode processes share the cores: while a prompt is computed, running streams keep three quarters of them
 and flow on."""
+ALL_NODES_S = 10.0
+"""How long the ready line waits for the router to see all nodes, which polls for them twice a second or more often."""
 
 Settings = TypeVar("Settings", bound=CommonSettings)
 Program = Callable[[str], Sequence[str]]
@@ -126,7 +129,7 @@ async def _live(supervisor: Supervisor, settings: ServeSettings, program: Progra
     await supervisor.ready(children)
     url = children[0].url
     assert url is not None
-    model = await _until_router_serves(url, settings.api_key)
+    model = await _until_router_serves(url, settings)
     progress.close()
     print(ready_line(_dialable(settings), model, settings.api_key), flush=True)
     await asyncio.Event().wait()
@@ -155,9 +158,12 @@ async def _until_redis_answers(port: int, tries: int = 100) -> None:
     raise ConfigError("the embedded Valkey does not answer; give --redis-url")
 
 
-async def _until_router_serves(url: str, api_key: str) -> str:
-    """Wait until the router could place a request. Returns the name of the model it serves."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+async def _until_router_serves(url: str, settings: ServeSettings) -> str:
+    """Wait until the router would place requests on every node, or, where it cannot (in a registry shared with larger
+    clusters), on any. Returns the name of the model it serves."""
+    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    wanted = {"prefill": settings.prefill, "decode": settings.decode}
+    enough = time.monotonic() + ALL_NODES_S
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def get(path: str) -> bytes:
@@ -166,8 +172,9 @@ async def _until_router_serves(url: str, api_key: str) -> str:
 
     while True:
         try:
-            await asyncio.to_thread(get, "/ready")
-            return str(json.loads(await asyncio.to_thread(get, "/v1/models"))["data"][0]["id"])
+            nodes = json.loads(await asyncio.to_thread(get, "/ready"))["nodes"]
+            if all(nodes[role] >= count for role, count in wanted.items()) or time.monotonic() > enough:
+                return str(json.loads(await asyncio.to_thread(get, "/v1/models"))["data"][0]["id"])
         except (OSError, http.client.HTTPException) as error:
             log.debug("the router does not answer yet: %s", error)
         await asyncio.sleep(0.1)

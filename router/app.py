@@ -94,8 +94,10 @@ def _add_operations(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        is_ready = serving.cluster.ready()
-        return _json({"status": "ready" if is_ready else "no node can serve yet"}, 200 if is_ready else 503)
+        nodes = serving.cluster.ready()
+        if not nodes["decode"]:
+            return _json({"status": "no node can serve yet", "nodes": nodes}, 503)
+        return _json({"status": "ready", "nodes": nodes})
 
     @app.get("/metrics")
     async def metrics() -> Response:

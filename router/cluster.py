@@ -73,8 +73,8 @@ class RouterCluster:
     def info(self) -> ClusterInfo | None:
         return self._info
 
-    def ready(self) -> bool:
-        return bool(self.fleet.decodes())
+    def ready(self) -> dict[str, int]:
+        return {"prefill": len(self.fleet.prefills()), "decode": len(self.fleet.decodes())}
 
     def start(self, spec: RequestSpec) -> RouterJourney:
         """The work begins with the first iteration; what is refused here is what no node could take now."""

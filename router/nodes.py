@@ -32,6 +32,10 @@ class NodeSource(Protocol):
         """Every node with a live lease. Raises when the registry cannot be reached."""
 
 
+STARTING_S = 2.0
+"""After the first node appeared, others are expected."""
+
+
 def node_key(lease: NodeLease) -> NodeKey:
     return (lease.node_id, lease.epoch)
 
@@ -60,7 +64,7 @@ class NodeTable:
         self._task: asyncio.Task[None] | None = None
         self._up = False
         self._answered_at = clock()
-        self._believe_absence_at = 0.0
+        self._believe_absence_at = self._first_seen_at = 0.0
         self._empty = True
 
     async def start(self) -> None:
@@ -133,14 +137,16 @@ class NodeTable:
         self._take(leases)
 
     async def _poll(self) -> None:
-        """More often while there is no node: a cluster that starts waits for this."""
+        """More often until the first nodes are there: a cluster that starts waits for this."""
         while True:
-            await asyncio.sleep(self._poll_s if self._nodes else self._poll_s / 5)
+            starting = not self._nodes or self._clock() - self._first_seen_at < STARTING_S
+            await asyncio.sleep(self._poll_s / 5 if starting else self._poll_s)
             await self.refresh()
 
     def _take(self, leases: list[NodeLease]) -> None:
         before = {key: lease.state for key, lease in self._nodes.items()}
         if leases:
+            self._first_seen_at = self._clock() if self._empty else self._first_seen_at
             self._empty = False
         elif not self._empty:
             self._empty = True

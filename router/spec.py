@@ -78,8 +78,8 @@ class Cluster(Protocol):
     def info(self) -> ClusterInfo | None:
         """None until a node that can decode (or any at all, for max_tokens=1) has been seen."""
 
-    def ready(self) -> bool:
-        """Whether a request could be placed now."""
+    def ready(self) -> dict[str, int]:
+        """Nodes of each role that could take a request now. One can be placed as soon as there is a decode node."""
 
     def start(self, spec: RequestSpec) -> Journey:
         """Begin a request. Raises NoNodes or Overloaded at once when it cannot be placed."""

@@ -5,6 +5,7 @@ Behaviour comes from files in the directory named by FAKE_DIR: `NAME.mode` holds
     refuse            one line as the command writes it, exit status 2
     crash             exit status 3 at once
     stubborn          like serve, but SIGTERM and SIGINT are ignored
+    unaware           a router that does not see the prefill nodes until there is a file `prefill.seen`
 Each start appends its pid to `NAME.pids`, and its arguments and KVFERRY_* variables to `NAME.argv`.
 """
 
@@ -18,8 +19,12 @@ from pathlib import Path
 
 
 class Router(http.server.BaseHTTPRequestHandler):
+    folder, mode = Path(), ""
+
     def do_GET(self) -> None:
-        body = json.dumps({"data": [{"id": "fake-model"}]}).encode()
+        sees = self.mode != "unaware" or (self.folder / "prefill.seen").exists()
+        nodes = {"prefill": 9 if sees else 0, "decode": 9}
+        body = json.dumps({"data": [{"id": "fake-model"}], "nodes": nodes}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -54,6 +59,7 @@ def main() -> None:
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Router.folder, Router.mode = folder, mode
     print(f"{name} says hello", flush=True)
     report(status="loading", progress=0.5)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", int(value("--port") or 0)), Router)

@@ -207,6 +207,17 @@ def test_mistakes_are_one_line_and_status_2_before_anything_starts(tmp_path):
                 cluster.gone()
 
 
+def test_ready_is_said_when_the_router_sees_every_node(start, tmp_path):
+    """A prompt that comes a moment earlier would be computed on decode, as if there were no prefill node."""
+    (tmp_path / "router.mode").write_text("unaware")
+    cluster = start()
+    eventually(lambda: "prefill-0: ready" in cluster.stderr and "decode-0: ready" in cluster.stderr, 20)
+    time.sleep(0.5)
+    assert not cluster.stdout
+    (tmp_path / "prefill.seen").touch()
+    cluster.until_ready()
+
+
 def test_children_get_only_what_differs_from_their_defaults():
     settings = ServeSettings(
         redis_url="redis://127.0.0.1:1/0", prefill=1, decode=2, port=8123, host="0.0.0.0", threads=3, kv_blocks=9

@@ -70,8 +70,8 @@ class FakeCluster:
     def info(self) -> ClusterInfo:
         return ClusterInfo("demo", self.max_model_len, 16, "f" * 32)
 
-    def ready(self) -> bool:
-        return self.is_ready
+    def ready(self) -> dict[str, int]:
+        return {"prefill": 0, "decode": int(self.is_ready)}
 
     def start(self, spec: RequestSpec) -> FakeJourney:
         if self.refusal is not None:

@@ -31,7 +31,8 @@ async def wait_for(condition, seconds: float = 2.0) -> float:
 async def test_operations() -> None:
     api = Api(FakeCluster(says("x")))
     assert (await api.http.get("/health")).json() == {"status": "ok"}
-    assert (await api.http.get("/ready")).status_code == 200
+    ready = await api.http.get("/ready")
+    assert (ready.status_code, ready.json()) == (200, {"status": "ready", "nodes": {"prefill": 0, "decode": 1}})
     api.cluster.is_ready = False
     assert (await api.http.get("/ready")).status_code == 503
     assert (await api.http.get("/health")).status_code == 200

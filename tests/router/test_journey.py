@@ -155,7 +155,7 @@ async def test_registry_away() -> None:
 
 async def test_nothing_can_be_placed() -> None:
     async with Bench([prefill()]) as bench:
-        assert not bench.cluster.ready()
+        assert not bench.cluster.ready()["decode"]
         with pytest.raises(NoNodes):
             bench.start(4)
 
@@ -185,4 +185,4 @@ async def test_info_and_ready() -> None:
     async with Bench([prefill(), decode(changes={"max_model_len": 2048})]) as bench:
         info = bench.cluster.info()
         assert (info.model, info.max_model_len, info.block_size, info.fingerprint) == ("m", 2048, BLOCK, "fp")
-        assert bench.cluster.ready()
+        assert bench.cluster.ready() == {"prefill": 1, "decode": 1}
