@@ -1,5 +1,6 @@
 # make serve     install what is missing and run a whole local cluster; flags: make serve ARGS="--port 8123 --prefill 2"
 # make test      linters, then all tests; arguments of pytest: make test PYTEST_ARGS="-k router"
+# make test-avx512  the CPU kernels' tests with AVX-512, BF16 and VNNI emulated, on a processor without them
 # make lint      format, style and types only
 # make bench     measure kvferry and every installed peer, interleaved: make bench ARGS="--vllm-python /venv/bin/python"
 # make bench-accuracy  perplexity and greedy agreement of each weight format against transformers in float32
@@ -22,10 +23,12 @@ EXTRA  ?= worker
 
 BIN    := $(VENV)/bin
 UV     := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --reinstall-package kvferry
+EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.py kernels/test_cpu_quantised.py \
+  kernels/test_cpu_step.py kernels/test_int8_cache.py kernels/test_batch_invariance.py kernels/test_draw.py engine/test_models_packed.py)
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint bench bench-accuracy bench-cpu bench-gpu clean FORCE
+.PHONY: help serve test test-avx512 lint bench bench-accuracy bench-cpu bench-gpu clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -36,6 +39,14 @@ serve: $(VENV)/worker.done $(VENV)/model.done
 
 test: lint $(VENV)/model.done
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# An environment that holds the emulated build and sees all else of the first one but its editable kvferry.
+test-avx512: $(VENV)/test.done
+	$(PYTHON) -m venv --without-pip $(VENV)/avx512
+	$(BIN)/python -c 'import sysconfig as s; print(s.get_path("purelib"))' > "$$(echo $(VENV)/avx512/lib/*/site-packages)/others.pth"
+	$(BIN)/uv pip install --quiet --no-deps --reinstall-package kvferry --python $(VENV)/avx512/bin/python \
+	  -C cmake.define.KVFERRY_EMULATED=$(CURDIR)/tests/kernels/avx512.h .
+	$(VENV)/avx512/bin/python -P -m pytest -k "avx512 or packed" $(EMULATED_TESTS)
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff format --check .

@@ -28,9 +28,9 @@ void run_read(void* argument, int member, int size, Barrier&) {
   asm volatile("" : : "m"(all));
 }
 
-#if defined(__AVX512F__)
+#if defined(__AVX512VL__)
 #define KVF_OPAQUE(value) asm volatile("" : "+v"(value))
-#elif defined(__x86_64__)
+#elif defined(__x86_64__) && !defined(__AVX512F__)
 #define KVF_OPAQUE(value) asm volatile("" : "+x"(value))
 #elif defined(__aarch64__)
 #define KVF_OPAQUE(value) asm volatile("" : "+w"(value))

@@ -19,6 +19,9 @@ extern const Kernels kernels_avx512_bf16;
 
 inline std::vector<const Kernels*> runnable_kernels() {
   std::vector<const Kernels*> found;
+#if defined(KVFERRY_EMULATED)
+  found = {&kernels_avx512_bf16, &kernels_avx512};
+#endif
 #if defined(KVFERRY_HAS_AVX2)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
