@@ -7,12 +7,13 @@ inbox; everything else here belongs to the asyncio loop.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from fastapi import Request, Response
 
 from decode_worker.streams import TokenStreams, frames
 from engine.events import Event, Failed, Generated, ReservationFailed, Reserved
-from engine.request import Key
 from kv_transfer.ports import TransferKey
 from kv_transfer.receiver import Receiver
 from node.frames import FrameResponse
@@ -20,7 +21,7 @@ from node.http import read_message
 from node.node import Node
 from node.pool_memory import PoolMemory
 from protocol.errors import Cancelled, Draining, KvferryError
-from protocol.messages import AttemptFailed, CancelRequest, Commit, GenerateRequest, Job, TokenDelta
+from protocol.messages import AttemptFailed, CancelRequest, Commit, GenerateRequest, Job, StepFrame, TokenDelta
 
 
 class DecodeService:
@@ -29,7 +30,6 @@ class DecodeService:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._streams = TokenStreams(self._router_lost)
-        self._pending: dict[str, tuple[list[TokenDelta], list[AttemptFailed]]] = defaultdict(lambda: ([], []))
         self._link = node.make_link()
         self._receiver = Receiver(
             self._link,
@@ -62,42 +62,33 @@ class DecodeService:
         return FrameResponse(frames(queue), on_close=lambda: self._streams.close(router_id, queue))
 
     def busy(self) -> bool:
-        return bool(self._node.engine.load.open_grants or self._pending)
+        return bool(self._node.engine.load.open_grants)
 
     def stop(self) -> None:
-        self._publish()
         self._streams.stop()
         self._link.stop()
 
-    def on_event(self, event: Event) -> None:
-        """News from the engine."""
-        if isinstance(event, Generated):
-            self._outputs(event.router_id)[0].append(event.delta)
-            if event.delta.finish_reason is not None:
-                self._node.metrics.attempts["done"].inc()
-        elif isinstance(event, Failed):
-            self._failed(event.key, event.router_id, event.error)
-        elif isinstance(event, Reserved):
-            self._node.metrics.grants["granted"].inc()
-            self._receiver.granted(event.owner, event.first_block, event.block_ids)  # type: ignore[arg-type]
-        elif isinstance(event, ReservationFailed):
-            self._reservation_failed(event)
+    def on_events(self, events: Sequence[Event]) -> None:
+        """News from the engine. What it made for one router goes out as one frame."""
+        outputs: defaultdict[str, _Output] = defaultdict(_Output)
+        for event in events:
+            if isinstance(event, Generated):
+                outputs[event.router_id].deltas.append(event.delta)
+                if event.delta.finish_reason is not None:
+                    self._node.metrics.attempts["done"].inc()
+            elif isinstance(event, Failed):
+                outputs[event.router_id].failed.append(self._failure(event))
+            elif isinstance(event, Reserved):
+                self._node.metrics.grants["granted"].inc()
+                self._receiver.granted(event.owner, event.first_block, event.block_ids)  # type: ignore[arg-type]
+            elif isinstance(event, ReservationFailed):
+                self._reservation_failed(event)
+        for router_id, output in outputs.items():
+            self._streams.publish(router_id, StepFrame(tuple(output.deltas), tuple(output.failed)))
 
-    def _outputs(self, router_id: str) -> tuple[list[TokenDelta], list[AttemptFailed]]:
-        """Where this batch of events collects a router's output; sent as one frame once the batch is through."""
-        if not self._pending:
-            self._node.loop.call_soon(self._publish)
-        return self._pending[router_id]
-
-    def _publish(self) -> None:
-        pending, self._pending = self._pending, defaultdict(lambda: ([], []))
-        for router_id, (deltas, failed) in pending.items():
-            self._streams.publish(router_id, deltas, failed)
-
-    def _failed(self, key: Key, router_id: str, error: KvferryError) -> None:
-        outcome = "cancelled" if error.code == "cancelled" else "failed"
-        self._node.metrics.attempts[outcome].inc()
-        self._outputs(router_id)[1].append(AttemptFailed(*key, error.code, error.message))
+    def _failure(self, event: Failed) -> AttemptFailed:
+        self._node.metrics.attempts["cancelled" if event.error.code == "cancelled" else "failed"].inc()
+        return AttemptFailed(*event.key, event.error.code, event.error.message)
 
     def _reservation_failed(self, event: ReservationFailed) -> None:
         key: TransferKey = event.owner  # type: ignore[assignment]
@@ -109,6 +100,14 @@ class DecodeService:
 
     def _router_lost(self, router_id: str) -> None:
         self._node.engine.submit(lambda engine: engine.cancel_router(router_id))
+
+
+@dataclass(slots=True)
+class _Output:
+    """Of one turn of the engine, for one router."""
+
+    deltas: list[TokenDelta] = field(default_factory=list)
+    failed: list[AttemptFailed] = field(default_factory=list)
 
 
 class _Grants:

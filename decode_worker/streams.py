@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from protocol.messages import AttemptFailed, StepFrame, TokenDelta
+from protocol.messages import StepFrame
 
 HEARTBEAT_S = 0.5
 MAX_QUEUED_FRAMES = 4096
@@ -37,7 +37,7 @@ class TokenStreams:
             del self._queues[router_id]
             self._on_lost(router_id)
 
-    def publish(self, router_id: str, deltas: list[TokenDelta], failed: list[AttemptFailed]) -> None:
+    def publish(self, router_id: str, frame: StepFrame) -> None:
         """Queue one frame for a router; without a reader its requests are given up."""
         queue = self._queues.get(router_id)
         if queue is None:
@@ -46,7 +46,7 @@ class TokenStreams:
             queue.put_nowait(None)
             self.close(router_id, queue)
         else:
-            queue.put_nowait(StepFrame(tuple(deltas), tuple(failed)))
+            queue.put_nowait(frame)
 
     def _beat(self, router_id: str, queue: asyncio.Queue[StepFrame | None]) -> None:
         """An empty frame now and then tells the reader that the node lives."""

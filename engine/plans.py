@@ -16,15 +16,16 @@ SPARE_BLOCKS = 8
 
 
 class Planner:
-    """Plans the steps of one runner. What it returns is good until the next call, which may change its arrays."""
+    """Plans the steps of one runner. What it returns is good until the next call, which may change its arrays: those
+    of a batch that decodes again are the same objects."""
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._device = device
         self._decodes: _Decodes | None = None
 
-    def plan(self, slices: Sequence[Slice]) -> BatchPlan:
-        """The plan of a batch; slices with one token stand first."""
+    def plan(self, slices: Sequence[Slice]) -> tuple[torch.Tensor, BatchPlan]:
+        """Token ids int64 [T] of a batch, and its plan; slices with one token stand first."""
         kept = self._decodes
         if kept is not None and kept.follows(slices):
             kept.advance()
@@ -32,7 +33,8 @@ class Planner:
             self._decodes = kept = _Decodes(slices, self._block_size, self._device)
         else:
             self._decodes = None
-            return build_plan(slices, self._block_size, self._device)
+            token_ids = [token for s in slices for token in s.request.token_ids[s.start : s.start + s.count]]
+            return torch.tensor(token_ids, device=self._device), build_plan(slices, self._block_size, self._device)
         return kept.plan()
 
 
@@ -49,11 +51,13 @@ class _Decodes:
         self._device = device
         count, width = len(slices), max(len(s.request.block_ids) for s in slices) + SPARE_BLOCKS
         self._table = np.zeros((count, width), dtype=np.int32)
+        self._token_ids = np.array([s.request.token_ids[s.start] for s in slices], dtype=np.int64)
         self._positions = np.array(self._starts, dtype=np.int64)
         self._slots = np.empty(count, dtype=np.int64)
         self._total_len = np.array(self._starts, dtype=np.int32) + np.int32(1)
-        arrays = (self._positions, self._slots, self._table, np.arange(count + 1, dtype=np.int32), self._total_len)
-        self._tensors = [torch.from_numpy(array) for array in arrays]
+        query_start = np.arange(count + 1, dtype=np.int32)
+        arrays = (self._token_ids, self._positions, self._slots, self._table, query_start, self._total_len)
+        self._tensors = tuple(torch.from_numpy(array) for array in arrays)
         self._query_lens = (1,) * count
         for row in range(count):
             self._read_blocks(row)
@@ -71,13 +75,17 @@ class _Decodes:
         self._positions += 1
         self._slots += 1
         self._total_len += 1
-        for row, start in enumerate(self._starts):
+        for row, (request, start) in enumerate(zip(self._requests, self._starts, strict=True)):
+            self._token_ids[row] = request.token_ids[start]
             if start % self._block_size == 0:
                 self._read_blocks(row)
 
-    def plan(self) -> BatchPlan:
-        positions, slots, table, query_start, total_len = (t.to(self._device) for t in self._tensors)
-        return BatchPlan(
+    def plan(self) -> tuple[torch.Tensor, BatchPlan]:
+        tensors = self._tensors
+        if self._device.type != "cpu":
+            tensors = tuple(tensor.to(self._device) for tensor in tensors)
+        token_ids, positions, slots, table, query_start, total_len = tensors
+        return token_ids, BatchPlan(
             positions=positions,
             slots=slots,
             block_table=table,

@@ -28,9 +28,8 @@ class Runner:
     def run(self, slices: Sequence[Slice]) -> list[Sampled | None]:
         """Compute the slices and draw the next token of each that samples (None for the others). On return their K/V is
         in the pool: the link may read it, which no stream orders (drawing tokens has waited for the device already)."""
-        plan = self._planner.plan(slices)
-        token_ids = [token for s in slices for token in s.request.token_ids[s.start : s.start + s.count]]
-        hidden = self.model.forward(torch.tensor(token_ids, device=self.model.device), self.kv, plan)
+        token_ids, plan = self._planner.plan(slices)
+        hidden = self.model.forward(token_ids, self.kv, plan)
         ends = list(accumulate(plan.query_lens))
         for s, end in zip(slices, ends, strict=True):
             if s.request.wants_prompt_logprobs:

@@ -70,5 +70,5 @@ class Step(Protocol):
         """Whether it runs batches like this one over the pool `kv` [block, layer, 2, kv_head, slot, dim]."""
 
     def __call__(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        """Hidden states [T, hidden] after the final norm; writes K/V. Equal to the layers run one by one through the
-        table's operations."""
+        """Hidden states [T, hidden] after the final norm, good until the next call; writes K/V. Equal to the layers run
+        one by one through the table's operations."""

@@ -42,11 +42,12 @@ UNSPECIFIED = ("0.0.0.0", "::", "")
 
 
 class Service(Protocol):
-    """The role's half of a node. `on_event` is called on the asyncio loop."""
+    """The role's half of a node. `on_events` is called on the asyncio loop, with all news of a turn of the engine; what
+    only the node counts is among it."""
 
     link_address: str
 
-    def on_event(self, event: Event) -> None: ...
+    def on_events(self, events: Sequence[Event]) -> None: ...
 
     def busy(self) -> bool:
         """Whether attempts are under way (a draining node waits for them)."""
@@ -224,16 +225,16 @@ class Node:
         self.call_soon(lambda: self._dispatch(events))
 
     def _dispatch(self, events: Sequence[Event]) -> None:
+        """The service comes first: tokens are waited for."""
         assert self._service is not None
+        self._service.on_events(events)
         for event in events:
-            if isinstance(event, BlocksChanged):
-                self._writer.note(event.stored, event.removed)
-            elif isinstance(event, Stepped):
+            if isinstance(event, Stepped):
                 self._stepped(event)
+            elif isinstance(event, BlocksChanged):
+                self._writer.note(event.stored, event.removed)
             elif isinstance(event, Admitted):
                 self._admitted(event)
-            else:
-                self._service.on_event(event)
 
     def _stepped(self, event: Stepped) -> None:
         m = self.metrics

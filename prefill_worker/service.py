@@ -8,7 +8,7 @@ calls from the link thread and is passed on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,16 +78,17 @@ class PrefillService:
             self._fail(attempt, Draining("the node is stopping"))
         self._link.stop()
 
-    def on_event(self, event: Event) -> None:
+    def on_events(self, events: Sequence[Event]) -> None:
         """News from the engine."""
-        if isinstance(event, Computed):
-            self._sender.ship(event.transfer, event.blocks)
-        elif isinstance(event, Generated):
-            self._generated(event)
-        elif isinstance(event, Failed):
-            attempt = self._attempts.get(event.key)
-            if attempt is not None:
-                self._fail(attempt, event.error)
+        for event in events:
+            if isinstance(event, Computed):
+                self._sender.ship(event.transfer, event.blocks)
+            elif isinstance(event, Generated):
+                self._generated(event)
+            elif isinstance(event, Failed):
+                attempt = self._attempts.get(event.key)
+                if attempt is not None:
+                    self._fail(attempt, event.error)
 
     def granted(self, transfer: int, first_block: int) -> None:
         """Decode reserved its blocks: now the prompt may be computed."""

@@ -91,6 +91,15 @@ class Step:
         rotated: bool,
         window: int,
     ) -> None: ...
-    def bind(self, positions: Tensor, slots: Tensor, block_table: Tensor, total_len: Tensor, kv: Tensor) -> None:
-        """The batch of the runs that follow; its arrays may be changed between them."""
-    def run(self, tokens: Tensor, out: Tensor) -> None: ...
+    def bind(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        block_table: Tensor,
+        total_len: Tensor,
+        kv: Tensor,
+        out: Tensor,
+    ) -> None:
+        """The batch of the runs that follow, and where they write; its arrays may be changed between them."""
+    def run(self) -> None: ...

@@ -32,11 +32,12 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     original = Planner.plan
 
-    def plan(planner: Planner, slices: list[Slice]) -> BatchPlan:
-        made = original(planner, slices)
+    def plan(planner: Planner, slices: list[Slice]) -> tuple[torch.Tensor, BatchPlan]:
+        token_ids, made = original(planner, slices)
         assert_same(made, build_plan(slices, made.block_size, torch.device("cpu")))
+        assert token_ids.tolist() == [token for s in slices for token in s.request.token_ids[s.start :][: s.count]]
         sizes.append(len(slices))
-        return made
+        return token_ids, made
 
     monkeypatch.setattr(Planner, "plan", plan)
     return sizes
@@ -74,10 +75,11 @@ def test_a_full_block_that_is_exchanged_for_an_equal_one(checked: list[int]) -> 
 
 
 def test_steps_of_the_same_batch_share_their_arrays_until_the_table_is_full() -> None:
-    request = Request(make_job("a", [1]), b"", 4)
+    request = Request(make_job("a", [1] * 4 * (SPARE_BLOCKS + 2)), b"", 4)
     request.block_ids = [3]
     planner, tables = Planner(4, torch.device("cpu")), set()
     for start in range(4 * (SPARE_BLOCKS + 2)):
         request.block_ids = list(range(3, 4 + start // 4))
-        tables.add(planner.plan([Slice(request, start, 1)]).block_table.data_ptr())
+        _, plan = planner.plan([Slice(request, start, 1)])
+        tables.add(plan.block_table.data_ptr())
     assert len(tables) == 2

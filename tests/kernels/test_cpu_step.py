@@ -14,7 +14,7 @@ from engine.models.config import DecoderConfig, RopeConfig
 from engine.models.decoder import Decoder, ParameterLoader
 from engine.models.rope import rope_tables
 from kernels.cpu import CpuOps, instruction_sets
-from kernels.cpu.step import MAX_ROWS
+from kernels.cpu.step import MAX_ROWS, CpuStep
 from kernels.int8_cache import quantise
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
@@ -188,11 +188,15 @@ def test_a_plan_whose_arrays_moved_on_is_read_anew() -> None:
         assert torch.equal(model.forward(tokens, pool, plan), expected)
 
 
-def test_a_step_needs_the_result_and_tokens_of_its_batch() -> None:
+def test_a_step_needs_the_tokens_of_its_batch() -> None:
     model = decoder(PLAIN, CpuOps(1))
     plan, kv, tokens = batch(PLAIN, [5, 9])
-    run(model, plan, kv, tokens)
-    assert model._step is not None
-    native = model._step._native  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="do not fit the batch"):
-        native.run(tokens[:1], torch.empty(1, PLAIN.hidden_size, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="fit each other"):
+        run(model, plan, kv, tokens[:1])
+
+
+def test_nothing_runs_before_a_batch_is_bound() -> None:
+    step = decoder(PLAIN, CpuOps(1))._step
+    assert isinstance(step, CpuStep)
+    with pytest.raises(ValueError, match="no batch"):
+        step._native.run()

@@ -53,16 +53,17 @@ class NativeStep {
 
   int64_t max_rows() const { return max_rows_; }
 
-  // The batch that the following runs are of: they read these arrays anew, which may change in between.
-  void bind(Array positions, Array slots, Array block_table, Array total_len, Array kv) {
+  // The batch that the following runs are of: they read these arrays anew, which may change in between, and write `out`.
+  void bind(Array tokens, Array positions, Array slots, Array block_table, Array total_len, Array kv, Array out) {
     const int64_t rows = elements(positions);
     require(rows <= max_rows_ && !layers_.empty(), "more rows than the step was made for");
     StepTask task{};
     task.kv = kv_layer(kv, 1);
     require(kv.ndim() == 6 && kv.shape(1) == layers_.size() && task.kv.heads == model_.kv_heads && task.kv.dim == model_.dim,
             "the cache has another layout than the step takes");
-    require(elements(slots) == rows && elements(total_len) == rows &&
-                static_cast<int64_t>(block_table.shape(0)) == rows, "the batch has another shape than the step takes");
+    require(elements(tokens) == rows && elements(slots) == rows && elements(total_len) == rows &&
+                static_cast<int64_t>(block_table.shape(0)) == rows && elements(out) == rows * model_.hidden,
+            "tokens, batch and result do not fit each other");
     if (scratch_.empty()) allocate();
     model_.layers = layers_.data();
     model_.num_layers = static_cast<int64_t>(layers_.size());
@@ -71,17 +72,15 @@ class NativeStep {
     task.batch = {rows, typed<int64_t>(positions, 1), typed<int64_t>(slots, 1), typed<int32_t>(block_table, 2),
                   static_cast<int64_t>(block_table.shape(1)), typed<int32_t>(total_len, 1)};
     task.layer_step = kv.stride(1) * static_cast<int64_t>(kv.itemsize());
+    task.tokens = typed<int64_t>(tokens, 1);
+    task.out = whole(out, 1, 2);
     task_ = task;
-    bound_ = {positions, slots, block_table, total_len, kv};
+    bound_ = {tokens, positions, slots, block_table, total_len, kv, out};
   }
 
-  void run(Array tokens, Array out) {
-    const int64_t rows = task_.batch.rows;
-    require(!bound_.empty() && elements(tokens) == rows && elements(out) == rows * model_.hidden,
-            "tokens or result do not fit the batch");
-    task_.tokens = typed<int64_t>(tokens, 1);
-    task_.out = whole(out, 1, 2);
-    for (int64_t i = 0; i < rows; ++i)
+  void run() {
+    require(!bound_.empty(), "no batch is bound");
+    for (int64_t i = 0; i < task_.batch.rows; ++i)
       require(task_.tokens[i] >= 0 && task_.tokens[i] < model_.embedding.out, "a token lies outside the vocabulary");
     kernels_->run(kernels_->table().step, &task_, 1, 0);
   }
