@@ -28,6 +28,7 @@ class Timed:
         self.seconds = 0.0
         self.forward = self._measured(model.forward)
         self.logits = self._measured(model.logits)
+        self.next_logits = self._measured(model.next_logits)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -29,6 +29,9 @@ class Runner:
         """Compute the slices and draw the next token of each that samples (None for the others). On return their K/V is
         in the pool: the link may read it, which no stream orders (drawing tokens has waited for the device already)."""
         token_ids, plan = self._planner.plan(slices)
+        if plan.num_tokens == len(slices) and all(s.samples and not s.request.wants_prompt_logprobs for s in slices):
+            logits = self.model.next_logits(token_ids, self.kv, plan)
+            return [*sample(logits, [_sample_row(s) for s in slices], self.model.ops)]
         hidden = self.model.forward(token_ids, self.kv, plan)
         ends = list(accumulate(plan.query_lens))
         for s, end in zip(slices, ends, strict=True):

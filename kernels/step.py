@@ -48,11 +48,13 @@ class LayerForm:
 
 @dataclass(frozen=True, slots=True)
 class DecoderForm:
-    """A decoder of pre-norm layers with gated MLPs. embedding: [vocab, hidden]; cos, sin: see Ops.rope_and_cache."""
+    """A decoder of pre-norm layers with gated MLPs. embedding, head: [vocab, hidden]; cos, sin: see
+    Ops.rope_and_cache."""
 
     embedding: Linear
     layers: tuple[LayerForm, ...]
     norm: torch.Tensor
+    head: Linear
     cos: torch.Tensor
     sin: torch.Tensor
     hidden: int
@@ -72,3 +74,6 @@ class Step(Protocol):
     def __call__(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm, good until the next call; writes K/V. Equal to the layers run
         one by one through the table's operations."""
+
+    def logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """The head's float32 logits [T, vocab] instead; they may be overwritten."""

@@ -7,7 +7,7 @@ import torch
 
 from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineConfig
-from engine.models.base import ModelInfo
+from engine.models.base import Model, ModelInfo
 from engine.runner import Runner
 from engine.scheduler import Limits
 from kernels.ops import Ops
@@ -29,7 +29,7 @@ def toy_next(token_ids: list[int]) -> int:
     return value % VOCAB
 
 
-class ToyModel:
+class ToyModel(Model):
     """Keeps each token's id in the cache as its K and V, reads them back to choose the next one."""
 
     info = ModelInfo("toy", "toy", 1, 1, 1, VOCAB, 512)

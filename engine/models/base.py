@@ -46,3 +46,7 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits [n, vocab_size] of hidden states [n, hidden]."""
+
+    def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """`logits` of `forward`, of every token. Good until the next call of either; may be overwritten."""
+        return self.logits(self.forward(token_ids, kv, plan))

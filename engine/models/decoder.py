@@ -45,6 +45,7 @@ class Decoder:
             embedding=parameters.embedding,
             layers=parameters.layers,
             norm=parameters.norm,
+            head=parameters.head,
             cos=self._cos,
             sin=self._sin,
             hidden=config.hidden_size,
@@ -72,6 +73,11 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.parameters.head(hidden, torch.float32)
+
+    def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        if self._step is not None and self._step.takes(plan, kv):
+            return self._step.logits(token_ids, kv, plan)
+        return self.logits(self.forward(token_ids, kv, plan))
 
     def dense_layers(self) -> Iterator[Linear]:
         """All of them, the vocabulary projection last."""

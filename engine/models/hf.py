@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.models.base import ModelInfo
+from engine.models.base import Model, ModelInfo
 from engine.models.hf_attention import PagedAttention, Seat, ShapeProbe, seated_attention, take_seats
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
@@ -39,7 +39,7 @@ def _not_available(*_: Any, **__: Any) -> bool:
     return False
 
 
-class HFModel:
+class HFModel(Model):
     """A `Model`: a flat batch [1, T] with the plan's positions, no cache of transformers."""
 
     def __init__(self, module: Any, seat: Seat, info: ModelInfo, device: torch.device, ops: Ops):

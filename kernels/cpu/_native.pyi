@@ -67,6 +67,7 @@ class Step:
         self,
         kernels: Kernels,
         embedding: Packed,
+        head: Packed,
         norm: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -101,5 +102,6 @@ class Step:
         kv: Tensor,
         out: Tensor,
     ) -> None:
-        """The batch of the runs that follow, and where they write; its arrays may be changed between them."""
+        """The batch of the runs that follow, whose arrays may be changed between them, and where they write: hidden
+        states, or logits where `out` is float32."""
     def run(self) -> None: ...

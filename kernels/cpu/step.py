@@ -26,10 +26,10 @@ _POOL_DTYPES = (torch.bfloat16, torch.int8)
 class CpuStep:
     """A `kernels.step.Step` for batches of up to `MAX_ROWS` decodes in bfloat16."""
 
-    def __init__(self, native: Step, form: DecoderForm):
+    def __init__(self, native: Step, form: DecoderForm, vocab_size: int):
         self._native = native
         self._layers, self._kv_heads, self._head_dim = len(form.layers), form.kv_heads, form.head_dim
-        self._hidden = form.hidden
+        self._hidden, self._vocab = form.hidden, vocab_size
         self._bound: tuple[torch.Tensor, ...] = ()
         self._out = torch.empty(0)
 
@@ -42,9 +42,17 @@ class CpuStep:
         return decodes and kv.dtype in _POOL_DTYPES and kv.shape[1:] == shape and kv.is_contiguous()
 
     def __call__(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        return self._run(token_ids, kv, plan, self._hidden, torch.bfloat16)
+
+    def logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        return self._run(token_ids, kv, plan, self._vocab, torch.float32)
+
+    def _run(
+        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, width: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         arrays = (token_ids, plan.positions, plan.slots, plan.block_table, plan.total_len, kv)
-        if not self._bound or not all(map(operator.is_, arrays, self._bound)):
-            out = torch.empty(len(token_ids), self._hidden, dtype=torch.bfloat16)
+        if self._out.dtype != dtype or not self._bound or not all(map(operator.is_, arrays, self._bound)):
+            out = torch.empty(len(token_ids), width, dtype=dtype)
             self._native.bind(*arrays, out)
             self._bound, self._out = arrays, out
         self._native.run()
@@ -54,7 +62,7 @@ class CpuStep:
 def record(step_type: type[Step], kernels: Kernels, form: DecoderForm, batch_invariant: bool) -> CpuStep | None:
     """The recorded step; None for a form that the extension does not replay. batch_invariant: see `CpuOps`."""
     packed = [_packed_parts(layer) for layer in form.layers]
-    if None in packed or not isinstance(form.embedding, PackedLinear):
+    if None in packed or not (isinstance(form.embedding, PackedLinear) and isinstance(form.head, PackedLinear)):
         return None
     hidden, group = form.hidden, form.heads // form.kv_heads
     if form.head_dim % _UNIT or form.head_dim > _MAX_HEAD_DIM or group > _MAX_GROUP or hidden % _UNIT:
@@ -62,6 +70,7 @@ def record(step_type: type[Step], kernels: Kernels, form: DecoderForm, batch_inv
     native = step_type(
         kernels,
         form.embedding.weights,
+        form.head.weights,
         form.norm,
         form.cos,
         form.sin,
@@ -79,7 +88,7 @@ def record(step_type: type[Step], kernels: Kernels, form: DecoderForm, batch_inv
         native.add_layer(
             layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm, *parts, layer.rotated, layer.window
         )
-    return CpuStep(native, form)
+    return CpuStep(native, form, form.head.out_features)
 
 
 def _packed_parts(layer: LayerForm) -> tuple[Packed, Packed, Packed, Packed] | None:

@@ -121,6 +121,12 @@ def test_equals_the_layers_one_by_one(
         got, written = run(recorded, plan, kv, tokens)
         assert torch.equal(got, expected)
         assert torch.equal(written, pool)
+        pool = kv.clone()
+        with torch.inference_mode():
+            logits = recorded.next_logits(tokens, pool, plan)
+            assert torch.equal(logits, layered.logits(expected))
+            assert torch.equal(recorded.forward(tokens, pool, plan), expected)
+        assert torch.equal(pool, written)
 
 
 @pytest.mark.parametrize("form", FORMS)

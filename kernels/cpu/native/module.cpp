@@ -37,8 +37,8 @@ NB_MODULE(_native, m) {
       .def("read", &NativeKernels::read)
       .def("multiply", &NativeKernels::multiply);
   nb::class_<NativeStep>(m, "Step")
-      .def(nb::init<std::shared_ptr<NativeKernels>, std::shared_ptr<Packed>, Array, Array, Array, int64_t, int64_t,
-                    int64_t, float, float, bool, int64_t>())
+      .def(nb::init<std::shared_ptr<NativeKernels>, std::shared_ptr<Packed>, std::shared_ptr<Packed>, Array, Array,
+                    Array, int64_t, int64_t, int64_t, float, float, bool, int64_t>())
       .def("add_layer", &NativeStep::add_layer, "input_norm"_a, "q_norm"_a.none(), "k_norm"_a.none(), "post_norm"_a,
            "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "rotated"_a, "window"_a)
       .def("bind", &NativeStep::bind)

@@ -11,18 +11,19 @@ namespace kvferry {
 // A decoder recorded for batches of single tokens. Holds what it was made of.
 class NativeStep {
  public:
-  NativeStep(std::shared_ptr<NativeKernels> kernels, std::shared_ptr<Packed> embedding, Array norm, Array cos, Array sin,
-             int64_t heads, int64_t kv_heads, int64_t dim, float eps, float scale,
+  NativeStep(std::shared_ptr<NativeKernels> kernels, std::shared_ptr<Packed> embedding, std::shared_ptr<Packed> head,
+             Array norm, Array cos, Array sin, int64_t heads, int64_t kv_heads, int64_t dim, float eps, float scale,
              bool batch_invariant, int64_t max_rows)
-      : kernels_(std::move(kernels)), held_{norm, cos, sin}, packed_{embedding}, max_rows_(max_rows) {
+      : kernels_(std::move(kernels)), held_{norm, cos, sin}, packed_{embedding, head}, max_rows_(max_rows) {
     require(heads % kv_heads == 0 && heads / kv_heads <= 16 && dim % 32 == 0 && dim <= 512, "heads of an unsupported shape");
-    model_.embedding = embedding->dense;
+    model_.embedding = embedding->dense, model_.head = head->dense;
     model_.norm = whole(norm, 1, 1);
     model_.hidden = embedding->dense.in;
     model_.heads = heads, model_.kv_heads = kv_heads, model_.dim = dim;
     model_.eps = eps, model_.scale = scale, model_.batch_invariant = batch_invariant;
     model_.rope = rope_of(cos, sin, dim);
-    require(model_.hidden % kPanel == 0 && elements(norm) == model_.hidden, "a hidden size of an unsupported shape");
+    require(model_.hidden % kPanel == 0 && elements(norm) == model_.hidden && model_.head.in == model_.hidden,
+            "a hidden size of an unsupported shape");
   }
 
   void add_layer(Array input_norm, MaybeArray q_norm, MaybeArray k_norm, Array post_norm, std::shared_ptr<Packed> qkv,
@@ -53,7 +54,8 @@ class NativeStep {
 
   int64_t max_rows() const { return max_rows_; }
 
-  // The batch that the following runs are of: they read these arrays anew, which may change in between, and write `out`.
+  // The batch that the following runs are of: they read these arrays anew, which may change in between, and write `out`:
+  // hidden states, or logits where it is float32.
   void bind(Array tokens, Array positions, Array slots, Array block_table, Array total_len, Array kv, Array out) {
     const int64_t rows = elements(positions);
     require(rows <= max_rows_ && !layers_.empty(), "more rows than the step was made for");
@@ -62,7 +64,8 @@ class NativeStep {
     require(kv.ndim() == 6 && kv.shape(1) == layers_.size() && task.kv.heads == model_.kv_heads && task.kv.dim == model_.dim,
             "the cache has another layout than the step takes");
     require(elements(tokens) == rows && elements(slots) == rows && elements(total_len) == rows &&
-                static_cast<int64_t>(block_table.shape(0)) == rows && elements(out) == rows * model_.hidden,
+                static_cast<int64_t>(block_table.shape(0)) == rows &&
+                elements(out) == rows * (kind_of(out) == 0 ? model_.head.out : model_.hidden),
             "tokens, batch and result do not fit each other");
     if (scratch_.empty()) allocate();
     model_.layers = layers_.data();
@@ -73,7 +76,10 @@ class NativeStep {
                   static_cast<int64_t>(block_table.shape(1)), typed<int32_t>(total_len, 1)};
     task.layer_step = kv.stride(1) * static_cast<int64_t>(kv.itemsize());
     task.tokens = typed<int64_t>(tokens, 1);
-    task.out = whole(out, 1, 2);
+    if (kind_of(out) == 0)
+      task.logits = static_cast<float*>(whole(out, 0, 2));
+    else
+      task.out = whole(out, 1, 2);
     task_ = task;
     bound_ = {tokens, positions, slots, block_table, total_len, kv, out};
   }

@@ -169,7 +169,12 @@ void run_step(void* argument, int member, int size, Barrier& barrier) {
     dense_onto_residual(s, layer.down, t.scratch.act);
     barrier.wait(member);
   }
-  norm_rows(s, m.norm, static_cast<bf16*>(t.out), own);
+  if (t.logits == nullptr) {
+    norm_rows(s, m.norm, static_cast<bf16*>(t.out), own);
+  } else {
+    norm_rows(s, m.norm, s.local, all);
+    dense_together(m.head, step_inputs(s, m.head, s.local), t.batch.rows, t.logits, m.head.out, member, barrier);
+  }
 }
 
 }  // namespace

@@ -199,7 +199,7 @@ struct StepLayer {
 
 // A whole decoder, for rows of one token each.
 struct StepModel {
-  Dense embedding;
+  Dense embedding, head;
   const void* norm;
   const StepLayer* layers;
   int64_t num_layers, hidden, inner, heads, kv_heads, dim;
@@ -218,7 +218,8 @@ struct StepScratch {
   int64_t local_step, codes_step, memory_step;
 };
 
-// out [rows, hidden] = the hidden states of `tokens` after the final norm. layer_step: bytes between layers of kv.
+// Of `tokens`: out [rows, hidden] = their hidden states after the final norm, or logits [rows, vocabulary]; the other is
+// null. layer_step: bytes between layers of kv.
 struct StepTask {
   const StepModel* model;
   StepScratch scratch;
@@ -227,6 +228,7 @@ struct StepTask {
   KVLayer kv;
   int64_t layer_step;
   void* out;
+  float* logits;
 };
 
 struct ReadTask {
