@@ -51,16 +51,14 @@ class _Decodes:
         self._device = device
         count, width = len(slices), max(len(s.request.block_ids) for s in slices) + SPARE_BLOCKS
         self._table = np.zeros((count, width), dtype=np.int32)
-        self._token_ids = np.array([s.request.token_ids[s.start] for s in slices], dtype=np.int64)
-        self._positions = np.array(self._starts, dtype=np.int64)
-        self._slots = np.empty(count, dtype=np.int64)
-        self._total_len = np.array(self._starts, dtype=np.int32) + np.int32(1)
-        query_start = np.arange(count + 1, dtype=np.int32)
-        arrays = (self._token_ids, self._positions, self._slots, self._table, query_start, self._total_len)
-        self._tensors = tuple(torch.from_numpy(array) for array in arrays)
+        ids, positions, slots = np.empty((3, count), dtype=np.int64)
+        query_start, total_len = np.arange(count + 1, dtype=np.int32), np.empty(count, dtype=np.int32)
+        self._tensors = tuple(map(torch.from_numpy, (ids, positions, slots, self._table, query_start, total_len)))
+        self._views = (ids.data, positions.data, slots.data, total_len.data)
         self._query_lens = (1,) * count
         for row in range(count):
             self._read_blocks(row)
+            self._write(row)
 
     def follows(self, slices: Sequence[Slice]) -> bool:
         """Whether the slices are this batch's next tokens and its table has room for their blocks."""
@@ -71,14 +69,11 @@ class _Decodes:
         )
 
     def advance(self) -> None:
-        self._starts = [start + 1 for start in self._starts]
-        self._positions += 1
-        self._slots += 1
-        self._total_len += 1
-        for row, (request, start) in enumerate(zip(self._requests, self._starts, strict=True)):
-            self._token_ids[row] = request.token_ids[start]
-            if start % self._block_size == 0:
+        for row in range(len(self._starts)):
+            self._starts[row] += 1
+            if self._starts[row] % self._block_size == 0:
                 self._read_blocks(row)
+            self._write(row)
 
     def plan(self) -> tuple[torch.Tensor, BatchPlan]:
         tensors = self._tensors
@@ -99,9 +94,15 @@ class _Decodes:
 
     def _read_blocks(self, row: int) -> None:
         block_ids = self._requests[row].block_ids
-        block, offset = divmod(self._starts[row], self._block_size)
         self._table[row, : len(block_ids)] = block_ids
-        self._slots[row] = block_ids[block] * self._block_size + offset
+
+    def _write(self, row: int) -> None:
+        """Through memoryviews: a step that has read all weights leaves no code in the caches, and NumPy's is much."""
+        request, start = self._requests[row], self._starts[row]
+        block, offset = divmod(start, self._block_size)
+        ids, positions, slots, total_len = self._views
+        ids[row], positions[row], total_len[row] = request.token_ids[start], start, start + 1
+        slots[row] = request.block_ids[block] * self._block_size + offset
 
 
 def build_plan(slices: Sequence[Slice], block_size: int, device: torch.device) -> BatchPlan:

@@ -31,7 +31,7 @@ class Runner:
         token_ids, plan = self._planner.plan(slices)
         if plan.num_tokens == len(slices) and all(s.samples and not s.request.wants_prompt_logprobs for s in slices):
             logits = self.model.next_logits(token_ids, self.kv, plan)
-            return [*sample(logits, [_sample_row(s) for s in slices], self.model.ops)]
+            return [*sample(logits.values, [_sample_row(s) for s in slices], self.model.ops, logits.best)]
         hidden = self.model.forward(token_ids, self.kv, plan)
         ends = list(accumulate(plan.query_lens))
         for s, end in zip(slices, ends, strict=True):

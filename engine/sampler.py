@@ -51,10 +51,14 @@ class Sampled:
     logprobs: TokenLogprobs | None
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops) -> list[Sampled]:
+def sample(
+    logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops, best: Sequence[int] | None = None
+) -> list[Sampled]:
     """Draw one token per row from float32 logits [n, vocab], which may be overwritten. Row i's answer depends on
-    logits[i] and rows[i] alone."""
+    logits[i] and rows[i] alone. best: the most likely token of each row, where that is known."""
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
+    if best is not None and all(map(_is_plain, rows)):
+        return [Sampled(token, None) for token in best]
     if not rows:
         return []
     scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
@@ -85,6 +89,11 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops) -> torch.
     tokens[random] = drawn
     tokens[greedy] = most_likely(logits[greedy])
     return tokens
+
+
+def _is_plain(row: SampleRow) -> bool:
+    """Whether all the row wants is the most likely token of its logits as they are."""
+    return row.greedy and row.params.logprobs is None and not any(edit.wanted(row) for edit in _EDITS)
 
 
 def _edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:

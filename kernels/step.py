@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,6 +66,15 @@ class DecoderForm:
     scale: float
 
 
+@dataclass(frozen=True, slots=True)
+class NextLogits:
+    """values: float32 [T, vocab], which may be overwritten; best: where each row's largest lies, the first of equals,
+    or None where nobody looked."""
+
+    values: torch.Tensor
+    best: Sequence[int] | None = None
+
+
 class Step(Protocol):
     """A decoder recorded once. Not thread-safe."""
 
@@ -75,5 +85,5 @@ class Step(Protocol):
         """Hidden states [T, hidden] after the final norm, good until the next call; writes K/V. Equal to the layers run
         one by one through the table's operations."""
 
-    def logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        """The head's float32 logits [T, vocab] instead; they may be overwritten."""
+    def logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
+        """The head's logits instead."""

@@ -9,6 +9,7 @@ import torch
 
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
+from kernels.step import NextLogits
 from protocol.layout import KVLayout
 
 
@@ -47,6 +48,6 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits [n, vocab_size] of hidden states [n, hidden]."""
 
-    def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        """`logits` of `forward`, of every token. Good until the next call of either; may be overwritten."""
-        return self.logits(self.forward(token_ids, kv, plan))
+    def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
+        """`logits` of `forward`, of every token. Good until the next call of either."""
+        return NextLogits(self.logits(self.forward(token_ids, kv, plan)))

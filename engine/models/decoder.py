@@ -12,7 +12,7 @@ from engine.models.config import DecoderConfig
 from engine.models.weights import Weights
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, LayerForm, Linear, StoredRows
+from kernels.step import DecoderForm, LayerForm, Linear, NextLogits, StoredRows
 from protocol.errors import ConfigError
 
 Progress = Callable[[float], None]
@@ -74,10 +74,10 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.parameters.head(hidden, torch.float32)
 
-    def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+    def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
         if self._step is not None and self._step.takes(plan, kv):
             return self._step.logits(token_ids, kv, plan)
-        return self.logits(self.forward(token_ids, kv, plan))
+        return NextLogits(self.logits(self.forward(token_ids, kv, plan)))
 
     def dense_layers(self) -> Iterator[Linear]:
         """All of them, the vocabulary projection last."""

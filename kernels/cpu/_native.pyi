@@ -104,4 +104,5 @@ class Step:
     ) -> None:
         """The batch of the runs that follow, whose arrays may be changed between them, and where they write: hidden
         states, or logits where `out` is float32."""
-    def run(self) -> None: ...
+    def run(self) -> list[int]:
+        """Where the largest of each row's logits lies."""

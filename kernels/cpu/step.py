@@ -10,7 +10,7 @@ import torch
 from kernels.cpu.dense import PackedLinear
 from kernels.int8_cache import vector_width
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, LayerForm
+from kernels.step import DecoderForm, LayerForm, NextLogits
 
 if TYPE_CHECKING:
     from kernels.cpu._native import Kernels, Packed, Step
@@ -42,21 +42,22 @@ class CpuStep:
         return decodes and kv.dtype in _POOL_DTYPES and kv.shape[1:] == shape and kv.is_contiguous()
 
     def __call__(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        return self._run(token_ids, kv, plan, self._hidden, torch.bfloat16)
+        self._bind(token_ids, kv, plan, self._hidden, torch.bfloat16)
+        self._native.run()
+        return self._out
 
-    def logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        return self._run(token_ids, kv, plan, self._vocab, torch.float32)
+    def logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
+        self._bind(token_ids, kv, plan, self._vocab, torch.float32)
+        best = self._native.run()
+        return NextLogits(self._out, best)
 
-    def _run(
-        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, width: int, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _bind(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, width: int, dtype: torch.dtype) -> None:
+        """Tell the extension of the arrays that it does not know yet."""
         arrays = (token_ids, plan.positions, plan.slots, plan.block_table, plan.total_len, kv)
         if self._out.dtype != dtype or not self._bound or not all(map(operator.is_, arrays, self._bound)):
             out = torch.empty(len(token_ids), width, dtype=dtype)
             self._native.bind(*arrays, out)
             self._bound, self._out = arrays, out
-        self._native.run()
-        return self._out
 
 
 def record(step_type: type[Step], kernels: Kernels, form: DecoderForm, batch_invariant: bool) -> CpuStep | None:

@@ -69,16 +69,23 @@ class NamedNoise:
         return None
 
 
+NOISE = NamedNoise()
+
+
 class Layered(CpuOps):
     def record(self, form: DecoderForm) -> None:
         return None
 
 
 def decoder(
-    config: DecoderConfig, ops: Ops, dtype: torch.dtype = torch.bfloat16, quantization: str = "none"
+    config: DecoderConfig,
+    ops: Ops,
+    dtype: torch.dtype = torch.bfloat16,
+    quantization: str = "none",
+    weights: NamedNoise = NOISE,
 ) -> Decoder:
     info = ModelInfo("noise", "1", config.num_layers, config.num_kv_heads, config.head_dim, config.vocab_size, 512)
-    parameters = ParameterLoader(config, NamedNoise(), CPU, dtype, ops, None, quantization).load()
+    parameters = ParameterLoader(config, weights, CPU, dtype, ops, None, quantization).load()
     return Decoder(config, info, parameters, rope_tables(config.rope, 512, CPU), ops)
 
 
@@ -124,7 +131,8 @@ def test_equals_the_layers_one_by_one(
         pool = kv.clone()
         with torch.inference_mode():
             logits = recorded.next_logits(tokens, pool, plan)
-            assert torch.equal(logits, layered.logits(expected))
+            assert torch.equal(logits.values, layered.logits(expected))
+            assert logits.best == logits.values.argmax(dim=-1).tolist()
             assert torch.equal(recorded.forward(tokens, pool, plan), expected)
         assert torch.equal(pool, written)
 
@@ -192,6 +200,18 @@ def test_a_plan_whose_arrays_moved_on_is_read_anew() -> None:
         for name in ("positions", "slots", "block_table", "total_len"):
             getattr(plan, name).copy_(getattr(following, name))
         assert torch.equal(model.forward(tokens, pool, plan), expected)
+
+
+class Silence(NamedNoise):
+    def read(self, name: str, out: torch.Tensor) -> None:
+        out.zero_()
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_first_of_equal_logits_is_the_best(name: str) -> None:
+    plan, kv, tokens = batch(PLAIN, [5, 9, 30])
+    with torch.inference_mode():
+        assert decoder(PLAIN, CpuOps(2, name), weights=Silence()).next_logits(tokens, kv, plan).best == [0, 0, 0]
 
 
 def test_a_step_needs_the_tokens_of_its_batch() -> None:

@@ -169,6 +169,23 @@ KVF_INLINE int64_t winner(const DrawView& row, float floor) {
   return found;
 }
 
+// The index of the largest value, the first of equal ones; 0 where none has a number.
+inline __attribute__((noinline)) int64_t first_largest(const float* values, int64_t count) {
+  float best = kLeast;
+  int64_t found = 0;
+  for (int64_t at = 0; at < count; at += kFourLanes) {
+    const int64_t end = at + kFourLanes < count ? at + kFourLanes : count;
+    if (end == at + kFourLanes) {
+      Floats most = splat(best);
+      for (int i = 0; i < 4; ++i) most = larger(load(values + at + i * kLanes), most);
+      if (!any(most > splat(best))) continue;
+    }
+    for (int64_t i = at; i < end; ++i)
+      if (values[i] > best) best = values[i], found = i;
+  }
+  return found;
+}
+
 void run_draw(void* argument, int member, int, Barrier& barrier) {
   const DrawTask& t = *static_cast<DrawTask*>(argument);
   const int64_t space = draw_floats(t.vocab);

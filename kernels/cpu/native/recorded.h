@@ -76,19 +76,24 @@ class NativeStep {
                   static_cast<int64_t>(block_table.shape(1)), typed<int32_t>(total_len, 1)};
     task.layer_step = kv.stride(1) * static_cast<int64_t>(kv.itemsize());
     task.tokens = typed<int64_t>(tokens, 1);
-    if (kind_of(out) == 0)
-      task.logits = static_cast<float*>(whole(out, 0, 2));
-    else
+    if (kind_of(out) == 0) {
+      best_.resize(rows);
+      task.logits = static_cast<float*>(whole(out, 0, 2)), task.best = best_.data();
+    } else {
+      best_.clear();
       task.out = whole(out, 1, 2);
+    }
     task_ = task;
     bound_ = {tokens, positions, slots, block_table, total_len, kv, out};
   }
 
-  void run() {
+  // Where the largest of each row's logits lies; nothing where there are none.
+  const std::vector<int64_t>& run() {
     require(!bound_.empty(), "no batch is bound");
     for (int64_t i = 0; i < task_.batch.rows; ++i)
       require(task_.tokens[i] >= 0 && task_.tokens[i] < model_.embedding.out, "a token lies outside the vocabulary");
     kernels_->run(kernels_->table().step, &task_, 1, 0);
+    return best_;
   }
 
  private:
@@ -121,6 +126,7 @@ class NativeStep {
   std::vector<float> partial_;
   std::vector<uint8_t> memory_;
   std::vector<Array> bound_;
+  std::vector<int64_t> best_;
   StepTask task_{};
   StepModel model_{};
   StepScratch view_{};

@@ -218,8 +218,8 @@ struct StepScratch {
   int64_t local_step, codes_step, memory_step;
 };
 
-// Of `tokens`: out [rows, hidden] = their hidden states after the final norm, or logits [rows, vocabulary]; the other is
-// null. layer_step: bytes between layers of kv.
+// Of `tokens`: out [rows, hidden] = their hidden states after the final norm, or logits [rows, vocabulary] and best [rows],
+// where each row's largest lies; what is not made is null. layer_step: bytes between layers of kv.
 struct StepTask {
   const StepModel* model;
   StepScratch scratch;
@@ -229,6 +229,7 @@ struct StepTask {
   int64_t layer_step;
   void* out;
   float* logits;
+  int64_t* best;
 };
 
 struct ReadTask {
