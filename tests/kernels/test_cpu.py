@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import replace
 
 import pytest
@@ -181,6 +182,21 @@ def test_many_runs_of_more_threads_than_cores_end_and_agree() -> None:
     first = ops.paged_attention(case.q, case.kv_layer, case.plan, 0.25)
     for _ in range(300):
         assert torch.equal(first, ops.paged_attention(case.q, case.kv_layer, case.plan, 0.25))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores of threads cannot be chosen here")
+def test_threads_that_spread_keep_to_the_cores_of_their_caller() -> None:
+    """Of a team that is kept on one core, members find each other there at every barrier."""
+    before = os.sched_getaffinity(0)
+    x, weight = torch.randn(300, 2048), torch.ones(2048)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        alone, ops = CpuOps(1), CpuOps(3)
+        for _ in range(20):
+            assert torch.equal(ops.rms_norm(x, weight, 1e-5), alone.rms_norm(x, weight, 1e-5))
+            assert os.sched_getaffinity(0) == {min(before)}
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def test_tensors_that_do_not_fit_are_refused(ops: CpuOps) -> None:

@@ -11,7 +11,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kSpin = 30000;                       // nanoseconds
+constexpr int kSpin = 600000;                     // nanoseconds: waking up, on a virtual machine, costs most of them
 constexpr std::chrono::microseconds kPause{100};  // runs that follow each other more slowly are not worth spinning for
 
 int current_core() {
@@ -65,6 +65,23 @@ bool Barrier::shares_core(int member) const {
   return false;
 }
 
+void Barrier::spread(int member) {
+  seats_[member].core.store(current_core(), std::memory_order_relaxed);
+#if defined(__linux__)
+  if (!shares_core(member)) return;
+  cpu_set_t allowed, free;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  free = allowed;
+  for (int other = 0; other < count_; ++other)
+    if (const int core = seats_[other].core.load(std::memory_order_relaxed); core >= 0 && core < CPU_SETSIZE)
+      CPU_CLR(core, &free);
+  if (CPU_COUNT(&free) == 0) return;
+  sched_setaffinity(0, sizeof free, &free);
+  sched_setaffinity(0, sizeof allowed, &allowed);
+  seats_[member].core.store(current_core(), std::memory_order_relaxed);
+#endif
+}
+
 void Barrier::reset() {
   for (Seat& seat : seats_) seat.begun.store(0, std::memory_order_relaxed);
 }
@@ -79,7 +96,7 @@ void Barrier::wait(int member) {
     phase_.advance();
   } else {
     phase_.wait_beyond(seen, shares_core(member) ? 0 : kSpin);
-    seats_[member].core.store(current_core(), std::memory_order_relaxed);
+    spread(member);
   }
 }
 
@@ -110,6 +127,7 @@ void Team::serve(int member) {
     busy = Clock::now() - begun < kPause;
     ++seen;
     if (closing_) return;
+    barrier_.spread(member);
     function_(argument_, member, size_, barrier_);
     barrier_.wait(member);
   }

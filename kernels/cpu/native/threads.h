@@ -30,12 +30,16 @@ struct Share {
 };
 inline Share share(int64_t count, int member, int size) { return {count * member / size, count * (member + 1) / size}; }
 
-// Members wait for each other by spinning, for what they wait for takes microseconds, but not for a member that was last
-// seen on their own core: that one runs only once they sleep.
+// Members wait for each other by spinning, for what they wait for takes microseconds (or as long as another process has
+// the member's core), but not for a member that was last seen on their own core: that one runs only once they sleep.
 class Barrier {
  public:
   explicit Barrier(int count) : count_(count), seats_(count) {}
   void wait(int member);
+
+  // Members that wake up on another's core move on: the scheduler wakes a thread beside the one that woke it, and may
+  // leave both there with other cores idle. To be called by a member that has slept.
+  void spread(int member);
 
   // Calls visit(item) for items of `count` until none is left: first those of the member's share, then what others have
   // not begun, for a member may have lost its core. Once between two waits, by all members with the same count.
