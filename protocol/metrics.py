@@ -99,7 +99,6 @@ class WorkerMetrics:
     every step costs more than counting. Those with one more label are dicts by its values, which are all known."""
 
     def __init__(self, role: str, registry: CollectorRegistry | None = None) -> None:
-        self.role = role
         self.registry = r = registry or CollectorRegistry()
 
         def counter(name: str, help: str) -> Counter:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.base import ModelInfo
+from engine.models.base import Model, ModelInfo
 from engine.models.config import DecoderConfig
 from engine.models.weights import Weights
 from kernels.ops import Ops
@@ -18,7 +18,7 @@ from protocol.errors import ConfigError
 Progress = Callable[[float], None]
 
 
-class Decoder:
+class Decoder(Model):
     """A `Model`. cos and sin: float32 [max_model_len, rotary_dim / 2]."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Decoder:
     def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
         if self._step is not None and self._step.takes(plan, kv):
             return self._step.logits(token_ids, kv, plan)
-        return NextLogits(self.logits(self.forward(token_ids, kv, plan)))
+        return super().next_logits(token_ids, kv, plan)
 
     def dense_layers(self) -> Iterator[Linear]:
         """All of them, the vocabulary projection last."""
