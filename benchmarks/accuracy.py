@@ -34,7 +34,7 @@ from node.assembly import assemble
 from protocol.messages import Job, TokenLogprobs
 from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings, WorkerSettings
-from router.text_model import load_text_model
+from router.text.text_model import load_text_model
 
 PROSE = Path(__file__).with_name("prose.txt")
 PROMPTS, PROMPT_LEN, CONTINUED = 8, 64, 64

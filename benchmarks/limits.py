@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protocol.gguf_file import read_gguf
+from model_files.gguf import read_gguf
 
 if TYPE_CHECKING:
     from kernels.cpu import CpuOps

@@ -28,7 +28,7 @@ class Command:
     """What to run. `env` is added to the supervisor's environment without its KVFERRY_* variables: the command line
     alone configures a child.
 
-    reports       the command writes its status as node/status.py does
+    reports       the command writes its status as process/status.py does
     ends_last     the others need it until they have ended; it gets no SIGINT, which a terminal sends to all at once
     niceness      added to the supervisor's own: the higher, the less of a core that another process wants as well
     """

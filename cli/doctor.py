@@ -77,7 +77,7 @@ def threads(settings: ServeSettings) -> Result:
 
 
 def model(settings: ServeSettings) -> Result:
-    from protocol.model_source import read_facts, resolve
+    from model_files.source import read_facts, resolve
 
     source = resolve(settings.model)
     facts = read_facts(source)

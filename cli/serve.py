@@ -51,7 +51,7 @@ def kvferry_program(subcommand: str) -> list[str]:
 def check(settings: ServeSettings) -> ServeSettings:
     """Everything that can fail before a process is started. Returns the settings with the port that the router will
     have. Raises ConfigError."""
-    from protocol.model_source import resolve
+    from model_files.source import resolve
 
     port = preflight.free_port(settings.host, settings.port)
     preflight.worker_packages()

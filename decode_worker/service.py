@@ -17,9 +17,9 @@ from engine.events import Event, Failed, Generated, ReservationFailed, Reserved
 from kv_transfer.ports import TransferKey
 from kv_transfer.receiver import Receiver
 from node.frames import FrameResponse
-from node.http import read_message
 from node.node import Node
 from node.pool_memory import PoolMemory
+from process.http import read_message
 from protocol.errors import Cancelled, Draining, KvferryError
 from protocol.messages import AttemptFailed, CancelRequest, Commit, GenerateRequest, Job, StepFrame, TokenDelta
 

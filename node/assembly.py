@@ -11,6 +11,7 @@ import torch
 
 from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineConfig
+from engine.ledger import Ledger
 from engine.models import load_model
 from engine.models.base import Model, ModelInfo
 from engine.models.decoder import Decoder
@@ -19,11 +20,10 @@ from engine.scheduler import Limits
 from kernels.cpu import CpuOps
 from kernels.cpu.dense import PackedLinear
 from kernels.ops import Ops, select
-from kv_transfer.ledger import Ledger
+from model_files.source import resolve
 from node.pool_memory import make_pool
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
-from protocol.model_source import resolve
 from protocol.settings import CPU_POOL_GIB, WorkerSettings
 
 log = logging.getLogger("kvferry.node")

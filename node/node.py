@@ -17,17 +17,17 @@ from typing import Any, Protocol
 import torch
 from fastapi import FastAPI
 
+from cluster_state.index import IndexWriter
+from cluster_state.redis_store import RedisStore
+from cluster_state.registry import LeaseKeeper
 from engine.events import Admitted, BlocksChanged, Event, Stepped
 from engine.loop import EngineLoop
-from kv_transfer.index import IndexWriter
-from kv_transfer.redis_store import RedisStore
-from kv_transfer.registry import LeaseKeeper
 from kv_transfer.ucx import UcxLink
 from node.assembly import Assembled, assemble
-from node.http import bind, make_app, make_server, serve_metrics
 from node.rates import RateMeter, warm_up
-from node.status import Status
-from node.stop import Stop
+from process.http import bind, make_app, make_server, serve_metrics
+from process.signals import Stop
+from process.status import Status
 from protocol.errors import ConfigError, Draining
 from protocol.messages import Load, NodeLease, Rates
 from protocol.metrics import WorkerMetrics

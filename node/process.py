@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from node.node import Node, Service
-from node.stop import Stop
+from process.signals import Stop
 from protocol.settings import WorkerSettings
 
 

@@ -19,9 +19,9 @@ from engine.request import Key, key_of
 from kv_transfer.ports import ShipStats
 from kv_transfer.sender import Sender
 from node.frames import FrameResponse
-from node.http import read_message
 from node.node import Node
 from node.pool_memory import PoolMemory
+from process.http import read_message
 from protocol.errors import Cancelled, Draining, InvalidRequest, KvferryError
 from protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, PrefillRequest, ShipDone
 

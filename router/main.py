@@ -10,17 +10,17 @@ from typing import Protocol
 
 import uvicorn
 
-from kv_transfer.redis_store import RedisStore
-from node.http import Server, bind
-from node.status import Status
-from node.stop import Stop
+from cluster_state.redis_store import RedisStore
+from process.http import Server, bind
+from process.signals import Stop
+from process.status import Status
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
-from router.app import create_app
-from router.cluster import RouterCluster
-from router.fleet import BlockLookup
-from router.nodes import NodeSource
-from router.text_model import load_text_model
+from router.api.app import create_app
+from router.journey.cluster import RouterCluster
+from router.journey.fleet import BlockLookup
+from router.nodes.table import NodeSource
+from router.text.text_model import load_text_model
 
 log = logging.getLogger(__name__)
 

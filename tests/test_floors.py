@@ -14,14 +14,19 @@ ROOT = Path(__file__).parents[1]
 FLOORS = {
     "protocol": 0,
     "kernels": 1,
+    "model_files": 1,
+    "process": 1,
+    "placement": 1,
     "engine": 2,
     "kv_transfer": 2,
+    "cluster_state": 2,
     "node": 3,
     "prefill_worker": 4,
     "decode_worker": 4,
     "router": 4,
     "cli": 5,
 }
+TORCHLESS = ["protocol", "model_files", "process", "placement", "cluster_state", "router"]
 TRANSFORMERS_DOOR = Path("engine/models/hf.py")
 
 
@@ -62,14 +67,14 @@ def test_every_package_has_a_floor():
     assert packages == set(FLOORS)
 
 
-@pytest.mark.parametrize("folder", ["protocol", "router"])
+@pytest.mark.parametrize("folder", TORCHLESS)
 def test_no_torch_and_no_transformers_even_late(folder):
     for path in modules(folder):
         assert not tops(path) & {"torch", "transformers", "ucxx", "triton"}, path
 
 
-def test_protocol_and_router_load_no_torch_through_others():
-    names = [dotted(path) for folder in ("protocol", "router") for path in modules(folder)]
+def test_what_a_router_loads_brings_no_torch_through_others():
+    names = [dotted(path) for folder in TORCHLESS for path in modules(folder)]
     code = (
         "import importlib, sys\n"
         "for name in sys.argv[1:]: importlib.import_module(name)\n"

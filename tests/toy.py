@@ -7,13 +7,13 @@ import torch
 
 from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineConfig
+from engine.ledger import Ledger
 from engine.models.base import Model, ModelInfo
 from engine.runner import Runner
 from engine.scheduler import Limits
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
-from kv_transfer.ledger import Ledger
 from protocol.messages import Job
 from protocol.sampling import SamplingParams
 

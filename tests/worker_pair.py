@@ -16,13 +16,13 @@ import torch
 from toy import FINGERPRINT, ToyModel, make_engine
 
 import node.node as node_module
+from cluster_state.memory_store import MemoryStore
 from decode_worker.service import DecodeService
 from engine.engine import Engine
-from kv_transfer.memory_store import MemoryStore
 from node.assembly import Assembled
 from node.node import Node
-from node.stop import Stop
 from prefill_worker.service import PrefillService
+from process.signals import Stop
 from protocol.messages import (
     AttemptFailed,
     CancelRequest,

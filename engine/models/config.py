@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from model_files.gguf import GGUFFile
 from protocol.errors import ConfigError
-from protocol.gguf_file import GGUFFile
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 

@@ -16,8 +16,8 @@ from engine.models.base import Model, ModelInfo
 from engine.models.hf_attention import PagedAttention, Seat, ShapeProbe, seated_attention, take_seats
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
+from model_files.source import ModelSource, read_facts
 from protocol.errors import ConfigError
-from protocol.model_source import ModelSource, read_facts
 
 ATTENTION = "kvferry_paged"
 

@@ -12,9 +12,9 @@ from engine.models.decoder import Decoder, ParameterLoader, Progress
 from engine.models.rope import rope_tables
 from engine.models.weights import GGUFWeights, Weights, open_directory
 from kernels.ops import Ops
+from model_files.gguf import read_gguf
+from model_files.source import ModelSource, gguf_facts, read_facts, read_json
 from protocol.errors import ConfigError
-from protocol.gguf_file import read_gguf
-from protocol.model_source import ModelSource, gguf_facts, read_facts, read_json
 
 IMPLEMENTATIONS = ("auto", "kvferry", "transformers")
 

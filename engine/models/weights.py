@@ -11,9 +11,9 @@ import torch
 
 from engine.models.dequantise import BLOCKS, dequantise, stored_bytes
 from kernels.step import StoredRows
+from model_files.gguf import GGUFFile, GGUFTensor
+from model_files.source import weight_files
 from protocol.errors import ConfigError
-from protocol.gguf_file import GGUFFile, GGUFTensor
-from protocol.model_source import weight_files
 
 _GGUF_TOP = {
     "model.embed_tokens.weight": "token_embd.weight",

@@ -14,7 +14,7 @@ from benchmarks.serving import parse, report
 from benchmarks.subjects import ENGINES, SUBJECTS, Installed, missing
 from benchmarks.table import GOALS, LIMIT, Results, as_json, markdown, number, reached, times_as_good
 from benchmarks.workloads import FIGURES, Figure, gaps, output_rate, percentile
-from protocol.model_source import DEMO_MODEL, resolve
+from model_files.source import DEMO_MODEL, resolve
 
 NAMES = {subject.name for subject in SUBJECTS}
 

@@ -19,7 +19,7 @@ import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from kv_transfer.redis_store import RedisStore
+from cluster_state.redis_store import RedisStore
 from protocol.messages import NodeLease
 
 START_S = 120.0

@@ -9,9 +9,9 @@ from pydoc_data.topics import topics
 
 import torch
 
-from protocol.model_source import resolve
+from model_files.source import resolve
 from protocol.settings import RouterSettings
-from router.text_model import load_text_model
+from router.text.text_model import load_text_model
 
 NEW_TOKENS = 16
 TIE = 1e-4

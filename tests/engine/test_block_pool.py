@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.block_pool import BlockPool
+from engine.ledger import Ledger
 from engine.ports import REQUEST
-from kv_transfer.ledger import Ledger
 from protocol.hashing import chain
 
 BS = 2

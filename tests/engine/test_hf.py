@@ -14,8 +14,8 @@ from engine.models.decoder import Decoder
 from engine.models.hf import HFModel
 from engine.models.hf_attention import LayerShape, ShapeProbe, seated_attention
 from kernels.reference import ReferenceOps
+from model_files.source import resolve
 from protocol.errors import ConfigError
-from protocol.model_source import resolve
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

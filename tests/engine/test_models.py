@@ -9,8 +9,8 @@ from tiny_models import OURS, SHAPE, chunked_logits, expect_equal_logits, family
 from engine.models import load_model
 from engine.models.loader import auto_dtype
 from kernels.reference import ReferenceOps
+from model_files.source import read_facts, resolve
 from protocol.errors import ConfigError
-from protocol.model_source import read_facts, resolve
 
 CPU = torch.device("cpu")
 

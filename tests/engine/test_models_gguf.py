@@ -9,8 +9,8 @@ from tiny_models import BLOCK, LLAMA3, Cache, chunked_logits, family, save_tiny,
 from engine.models import load_model
 from engine.models.dequantise import dequantise, stored_bytes
 from kernels.reference import ReferenceOps
+from model_files.source import resolve
 from protocol.errors import ConfigError
-from protocol.model_source import resolve
 
 CPU = torch.device("cpu")
 Kind = gguf.GGMLQuantizationType

@@ -11,8 +11,8 @@ from tiny_models import chunked_logits, family, save_tiny, tokens_for
 from engine.models import load_model
 from kernels.cpu import CpuOps, instruction_set
 from kernels.reference import ReferenceOps
+from model_files.source import resolve
 from protocol.errors import ConfigError
-from protocol.model_source import resolve
 
 pytestmark = pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension")
 

@@ -6,10 +6,10 @@ import itertools
 
 import numpy as np
 
+from engine.ledger import Ledger
 from engine.ports import GRANT, QUIESCE, REQUEST, SHIP
 from kv_transfer.checksum import InlineChecksums
 from kv_transfer.faulty import Faults, FaultyLink
-from kv_transfer.ledger import Ledger
 from kv_transfer.loopback import LoopbackNetwork
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender

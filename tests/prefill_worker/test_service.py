@@ -15,8 +15,8 @@ from fastapi import FastAPI
 from engine.events import Generated
 from engine.request import key_of
 from kv_transfer.loopback import LoopbackNetwork
-from node.http import make_app
 from prefill_worker.service import PrefillService
+from process.http import make_app
 from protocol.messages import FirstToken, Job, PrefillRequest, TokenDelta
 from protocol.metrics import WorkerMetrics
 from protocol.sampling import SamplingParams

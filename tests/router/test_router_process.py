@@ -13,8 +13,8 @@ import httpx
 import pytest
 from fake_workers import Bench, decode, prefill, until
 
-from node.http import bind
-from node.stop import Stop
+from process.http import bind
+from process.signals import Stop
 from protocol.errors import ConfigError
 from protocol.settings import RouterSettings
 from router.main import run_router, serve_router

@@ -1,0 +1,95 @@
+"""Node registry and block index over dictionaries, for tests and simulations. Same contract as `redis_store`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from cluster_state.index import ROW_TTL_S, longest
+from cluster_state.registry import LEASE_S, Announced
+from protocol.errors import RegistryUnavailable
+from protocol.messages import NodeLease
+
+
+class MemoryStore:
+    """Registry and BlockIndex in one process. `available` False makes every call raise RegistryUnavailable, `flush`
+    loses all data; `clock` tells seconds."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        lease_s: float = LEASE_S,
+        row_ttl_s: float = ROW_TTL_S,
+    ) -> None:
+        self.available = True
+        self._clock, self._lease_s, self._row_ttl_s = clock, lease_s, row_ttl_s
+        self._leases: dict[str, tuple[NodeLease, float]] = {}
+        self._rows: dict[bytes, dict[str, int]] = {}
+        self._row_ends: dict[bytes, float] = {}
+
+    def flush(self) -> None:
+        self._leases.clear()
+        self._rows.clear()
+        self._row_ends.clear()
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def ping(self) -> None:
+        self._reach()
+
+    async def announce(self, lease: NodeLease) -> Announced:
+        self._reach()
+        known = self._live(lease.node_id)
+        if known is not None and known.epoch > lease.epoch:
+            return Announced.FENCED
+        self._leases[lease.node_id] = (lease, self._clock() + self._lease_s)
+        return Announced.RENEWED if known is not None and known.epoch == lease.epoch else Announced.CREATED
+
+    async def withdraw(self, node_id: str, epoch: int) -> None:
+        self._reach()
+        known = self._live(node_id)
+        if known is not None and known.epoch == epoch:
+            del self._leases[node_id]
+
+    async def nodes(self) -> list[NodeLease]:
+        self._reach()
+        return [lease for node_id in list(self._leases) if (lease := self._live(node_id)) is not None]
+
+    async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        self._reach()
+        for digest in removed:
+            if self._row(digest).get(node_id) == epoch:
+                del self._rows[digest][node_id]
+        for digest in stored:
+            row = self._rows[digest] = self._row(digest)
+            row[node_id] = max(epoch, row.get(node_id, epoch))
+            self._row_ends[digest] = self._clock() + self._row_ttl_s
+
+    async def refresh(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> None:
+        await self.publish(node_id, epoch, hashes, ())
+        for digest in hashes:
+            for other in [n for n in self._rows[digest] if n != node_id and self._live(n) is None]:
+                del self._rows[digest][other]
+
+    async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
+        self._reach()
+
+        def held(node_id: str, position: int) -> bool:
+            return self._row(hashes[position]).get(node_id) == nodes[node_id]
+
+        lengths = {node_id: longest(len(hashes), partial(held, node_id)) for node_id in nodes}
+        return {node_id: length for node_id, length in lengths.items() if length}
+
+    def _reach(self) -> None:
+        if not self.available:
+            raise RegistryUnavailable("the store is switched off")
+
+    def _live(self, node_id: str) -> NodeLease | None:
+        lease, ends = self._leases.get(node_id, (None, 0.0))
+        return lease if ends > self._clock() else None
+
+    def _row(self, digest: bytes) -> dict[str, int]:
+        return self._rows.get(digest, {}) if self._row_ends.get(digest, 0.0) > self._clock() else {}

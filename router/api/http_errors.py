@@ -1,0 +1,68 @@
+"""Every error of the HTTP side as an OpenAI error object, those of the framework included."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from protocol.errors import InvalidRequest, KvferryError, NotFound
+from router.api.sse import dump
+
+logger = logging.getLogger(__name__)
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The path exists, but not with this method."""
+
+    status, code = 405, "method_not_allowed"
+
+
+def error_headers(error: KvferryError) -> dict[str, str]:
+    """Retry-After in whole seconds for errors that say when to come back."""
+    if error.retry_after is None:
+        return {}
+    return {"retry-after": str(max(1, math.ceil(error.retry_after)))}
+
+
+def error_response(error: KvferryError) -> Response:
+    return Response(dump(error.body()), error.status, error_headers(error), "application/json")
+
+
+def install(app: FastAPI) -> None:
+    """Make the app answer every error in the API's shape."""
+
+    async def own(request: Request, error: Exception) -> Response:
+        assert isinstance(error, KvferryError)
+        return error_response(error)
+
+    async def framework(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = error_response(_translated(error, request))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def validation(request: Request, error: Exception) -> Response:
+        return error_response(InvalidRequest(f"invalid request: {error}"))
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return error_response(KvferryError("internal error of the router; its log has the details"))
+
+    app.add_exception_handler(KvferryError, own)
+    app.add_exception_handler(HTTPException, framework)
+    app.add_exception_handler(RequestValidationError, validation)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _translated(error: HTTPException, request: Request) -> KvferryError:
+    place = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return NotFound(f"no such route: {place}")
+    if error.status_code == 405:
+        return MethodNotAllowed(f"method not allowed: {place}")
+    return InvalidRequest(str(error.detail))

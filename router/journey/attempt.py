@@ -1,0 +1,234 @@
+"""One try at a request on a chosen placement: its bookings, its place on the token stream, its call to a node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from placement.place import Placement
+from protocol.errors import KvferryError, NodeLost, from_body
+from protocol.messages import (
+    AttemptFailed,
+    CancelRequest,
+    FirstToken,
+    GenerateRequest,
+    Job,
+    NodeLease,
+    PrefillRequest,
+    ShipDone,
+    TokenDelta,
+)
+from router.journey.ladder import Failure, blamed
+from router.nodes.bookings import Booking
+from router.nodes.client import NodeClient
+from router.nodes.table import NodeTable, node_key
+from router.nodes.token_streams import TokenStreams
+
+log = logging.getLogger(__name__)
+
+Event = TokenDelta | Failure
+TAIL_S = 5.0
+"""How long the prefill node's answer may outlive its request before the connection is closed."""
+
+
+class Errands:
+    """Calls that nobody waits for (cancels, tails of answers). Held here so that they run to their end."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def send(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    @property
+    def open(self) -> int:
+        return len(self._tasks)
+
+    async def finish(self, limit_s: float) -> None:
+        """Wait for all, then drop the rest."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=limit_s)
+        rest = set(self._tasks)
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+
+class Attempt:
+    """Launched on construction, over after `close`. In between it posts TokenDeltas of this attempt and at most one
+    Failure; nothing is posted after `close`. Never raises for a node's fault."""
+
+    def __init__(
+        self,
+        job: Job,
+        placement: Placement,
+        post: Callable[[Event], None],
+        *,
+        nodes: NodeTable,
+        streams: TokenStreams,
+        client: NodeClient,
+        errands: Errands,
+    ) -> None:
+        self.job, self.placement = job, placement
+        self._launched_at = time.monotonic()
+        self._post, self._nodes, self._streams, self._client, self._errands = post, nodes, streams, client, errands
+        self._over = self._closed = self._first_seen = self._prefilled = self._decoding = False
+        self._task: asyncio.Task[None] | None = None
+        self._bookings: dict[str, Booking] = {}
+        try:
+            self._book()
+            if placement.decode:
+                self._streams.attach(node_key(placement.decode), job.request_id, self)
+        except NodeLost as error:
+            self._fail(error, placement.decode or placement.prefill)
+            return
+        self._task = errands.send(self._prefill() if placement.prefill else self._generate())
+
+    def close(self, *, cancel: bool) -> None:
+        """Give everything back. `cancel`: the request has not ended, so tell the nodes to drop it."""
+        if self._closed:
+            return
+        self._over = self._closed = True
+        for booking in self._bookings.values():
+            booking.release()
+        self._bookings = {}
+        if self.placement.decode:
+            self._streams.detach(node_key(self.placement.decode), self.job.request_id)
+        if self._task is None:
+            return
+        if cancel:
+            self._task.cancel()
+            for node in self._involved():
+                self._errands.send(self._cancel(node))
+        elif not self._task.done():
+            timer = asyncio.get_running_loop().call_later(TAIL_S, self._task.cancel)
+            self._task.add_done_callback(lambda _: timer.cancel())
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._launched_at
+
+    def stall(self) -> None:
+        """No token came within the attempt's share of the deadline: give it up."""
+        place = self.placement
+        node = place.decode if self._first_seen else place.prefill or place.decode
+        self._fail(NodeLost("no token within the attempt's share of the deadline"), node or place.prefill)
+
+    def delta(self, delta: TokenDelta) -> None:
+        if delta.attempt != self.job.attempt or self._over:
+            return
+        if not self._decoding:
+            self._decoding = True
+            self._settle("decode")
+        self._post(delta)
+
+    def failed(self, failure: AttemptFailed) -> None:
+        assert self.placement.decode
+        if failure.attempt == self.job.attempt:
+            self._reported(_error(failure), self.placement.decode)
+
+    def lost(self, error: KvferryError) -> None:
+        self._fail(error, self.placement.decode)
+
+    def _book(self) -> None:
+        """A prefill node is booked for the prompt's tokens, a decode node for its blocks until it runs there; both for
+        the request."""
+        place, total = self.placement, len(self.job.token_ids)
+        uncached = max(0, total - place.cached_len)
+        if place.prefill:
+            self._bookings["prefill"] = self._nodes.book(
+                place.prefill, tokens=uncached, blocks=0, lost=self._prefill_lost
+            )
+        if place.decode:
+            self._bookings["decode"] = self._nodes.book(
+                place.decode,
+                tokens=0 if place.prefill else uncached,
+                blocks=-(-(total + 1) // place.decode.block_size),
+                lost=self.lost,
+            )
+
+    def _settle(self, role: str) -> None:
+        if booking := self._bookings.get(role):
+            booking.settle()
+
+    def _prefill_lost(self, error: NodeLost) -> None:
+        assert self.placement.prefill
+        self._reported(error, self.placement.prefill)
+
+    def _reported(self, error: KvferryError, reporter: NodeLease) -> None:
+        """A node's answer was an error: post it, unless the prefill node reports after it had done its part."""
+        if not (reporter.role == "prefill" and self._first_seen and (self._decoding or self._prefilled)):
+            self._fail(error, blamed(error, reporter, self.placement))
+
+    def _fail(self, error: KvferryError, node: NodeLease | None) -> None:
+        assert node
+        if not self._over:
+            self._over = True
+            self._post(Failure(self.job.attempt, error, node))
+
+    async def _prefill(self) -> None:
+        node, decode = self.placement.prefill, self.placement.decode
+        assert node
+        request = PrefillRequest(self.job, decode.target if decode else None)
+        try:
+            await self._client.prefill(node, request, self._answer)
+        except KvferryError as error:
+            self._unreachable(error, node)
+            return
+        if not self._prefilled:
+            self._reported(NodeLost(f"{node.node_id} ended its answer early"), node)
+
+    async def _generate(self) -> None:
+        node = self.placement.decode
+        assert node
+        try:
+            await self._client.generate(node, GenerateRequest(self.job))
+        except KvferryError as error:
+            self._unreachable(error, node)
+
+    def _unreachable(self, error: KvferryError, node: NodeLease) -> None:
+        if isinstance(error, NodeLost) and not self._over:
+            self._nodes.suspect(node_key(node))
+        self._reported(error, node)
+
+    def _answer(self, message: Any) -> None:
+        """A message of the prefill node's answer."""
+        if isinstance(message, FirstToken):
+            self._first_seen = True
+            self._settle("prefill")
+            self._prefilled = message.delta.finish_reason is not None
+            if not self._over:
+                self._post(message.delta)
+        elif isinstance(message, ShipDone):
+            self._prefilled = True
+            if booking := self._bookings.pop("prefill", None):
+                booking.release()
+            log.debug(
+                "%s shipped %d blocks in %.4f s, %.4f s exposed",
+                message.request_id, message.blocks, message.ship_s, message.exposed_s,
+            )  # fmt: skip
+        elif isinstance(message, AttemptFailed):
+            assert self.placement.prefill
+            self._reported(_error(message), self.placement.prefill)
+
+    def _involved(self) -> list[NodeLease]:
+        place = self.placement
+        return [node for node in (None if self._prefilled else place.prefill, place.decode) if node]
+
+    async def _cancel(self, node: NodeLease) -> None:
+        """Tell the node, twice if need be; one that cannot be told drops the request by its broken connection."""
+        for _ in range(2):
+            with contextlib.suppress(KvferryError):
+                await self._client.cancel(node, CancelRequest(self.job.request_id, self.job.attempt))
+                return
+
+
+def _error(failure: AttemptFailed) -> KvferryError:
+    return from_body({"error": {"code": failure.code, "message": failure.message}})

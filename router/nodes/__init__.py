@@ -1,0 +1,1 @@
+"""The router's view of the nodes, and its connections to them."""

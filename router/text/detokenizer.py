@@ -1,0 +1,86 @@
+"""Output tokens to text, one at a time, never emitting half a character."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from router.text.tokenizer import TextTokenizer
+
+_CONTEXT = 6
+_PATIENCE = 8
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer(Protocol):
+    """The concatenation of all `step` results and `finish` is the text of the tokens. Each call is O(1)."""
+
+    def step(self, token_id: int) -> str:
+        """Text that this token completes; empty while a character is incomplete."""
+
+    def finish(self) -> str:
+        """What is left: a replacement character for a character that was never completed."""
+
+
+def detokenizer(
+    tokenizer: TextTokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+) -> Detokenizer:
+    """One sequence's detokenizer. `prompt` is what the output continues: it decides about a leading space."""
+    hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+    if tokenizer.byte_level:
+        return ByteDetokenizer(tokenizer, hidden)
+    return WindowDetokenizer(tokenizer, hidden, prompt)
+
+
+class ByteDetokenizer:
+    """For vocabularies whose tokens are bytes: an incremental UTF-8 decoder is exact."""
+
+    def __init__(self, tokenizer: TextTokenizer, hidden: frozenset[int]) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._hidden = hidden
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def step(self, token_id: int) -> str:
+        return "" if token_id in self._hidden else self._decode(self._token_bytes(token_id))
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """For any other decoder (SentencePiece, WordPiece, ...): decodes a window of recent tokens twice, without and with
+    the new ones, and emits the difference.
+
+    window[:read] are tokens whose text was emitted; window[read:] are those that wait for the rest of a character, at
+    most _PATIENCE of them: after that many, the bytes are no character.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, hidden: frozenset[int], prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+        self._window = [token_id for token_id in prompt[-_CONTEXT:] if token_id not in hidden]
+        self._read = len(self._window)
+
+    def step(self, token_id: int) -> str:
+        if token_id in self._hidden:
+            return ""
+        self._window.append(token_id)
+        text = self._fresh()
+        if text.endswith(_REPLACEMENT) and len(self._window) - self._read < _PATIENCE:
+            return ""
+        del self._window[: self._read]
+        self._read = len(self._window)
+        return text
+
+    def finish(self) -> str:
+        text = self._fresh()
+        self._read = len(self._window)
+        return text
+
+    def _fresh(self) -> str:
+        before = self._decode(self._window[: self._read])
+        return self._decode(self._window)[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""

@@ -1,0 +1,104 @@
+"""One sequence's output tokens turned into text: detokenised, cut at stop strings, with its log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from protocol.messages import TokenLogprobs
+from protocol.sampling import SamplingParams
+from router.journey.spec import Output
+from router.text.detokenizer import detokenizer
+from router.text.stop_strings import StopMatcher
+from router.text.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How output tokens are shown. `echo_only`: max_tokens was 0, the one token drawn is dropped."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    echo_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Log-probabilities of one token; `offset` is where its text begins, in characters of the output."""
+
+    logprobs: TokenLogprobs
+    offset: int
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one Output adds. `token_ids` count as completion tokens, the ending token included. stop_reason: the stop
+    string or stop token id that ended the text; None for end-of-sequence and length."""
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    entries: list[Entry] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+class Transcript:
+    """Feed it a journey's Outputs in order. `completion_tokens` counts what was taken; after a Piece with a
+    finish_reason nothing more may be fed."""
+
+    def __init__(
+        self, tokenizer: TextTokenizer, prompt: Sequence[int], params: SamplingParams, options: TextOptions
+    ) -> None:
+        self._detokenizer = detokenizer(tokenizer, prompt, skip_special_tokens=options.skip_special_tokens)
+        self._stop = StopMatcher(options.stops, include=options.include_stop) if options.stops else None
+        self._params = params
+        self._options = options
+        self._offset = 0
+        self.completion_tokens = 0
+
+    def add(self, output: Output) -> Piece:
+        """The text this Output completes. The ending token has no text unless stops are to be included."""
+        if self._options.echo_only:
+            return Piece(finish_reason="length", prompt_logprobs=output.prompt_logprobs)
+        piece = Piece(prompt_logprobs=output.prompt_logprobs)
+        taken, texts = 0, []
+        for place, token_id in enumerate(output.token_ids):
+            if output.logprobs is not None:
+                piece.entries.append(Entry(output.logprobs[place], self._offset))
+            taken = place + 1
+            ending = output.stop_token is not None and taken == len(output.token_ids)
+            if not ending or self._options.include_stop:
+                texts.append(self._shown(token_id, self.completion_tokens + taken))
+            if self._stop is not None and self._stop.matched is not None:
+                break
+        piece.token_ids = output.token_ids[:taken]
+        self.completion_tokens += taken
+        if output.finish_reason is not None:
+            texts.append(self._rest())
+        piece.text = "".join(texts)
+        self._finish(piece, output)
+        return piece
+
+    def _shown(self, token_id: int, number: int) -> str:
+        """Text to show for the request's output token `number` (from 1); stop strings count from min_tokens on."""
+        text = self._detokenizer.step(token_id)
+        self._offset += len(text)
+        if self._stop is None or number < self._params.min_tokens:
+            return text
+        return self._stop.feed(text)
+
+    def _rest(self) -> str:
+        if self._stop is None:
+            return self._detokenizer.finish()
+        return self._stop.feed(self._detokenizer.finish()) + self._stop.flush()
+
+    def _finish(self, piece: Piece, output: Output) -> None:
+        matched = self._stop.matched if self._stop is not None else None
+        if matched is not None:
+            piece.finish_reason, piece.stop_reason = "stop", matched
+        elif output.finish_reason is not None:
+            piece.finish_reason = output.finish_reason
+            if output.stop_token is not None and output.stop_token not in self._params.eos_token_ids:
+                piece.stop_reason = output.stop_token

@@ -1,0 +1,189 @@
+"""What the API's tests stand on: the demo model's text side, a cluster that answers from a script, an HTTP client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import httpx
+import uvicorn
+
+from protocol.errors import KvferryError
+from protocol.messages import Reuse, TokenLogprobs
+from protocol.metrics import RouterMetrics
+from protocol.settings import RouterSettings
+from router.api.app import create_app
+from router.journey.spec import ClusterInfo, Output, RequestSpec, Route
+from router.text.text_model import TextModel, load_text_model
+
+EOS = 2
+Script = Callable[[RequestSpec], Sequence[Output | KvferryError]]
+
+
+@cache
+def demo_text() -> TextModel:
+    return load_text_model(RouterSettings())
+
+
+def ids_of(text: str) -> list[int]:
+    return demo_text().tokenizer.encode(text, add_special_tokens=False)
+
+
+class FakeJourney:
+    def __init__(self, spec: RequestSpec, outputs: Sequence[Output | KvferryError], route: Route, gap_s: float):
+        self.spec = spec
+        self.route: Route | None = None
+        self.cancelled = asyncio.Event()
+        self.yielded = 0
+        self._outputs, self._route, self._gap_s = outputs, route, gap_s
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        for output in self._outputs:
+            await asyncio.sleep(self._gap_s)
+            if self.cancelled.is_set():
+                return
+            if isinstance(output, KvferryError):
+                raise output
+            self.route = self._route
+            self.yielded += 1
+            yield output
+
+    async def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class FakeCluster:
+    """Answers every spec with what `script` says; remembers the journeys."""
+
+    def __init__(self, script: Script, *, gap_s: float = 0.0, max_model_len: int = 4096, cached: int = 0) -> None:
+        self.script, self.gap_s, self.cached = script, gap_s, cached
+        self.max_model_len = max_model_len
+        self.journeys: list[FakeJourney] = []
+        self.refusal: KvferryError | None = None
+        self.is_ready = True
+
+    def info(self) -> ClusterInfo:
+        return ClusterInfo("demo", self.max_model_len, 16, "f" * 32)
+
+    def ready(self) -> dict[str, int]:
+        return {"prefill": 0, "decode": int(self.is_ready)}
+
+    def start(self, spec: RequestSpec) -> FakeJourney:
+        if self.refusal is not None:
+            raise self.refusal
+        prompt_len = len(spec.token_ids)
+        cached = min(self.cached, prompt_len)
+        route = Route("p0", "d0", Reuse(prompt_len, reused_prefill=cached, computed=prompt_len - cached))
+        journey = FakeJourney(spec, self.script(spec), route, self.gap_s)
+        self.journeys.append(journey)
+        return journey
+
+
+def says(text: str, *, finish: str = "stop", per_output: int = 1) -> Script:
+    """A script that answers `text` to everyone, `per_output` tokens at a time, within max_tokens."""
+    return lambda spec: outputs_for(spec, ids_of(text), finish=finish, per_output=per_output)
+
+
+def outputs_for(
+    spec: RequestSpec, token_ids: Sequence[int], *, finish: str = "stop", per_output: int = 1
+) -> list[Output]:
+    """Outputs a node would send: cut at max_tokens, ended by the end-of-sequence token when `finish` is stop."""
+    ids = [*token_ids, EOS] if finish == "stop" else list(token_ids)
+    if len(ids) > spec.params.max_tokens:
+        ids, finish = ids[: spec.params.max_tokens], "length"
+    outputs = []
+    for start in range(0, len(ids), per_output):
+        part = tuple(ids[start : start + per_output])
+        last = start + per_output >= len(ids)
+        outputs.append(
+            Output(
+                part,
+                logprobs=logprobs_of(part, spec.params.logprobs),
+                finish_reason=finish if last else None,
+                stop_token=EOS if last and finish == "stop" else None,
+                prompt_logprobs=prompt_logprobs_of(spec) if start == 0 else None,
+            )
+        )
+    return outputs
+
+
+def logprob_of(token_id: int) -> float:
+    """A made-up log-probability that tells tokens apart."""
+    return -1.0 - token_id / 100_000
+
+
+def logprobs_of(ids: Sequence[int], top: int | None) -> tuple[TokenLogprobs, ...] | None:
+    if top is None:
+        return None
+    likely = tuple((100 + i, -0.1 - i) for i in range(top))
+    return tuple(TokenLogprobs(token_id, logprob_of(token_id), 7, likely) for token_id in ids)
+
+
+def prompt_logprobs_of(spec: RequestSpec) -> tuple[TokenLogprobs | None, ...] | None:
+    found = logprobs_of(spec.token_ids[1:], spec.params.prompt_logprobs)
+    return None if found is None else (None, *found)
+
+
+class Api:
+    """An application over a fake cluster and a client that talks to it in process."""
+
+    def __init__(self, cluster: FakeCluster, text: TextModel | None = None, **settings: Any) -> None:
+        self.cluster = cluster
+        self.metrics = RouterMetrics()
+        self.settings = RouterSettings(**settings)
+        self.app = create_app(self.settings, cluster, text or demo_text(), self.metrics)
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://router")
+
+    async def chat(self, **body: Any) -> httpx.Response:
+        return await self.http.post("/v1/chat/completions", json={"messages": MESSAGES, **body})
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"prompt": "Once upon", **body})
+
+    def sample(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """Data of a stream's events; "[DONE]" as text."""
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    parts = response.text.split("\n\n")
+    assert parts.pop() == ""
+    assert all(part.startswith("data: ") for part in parts), parts
+    datas = [part.removeprefix("data: ") for part in parts]
+    return [data if data == "[DONE]" else json.loads(data) for data in datas]
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error object, checked for its shape."""
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    return dict(error)
+
+
+@contextlib.contextmanager
+def served(app: Any) -> Iterator[str]:
+    """The application behind a real socket on a port of the kernel's choice; yields its base URL."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            thread.join(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(5)
+        assert not thread.is_alive()

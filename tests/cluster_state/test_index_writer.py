@@ -1,0 +1,309 @@
+"""IndexWriter alone: batches, order, coalescing, bounds, threads, refresh."""
+
+import asyncio
+import threading
+
+import pytest
+
+from cluster_state.index import IndexWriter
+from cluster_state.memory_store import MemoryStore
+from cluster_state.redis_store import RedisStore
+
+
+def _hashes(count: int, tag: int = 0) -> list[bytes]:
+    return [bytes([tag, 0]) + i.to_bytes(14, "little") for i in range(count)]
+
+
+class _Recorder(MemoryStore):
+    """Remembers what was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[list[bytes], list[bytes]]] = []
+        self.refreshed: list[bytes] = []
+
+    async def publish(self, node_id, epoch, stored, removed):
+        self.calls.append((list(stored), list(removed)))
+        await super().publish(node_id, epoch, stored, removed)
+
+    async def refresh(self, node_id, epoch, hashes):
+        self._reach()
+        self.refreshed += hashes
+        await MemoryStore.publish(self, node_id, epoch, hashes, ())
+
+
+class _Writing:
+    """A writer over a recorder, whose node starts out holding `held`."""
+
+    def __init__(self, held: list[bytes] | None = None, **settings) -> None:
+        self.store, self.held = _Recorder(), dict.fromkeys(held or [])
+        self.writer = IndexWriter(self.store, "a", 1, lambda: list(self.held), **settings)
+
+    def note(self, stored, removed=()) -> None:
+        self.held.update(dict.fromkeys(stored))
+        for digest in removed:
+            self.held.pop(digest, None)
+        self.writer.note(list(stored), list(removed))
+
+    async def length(self, hashes: list[bytes]) -> int:
+        return (await self.store.longest_prefix(hashes, {"a": 1})).get("a", 0)
+
+
+@pytest.fixture
+async def writing():
+    """Past its first comparison with the (empty) snapshot."""
+    w = _Writing(batch=10)
+    await w.writer.flush()
+    return w
+
+
+async def test_writes_in_order_and_in_batches(writing):
+    h = _hashes(25)
+    writing.note(h[:3])
+    writing.note(h[3:])
+    assert writing.writer.pending == 25
+    assert await writing.writer.flush()
+    assert writing.store.calls == [(h[:10], []), (h[10:20], []), (h[20:], [])]
+    assert (writing.writer.rows, writing.writer.pending) == (25, 0)
+
+
+async def test_removals_go_first(writing):
+    h, other = _hashes(4), _hashes(12, 1)
+    writing.note(h)
+    await writing.writer.flush()
+    writing.store.calls.clear()
+    writing.note(other)
+    writing.note([], h[2:][::-1])
+    await writing.writer.flush()
+    assert writing.store.calls == [(other[:8], h[2:][::-1]), (other[8:], [])]
+
+
+async def test_stored_then_removed_is_never_written(writing):
+    h = _hashes(5)
+    writing.note(h)
+    writing.note([], h[::-1])
+    await writing.writer.flush()
+    assert writing.store.calls == []
+    assert writing.writer.pending == 0
+
+
+async def test_removed_then_stored_again_stays(writing):
+    h = _hashes(5)
+    writing.note(h)
+    await writing.writer.flush()
+    writing.note([], h[::-1])
+    writing.note(h)
+    await writing.writer.flush()
+    assert await writing.length(h) == 5
+
+
+async def test_both_in_one_step_counts_as_removed_until_the_snapshot_tells(writing):
+    h = _hashes(3)
+    writing.writer.note(h, h[2:])
+    writing.held.update(dict.fromkeys(h))
+    await writing.writer.flush()
+    assert await writing.length(h) == 2
+    writing.writer.republish()
+    await writing.writer.flush()
+    assert await writing.length(h) == 3
+
+
+async def test_what_the_node_holds_at_the_start_is_written():
+    h = _hashes(7)
+    w = _Writing(h)
+    await w.writer.flush()
+    assert await w.length(h) == 7
+
+
+async def test_overflow_falls_back_to_the_snapshot():
+    h, gone = _hashes(300), _hashes(20, 1)
+    w = _Writing(gone, max_noted=100)
+    await w.writer.flush()
+    w.note([], gone)
+    w.note(h[:90])
+    assert w.writer.pending == 0
+    w.note(h[90:])
+    await w.writer.flush()
+    assert await w.length(h) == 300
+    assert await w.length(gone) == 0
+
+
+async def test_an_outage_loses_no_removal_and_grows_no_memory():
+    h, churn = _hashes(50), _hashes(400, 1)
+    w = _Writing(h, batch=10)
+    await w.writer.flush()
+    w.store.available = False
+    w.note([], h[45:][::-1])
+    for start in range(0, 400, 8):
+        w.note(churn[start : start + 8])
+        assert not await w.writer.flush()
+        w.note([], churn[start : start + 8][::-1])
+        assert not await w.writer.flush()
+    assert w.writer.pending <= 5 + 10
+    w.note([], h[20:45][::-1])
+    w.store.available = True
+    assert await w.writer.flush()
+    assert await w.writer.flush()
+    assert await w.length(h) == 20
+    assert (w.writer.rows, w.writer.pending) == (20, 0)
+
+
+async def test_lost_data_is_written_again_after_an_outage(writing):
+    h = _hashes(30)
+    writing.note(h)
+    await writing.writer.flush()
+    writing.store.available = False
+    writing.note(_hashes(1, 9))
+    assert not await writing.writer.flush()
+    writing.store.flush()
+    writing.store.available = True
+    for _ in range(2):
+        await writing.writer.flush()
+    assert await writing.length(h) == 30
+
+
+async def test_an_addition_that_timed_out_but_lands_late_does_not_survive_its_removal(writing):
+    """The server was frozen: the addition failed here, and took effect there after the removal did."""
+    h = _hashes(1)
+    late: list[list[bytes]] = []
+    real = writing.store.publish
+
+    async def frozen(node_id, epoch, stored, removed):
+        late.append(list(stored))
+        raise TimeoutError
+
+    async def thawed(node_id, epoch, stored, removed):
+        await real(node_id, epoch, stored, removed)
+        while late:
+            await real(node_id, epoch, late.pop(), [])
+
+    writing.store.publish = frozen
+    writing.note(h)
+    assert not await writing.writer.flush()
+    writing.note([], h)
+    writing.store.publish = thawed
+    for _ in range(2):
+        assert await writing.writer.flush()
+    assert await writing.length(h) == 0
+
+
+async def test_an_addition_that_failed_only_here_is_taken_back(writing):
+    h = _hashes(2)
+    real = writing.store.publish
+
+    async def answer_lost(node_id, epoch, stored, removed):
+        await real(node_id, epoch, stored, removed)
+        raise ConnectionResetError
+
+    writing.store.publish = answer_lost
+    writing.note(h)
+    assert not await writing.writer.flush()
+    writing.store.publish = real
+    writing.note([], h[::-1])
+    for _ in range(2):
+        assert await writing.writer.flush()
+    assert await writing.length(h) == 0
+
+
+async def test_removed_stored_and_removed_between_two_flushes(writing):
+    h = _hashes(3)
+    writing.note(h)
+    await writing.writer.flush()
+    for stored, removed in (([], h), (h, []), ([], h)):
+        writing.note(stored, removed[::-1])
+    await writing.writer.flush()
+    assert await writing.length(h) == 0
+
+
+async def test_a_removal_in_the_middle_of_writing_everything_again(writing):
+    h = _hashes(25)
+    writing.note(h)
+    await writing.writer.flush()
+    writing.store.available = False
+    writing.writer.republish()
+    assert not await writing.writer.flush()
+    writing.store.available = True
+    writing.note([], h[::-1])
+    for _ in range(2):
+        assert await writing.writer.flush()
+    assert await writing.length(h) == 0
+    assert await writing.length(h[15:]) == 0
+
+
+async def test_refresh_writes_all_rows_again_slowly_and_repairs():
+    h = _hashes(40)
+    w = _Writing(h, batch=10, flush_s=0.005, refresh_s=0.1)
+    await w.writer.start()
+    await asyncio.sleep(0.03)
+    w.held.pop(h[-1])  # A removal that was never noted.
+    async with asyncio.timeout(3):
+        while len(w.store.refreshed) < 39:  # noqa: ASYNC110 (the writer's own rhythm)
+            await asyncio.sleep(0.01)
+    await w.writer.stop()
+    assert set(w.store.refreshed) >= set(h[:-1])
+    assert await w.length(h) == 39
+
+
+async def test_a_refresh_that_fails_is_tried_again_and_does_not_slow_the_writer_for_ever():
+    h = _hashes(5)
+    w = _Writing(h, flush_s=0.005, refresh_s=0.05)
+    await w.writer.start()
+    await asyncio.sleep(0.03)
+    w.store.available = False
+    await asyncio.sleep(0.1)
+    w.store.available = True
+    async with asyncio.timeout(3):
+        while len(w.store.refreshed) < 5:  # noqa: ASYNC110 (the writer's own rhythm)
+            await asyncio.sleep(0.01)
+    assert w.writer._failures == 0
+    await w.writer.stop()
+
+
+async def test_the_writer_outlives_a_failing_snapshot():
+    w = _Writing()
+    w.writer._snapshot = lambda: 1 / 0
+    assert not await w.writer.flush()
+    w.writer._snapshot = lambda: _hashes(4)
+    for _ in range(2):
+        await w.writer.flush()
+    assert await w.length(_hashes(4)) == 4
+
+
+async def test_notes_from_another_thread_while_writing():
+    h = _hashes(3000)
+    w = _Writing(flush_s=0.001, batch=50)
+    await w.writer.start()
+
+    def engine() -> None:
+        for start in range(0, 3000, 3):
+            w.note(h[start : start + 3])
+            if start % 2:
+                w.note([], h[start : start + 3][::-1])
+                w.note(h[start : start + 3])
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    async with asyncio.timeout(10):
+        while thread.is_alive() or w.writer.pending or w.writer.rows < 3000:  # noqa: ASYNC110 (another thread's state)
+            await asyncio.sleep(0.005)
+    await w.writer.stop()
+    assert await w.length(h) == 3000
+    assert w.writer.rows == 3000
+
+
+async def test_a_server_that_restarts_empty_is_filled_again(valkey, valkey_url):
+    h = _hashes(600)
+    store = RedisStore(valkey_url, "test")
+    writer = IndexWriter(store, "a", 1, lambda: h, flush_s=0.01)
+    await writer.start()
+    async with asyncio.timeout(5):
+        while await store.longest_prefix(h, {"a": 1}) != {"a": 600}:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        valkey.terminate()
+        writer.note(_hashes(1, 7), [])
+        await asyncio.sleep(0.05)
+        valkey.start()
+        while await store.longest_prefix(h, {"a": 1}) != {"a": 600}:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await writer.stop()
+    await store.close()

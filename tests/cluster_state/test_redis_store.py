@@ -1,0 +1,143 @@
+"""What only the real server can show: outages, frozen servers, foreign data, keys."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from cluster_state.redis_store import RedisStore
+from cluster_state.registry import Announced
+from protocol.errors import ConfigError, RegistryUnavailable, from_body
+from protocol.messages import NodeLease
+
+HASHES = [bytes([i]) * 16 for i in range(20)]
+LEASE = NodeLease("a", "decode", 5, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
+
+
+@pytest.fixture
+async def redis_store(valkey_url):
+    store = RedisStore(valkey_url, "test", timeout_s=1.0, lookup_s=0.1)
+    yield store
+    await store.close()
+
+
+async def _calls(store: RedisStore):
+    yield store.ping()
+    yield store.announce(LEASE)
+    yield store.withdraw("a", 5)
+    yield store.nodes()
+    yield store.publish("a", 5, HASHES, HASHES)
+    yield store.refresh("a", 5, HASHES)
+    yield store.longest_prefix(HASHES, {"a": 5})
+
+
+async def test_every_error_is_registry_unavailable_and_a_restart_is_survived(valkey, redis_store):
+    await redis_store.publish("a", 5, HASHES, [])
+    valkey.terminate()
+    async for call in _calls(redis_store):
+        with pytest.raises(RegistryUnavailable) as caught:
+            await call
+    assert isinstance(from_body(caught.value.body()), RegistryUnavailable)
+    valkey.start()
+    assert await redis_store.longest_prefix(HASHES, {"a": 5}) == {}
+    await redis_store.publish("a", 5, HASHES, [])
+    assert await redis_store.longest_prefix(HASHES, {"a": 5}) == {"a": 20}
+
+
+async def test_a_pooled_connection_to_a_restarted_server_is_not_an_error(valkey, redis_store):
+    await redis_store.announce(LEASE)
+    valkey.terminate()
+    valkey.start()
+    assert await redis_store.announce(LEASE) is Announced.CREATED
+
+
+async def test_a_frozen_server_costs_bounded_time(valkey, redis_store):
+    await redis_store.publish("a", 5, HASHES, [])
+    pid = valkey._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(RegistryUnavailable):
+            await redis_store.longest_prefix(HASHES, {"a": 5})
+        assert time.monotonic() - began < 0.8
+        with pytest.raises(RegistryUnavailable):
+            await redis_store.announce(LEASE)
+        assert time.monotonic() - began < 4
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert await redis_store.longest_prefix(HASHES, {"a": 5}) == {"a": 20}
+
+
+async def test_a_full_or_spoilt_server_is_unavailable_not_a_crash(valkey, redis_store):
+    with valkey.client() as client:
+        client.set("kvferry:test:nodes", "not a hash")
+    with pytest.raises(RegistryUnavailable):
+        await redis_store.nodes()
+
+
+async def test_leases_of_another_version_are_skipped(valkey, redis_store):
+    await redis_store.announce(LEASE)
+    with valkey.client() as client:
+        for node_id, value in (("b", b"\xc1garbage"), ("c", b"\x01")):
+            client.hset("kvferry:test:nodes", node_id, 1)
+            client.set(f"kvferry:test:node:{node_id}", value)
+    assert await redis_store.nodes() == [LEASE]
+
+
+async def test_keys_have_an_end_and_clusters_are_apart(valkey, valkey_url, redis_store):
+    await redis_store.announce(LEASE)
+    await redis_store.publish("a", 5, HASHES, [])
+    with valkey.client() as client:
+        assert 3000 < client.pttl("kvferry:test:node:a") <= 5000
+        assert all(3_500_000 < client.pttl(b"kvferry:test:b:" + h) <= 3_600_000 for h in HASHES)
+        assert client.dbsize() == 22
+        await redis_store.publish("a", 5, [], HASHES)
+        await redis_store.withdraw("a", 5)
+        assert client.dbsize() == 0
+    other = RedisStore(valkey_url, "other")
+    await other.announce(LEASE)
+    assert await redis_store.nodes() == []
+    await other.close()
+
+
+async def test_members_without_a_lease_are_dropped_on_reading(valkey, redis_store):
+    await redis_store.announce(LEASE)
+    await redis_store.announce(replace(LEASE, node_id="b"))
+    with valkey.client() as client:
+        client.delete("kvferry:test:node:b")
+        assert [lease.node_id for lease in await redis_store.nodes()] == ["a"]
+        assert client.hkeys("kvferry:test:nodes") == [b"a"]
+
+
+async def test_lookup_reads_few_rows(valkey, redis_store):
+    hashes = [i.to_bytes(16, "big") for i in range(256)]
+    await redis_store.publish("a", 5, hashes[:200], [])
+    await redis_store.longest_prefix(hashes, {"a": 5})
+    with valkey.client() as client:
+        client.config_resetstat()
+        assert await redis_store.longest_prefix(hashes, {"a": 5, "b": 1}) == {"a": 200}
+        stats = client.info("commandstats")
+        assert stats["cmdstat_evalsha"]["calls"] == 1
+        assert stats["cmdstat_hmget"]["calls"] <= 2 * 8 + 2
+        for i in range(50):
+            await redis_store.publish(f"n{i}", 5, hashes[:200], [])
+        client.config_resetstat()
+        asked = {f"n{i}": 5 for i in range(50)}
+        assert await redis_store.longest_prefix(hashes, asked) == dict.fromkeys(asked, 200)
+        assert client.info("commandstats")["cmdstat_hmget"]["calls"] <= 2 * 8 + 2
+
+
+async def test_a_hundred_nodes_with_ends_of_their_own(redis_store):
+    hashes = [i.to_bytes(16, "big") for i in range(300)]
+    ends = {f"n{i}": (i * 37) % 301 for i in range(100)}
+    for node_id, end in ends.items():
+        await redis_store.publish(node_id, 5, hashes[:end], [])
+    found = await redis_store.longest_prefix(hashes, dict.fromkeys(ends, 5))
+    assert found == {node_id: end for node_id, end in ends.items() if end}
+
+
+def test_a_bad_url_is_a_config_error():
+    with pytest.raises(ConfigError, match="redis_url"):
+        RedisStore("file:///tmp/x", "test")

@@ -1,0 +1,168 @@
+"""Registry and LeaseKeeper, on Valkey and in memory."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from cluster_state.memory_store import MemoryStore
+from cluster_state.registry import Announced, LeaseKeeper
+from protocol.errors import RegistryUnavailable
+from protocol.messages import Load, NodeLease
+
+LEASE = NodeLease(
+    node_id="decode-a:1",
+    role="decode",
+    epoch=1_790_000_000_000_001,
+    state="ready",
+    http_url="http://10.0.0.1:80",
+    link_address="10.0.0.1:81",
+    fingerprint="f" * 32,
+    model="tiny",
+    max_model_len=8192,
+    block_size=16,
+    block_bytes=368_640,
+    load=Load(free_blocks=7, total_blocks=7),
+)
+NEWER = replace(LEASE, epoch=LEASE.epoch + 1)
+
+
+async def test_a_lease_comes_back_whole(store):
+    assert await store.nodes() == []
+    other = replace(LEASE, node_id="prefill-ü", role="prefill")
+    assert await store.announce(LEASE) is Announced.CREATED
+    assert await store.announce(other) is Announced.CREATED
+    busier = replace(LEASE, load=Load(active_blocks=7, total_blocks=7))
+    assert await store.announce(busier) is Announced.RENEWED
+    assert sorted(await store.nodes(), key=lambda lease: lease.node_id) == [busier, other]
+
+
+async def test_a_lease_expires_unless_renewed(store):
+    await store.announce(LEASE)
+    await store.announce(replace(LEASE, node_id="b"))
+    for _ in range(4):
+        await asyncio.sleep(0.3)
+        assert await store.announce(LEASE) is Announced.RENEWED
+    assert await store.nodes() == [LEASE]
+    await asyncio.sleep(1.0)
+    assert await store.nodes() == []
+    assert await store.announce(LEASE) is Announced.CREATED
+
+
+async def test_the_newer_epoch_wins(store):
+    await store.announce(LEASE)
+    assert await store.announce(NEWER) is Announced.CREATED
+    assert await store.announce(LEASE) is Announced.FENCED
+    assert await store.nodes() == [NEWER]
+    await store.withdraw(LEASE.node_id, LEASE.epoch)
+    assert await store.nodes() == [NEWER]
+    await store.withdraw(NEWER.node_id, NEWER.epoch)
+    assert await store.nodes() == []
+    await store.withdraw(NEWER.node_id, NEWER.epoch)
+
+
+async def test_an_expired_newer_epoch_no_longer_fences(store):
+    await store.announce(NEWER)
+    await asyncio.sleep(1.0)
+    assert await store.announce(LEASE) is Announced.CREATED
+    assert await store.nodes() == [LEASE]
+
+
+async def _until(condition, timeout_s: float = 3.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 (any observable state, not an event)
+            await asyncio.sleep(0.005)
+
+
+class _Keeping:
+    """A LeaseKeeper on a memory store, renewing every 20 ms, with its callbacks recorded."""
+
+    def __init__(self, lease: NodeLease = LEASE) -> None:
+        self.store = MemoryStore(lease_s=5.0)
+        self.lease, self.made, self.restored = lease, 0, 0
+        self.outcomes: list[str] = []
+        self.keeper = LeaseKeeper(
+            self.store, self._make, on_restored=self._restored, on_outcome=self.outcomes.append, period_s=0.02
+        )
+
+    def _make(self) -> NodeLease:
+        self.made += 1
+        return self.lease
+
+    def _restored(self) -> None:
+        self.restored += 1
+
+    async def __aenter__(self) -> "_Keeping":
+        await self.keeper.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.keeper.stop()
+
+
+async def test_keeper_renews_and_withdraws():
+    async with _Keeping() as k:
+        assert await k.store.nodes() == [LEASE]
+        k.lease = replace(LEASE, state="draining")
+        assert await k.keeper.announce_now()
+        assert await k.store.nodes() == [k.lease]
+        await _until(lambda: k.keeper.outcomes["renewed"] >= 5)
+        assert await k.store.nodes() == [k.lease]
+    assert await k.store.nodes() == []
+    made = k.made
+    await asyncio.sleep(0.06)
+    assert k.made == made
+    assert k.restored == 0
+    assert (k.outcomes[0], set(k.outcomes[1:])) == ("created", {"renewed"})
+
+
+async def test_keeper_survives_an_outage_and_tells_its_end():
+    async with _Keeping() as k:
+        k.store.available = False
+        assert not await k.keeper.announce_now()
+        assert not k.keeper.up
+        await _until(lambda: k.keeper.outcomes["failed"] >= 4)
+        assert k.restored == 0
+        k.store.available = True
+        await _until(lambda: k.restored == 1)
+        assert k.keeper.up
+        assert await k.store.nodes() == [LEASE]
+        await _until(lambda: k.outcomes[-1] == "renewed")
+        assert k.restored == 1
+
+
+async def test_keeper_notices_that_the_registry_lost_its_data():
+    async with _Keeping() as k:
+        k.store.flush()
+        await _until(lambda: k.restored == 1)
+        assert k.keeper.outcomes["failed"] == 0
+
+
+async def test_keeper_starts_without_a_registry_and_stops_without_one():
+    k = _Keeping()
+    k.store.available = False
+    await k.keeper.start()
+    assert k.outcomes == ["failed"]
+    k.store.available = True
+    await _until(lambda: k.restored == 1)
+    k.store.available = False
+    await k.keeper.stop()
+    with pytest.raises(RegistryUnavailable):
+        await k.store.nodes()
+
+
+async def test_keeper_of_an_older_process_leaves_the_newer_alone():
+    async with _Keeping() as k:
+        await k.store.announce(NEWER)
+        await _until(lambda: k.keeper.outcomes["fenced"] >= 2)
+        assert not await k.keeper.announce_now()
+        assert await k.store.nodes() == [NEWER]
+    assert await k.store.nodes() == [NEWER]
+
+
+async def test_keeper_outlives_a_broken_lease_factory():
+    async with _Keeping() as k:
+        good, k.lease = k.lease, None  # type: ignore[assignment]
+        await _until(lambda: k.keeper.outcomes["failed"] >= 2)
+        k.lease = good
+        await _until(lambda: k.restored == 1)

@@ -1,0 +1,352 @@
+"""Workers with the real HTTP API and a model made of arithmetic, in the test's own loop; a router cluster on them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route as HttpRoute
+
+from cluster_state.memory_store import MemoryStore
+from protocol.errors import KvferryError
+from protocol.messages import (
+    AttemptFailed,
+    CancelRequest,
+    FirstToken,
+    GenerateRequest,
+    Job,
+    Load,
+    NodeLease,
+    PrefillRequest,
+    Reuse,
+    ShipDone,
+    StepFrame,
+    TokenDelta,
+)
+from protocol.metrics import RouterMetrics
+from protocol.sampling import SamplingParams
+from protocol.wire import pack, unpack
+from router.journey.cluster import RouterCluster
+from router.journey.journey import RouterJourney
+from router.journey.spec import Output, RequestSpec
+from router.nodes.table import NodeTable
+
+BLOCK = 4
+PROMPT = tuple(range(100, 164))
+CRASH = "crash"
+SILENCE = "silence"
+Answer = AsyncIterator[Any]
+FAIL_S = 0.1
+"""From a prefill's first token to a decode node's report that its blocks did not come: the token is out by then."""
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    return (tokens[-1] * 31 + len(tokens) * 7 + 3) % 997
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def lease_of(node_id: str, role: str, epoch: int = 1, **changes: Any) -> NodeLease:
+    lease = NodeLease(
+        node_id, role, epoch, "ready", "http://127.0.0.1:9", "127.0.0.1:9", "fp", "m", 4096, BLOCK, 1000,
+        Load(free_blocks=1000, total_blocks=1000),
+    )  # fmt: skip
+    return replace(lease, **changes)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+@dataclass
+class FakeWorker:
+    """`prefill_script(worker, request)` yields the answer's messages, or CRASH (the process dies), or SILENCE (it
+    hangs). A decode node crashes after `crash_after` deltas, and answers attempts with `refusal` if there is one."""
+
+    node_id: str
+    role: str
+    epoch: int = 1
+    step_s: float = 0.003
+    peers: dict[str, FakeWorker] = field(default_factory=dict)
+    prefill_script: Callable[[FakeWorker, PrefillRequest], Answer] | None = None
+    crash_after: int | None = None
+    refusal: KvferryError | None = None
+    fail_attempts: list[str] = field(default_factory=list)
+    frozen: bool = False
+    changes: dict[str, Any] = field(default_factory=dict)
+    prefills: list[PrefillRequest] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    cancels: list[CancelRequest] = field(default_factory=list)
+
+    async def start(self) -> None:
+        self._queues: dict[str, asyncio.Queue[StepFrame | None]] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._dropped: dict[str, int] = {}
+        self._deltas = 0
+        self._open = 0
+        routes = [
+            HttpRoute("/attempts/prefill", self._prefill, methods=["POST"]),
+            HttpRoute("/attempts/generate", self._generate, methods=["POST"]),
+            HttpRoute("/attempts/cancel", self._cancel, methods=["POST"]),
+            HttpRoute("/streams/{router}", self._stream),
+        ]
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.lease = lease_of(self.node_id, self.role, self.epoch, http_url=url, **self.changes)
+        config = uvicorn.Config(Starlette(routes=routes), lifespan="off", log_level="critical", access_log=False)
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    def crash(self) -> None:
+        """As seen from outside: every connection is reset and the port refuses."""
+        for task in self._running.values():
+            task.cancel()
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        for server in self._server.servers:
+            server.close()
+        self._socket.close()
+        self._server.should_exit = self._server.force_exit = True
+
+    async def stop(self) -> None:
+        self.crash()
+        await asyncio.wait([self._task], timeout=5)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def answering(self) -> int:
+        """Prefill answers under way."""
+        return self._open
+
+    def decode(self, job: Job, first_index: int, reuse: Reuse | None = None) -> None:
+        """Generate output tokens from `first_index` (0 = first of the whole request) on."""
+        self.jobs.append(job)
+        if job.attempt <= self._dropped.get(job.request_id, -1) or job.router_id not in self._queues:
+            return
+        if known := self._running.get(job.request_id):
+            known.cancel()
+        task = asyncio.create_task(self._run(job, first_index, reuse), name=str(job.attempt))
+        self._running[job.request_id] = task
+        task.add_done_callback(lambda done: self._forget(job.request_id, done))
+
+    def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
+        if self._running.get(request_id) is task:
+            del self._running[request_id]
+
+    async def _run(self, job: Job, index: int, reuse: Reuse | None) -> None:
+        queue = self._queues[job.router_id]
+        if self.fail_attempts:
+            code = self.fail_attempts.pop(0)
+            await asyncio.sleep(FAIL_S)
+            queue.put_nowait(StepFrame(failed=(AttemptFailed(job.request_id, job.attempt, code, "scripted"),)))
+            return
+        tokens = list(job.token_ids) + expected(job.token_ids, index - (len(job.token_ids) - job.prompt_len))
+        while index < job.params.max_tokens:
+            await asyncio.sleep(self.step_s)
+            tokens.append(next_token(tokens))
+            reason = "length" if index + 1 == job.params.max_tokens else None
+            delta = TokenDelta(job.request_id, job.attempt, index, (tokens[-1],), finish_reason=reason, reuse=reuse)
+            queue.put_nowait(StepFrame((delta,)))
+            index, reuse = index + 1, None
+            self._deltas += 1
+            if self.crash_after is not None and self._deltas >= self.crash_after:
+                await asyncio.sleep(self.step_s)
+                self.crash()
+                return
+
+    async def _prefill(self, request: Request) -> Response:
+        message = unpack(await request.body())
+        assert isinstance(message, PrefillRequest)
+        self.prefills.append(message)
+        if self.refusal:
+            return _error(self.refusal)
+        script = self.prefill_script or honest_prefill
+
+        async def body() -> AsyncIterator[bytes]:
+            self._open += 1
+            try:
+                async for answer in script(self, message):
+                    if answer == CRASH:
+                        self.crash()
+                        return
+                    if answer == SILENCE:
+                        await asyncio.sleep(60)
+                    yield pack(answer)
+            finally:
+                self._open -= 1
+
+        return StreamingResponse(body(), media_type="application/msgpack")
+
+    async def _generate(self, request: Request) -> Response:
+        message = unpack(await request.body())
+        assert isinstance(message, GenerateRequest)
+        if self.refusal:
+            return _error(self.refusal)
+        job = message.job
+        total = len(job.token_ids)
+        self.decode(job, total - job.prompt_len, Reuse(total, 0, 8, 0, total - 8))
+        return Response(status_code=202)
+
+    async def _cancel(self, request: Request) -> Response:
+        message = unpack(await request.body())
+        assert isinstance(message, CancelRequest)
+        self.cancels.append(message)
+        self._dropped[message.request_id] = max(message.attempt, self._dropped.get(message.request_id, -1))
+        task = self._running.get(message.request_id)
+        if task and int(task.get_name()) <= message.attempt:
+            task.cancel()
+        return Response(status_code=202)
+
+    async def _stream(self, request: Request) -> Response:
+        queue: asyncio.Queue[StepFrame | None] = asyncio.Queue()
+        self._queues[request.path_params["router"]] = queue
+
+        async def body() -> AsyncIterator[bytes]:
+            yield pack(StepFrame())
+            while True:
+                try:
+                    async with asyncio.timeout(0.2):
+                        frame = await queue.get()
+                except TimeoutError:
+                    frame = StepFrame()
+                if frame is None:
+                    return
+                if self.frozen:
+                    await asyncio.sleep(60)
+                yield pack(frame)
+
+        return StreamingResponse(body(), media_type="application/msgpack")
+
+    def close_streams(self) -> None:
+        for queue in self._queues.values():
+            queue.put_nowait(None)
+
+
+def _error(error: KvferryError) -> Response:
+    return JSONResponse(error.body(), error.status)
+
+
+def first_token(job: Job, reused: int = 16) -> FirstToken:
+    total = len(job.token_ids)
+    reason = "length" if job.params.max_tokens == total - job.prompt_len + 1 else None
+    token = next_token(job.token_ids)
+    reuse = Reuse(total, reused, 0, 0, total - reused)
+    delta = TokenDelta(job.request_id, job.attempt, total - job.prompt_len, (token,), None, reason, None, reuse)
+    return FirstToken(delta, 0.001, 0.002)
+
+
+def ship_done(job: Job) -> ShipDone:
+    return ShipDone(job.request_id, job.attempt, 16, 16000, 0.001, 0.0)
+
+
+async def honest_prefill(worker: FakeWorker, request: PrefillRequest) -> Answer:
+    first = first_token(request.job)
+    yield first
+    if request.target and first.delta.finish_reason is None:
+        worker.peers[request.target.node_id].decode(request.job, first.delta.index + 1)
+        yield ship_done(request.job)
+
+
+class Bench:
+    """Fake workers, a registry they are announced in, and the router's cluster under test."""
+
+    def __init__(self, workers: Sequence[FakeWorker], patience_s: float = 1.0, silence_s: float = 3.0) -> None:
+        from router.nodes.client import NodeClient
+
+        self.workers = {worker.node_id: worker for worker in workers}
+        self.store = MemoryStore(lease_s=1e9)
+        self.metrics = RouterMetrics()
+        self.nodes = NodeTable(self.store, self.metrics, poll_s=0.02, grace_s=0.3)
+        self.client = NodeClient("router-test", connect_s=0.5, silence_s=silence_s)
+        self.cluster = RouterCluster(
+            self.store, self.store, self.metrics, nodes=self.nodes, client=self.client, patience_s=patience_s
+        )
+        self.fleet = self.cluster.fleet
+
+    def __getitem__(self, node_id: str) -> FakeWorker:
+        return self.workers[node_id]
+
+    async def add(self, worker: FakeWorker) -> None:
+        self.workers[worker.node_id] = worker
+        for other in self.workers.values():
+            other.peers = self.workers
+        await worker.start()
+        await self.store.announce(worker.lease)
+
+    async def __aenter__(self) -> Bench:
+        for worker in list(self.workers.values()):
+            await self.add(worker)
+        await self.cluster.open()
+        decodes = sum(worker.role == "decode" for worker in self.workers.values())
+        await until(lambda: len(self.fleet.decodes()) == decodes)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        try:
+            if error[0] is None:
+                await until(self.balanced)
+        finally:
+            await self.cluster.close()
+            for worker in self.workers.values():
+                await worker.stop()
+
+    def balanced(self) -> bool:
+        """No booking, no listener, no errand is left."""
+        books = self.nodes._books.values()
+        streams = self.fleet.streams._streams.values()
+        return not (
+            any(book.bookings or any(book._now) for book in books)
+            or any(stream.sinks for stream in streams)
+            or self.fleet.errands.open
+        )
+
+    def start(self, max_tokens: int = 8, prompt: Sequence[int] = PROMPT, **spec: Any) -> RouterJourney:
+        params = SamplingParams(max_tokens=max_tokens, **spec.pop("params", {}))
+        return self.cluster.start(RequestSpec("r", tuple(prompt), params, **spec))
+
+    def rungs(self) -> dict[str, int]:
+        samples = self.metrics.ladder.collect()[0].samples
+        return {s.labels["rung"]: int(s.value) for s in samples if s.name.endswith("_total") and s.value}
+
+
+def ids(outputs: Sequence[Output]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+async def collect(journey: RouterJourney) -> list[Output]:
+    return [output async for output in journey]
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def prefill(node_id: str = "p1", **fields: Any) -> FakeWorker:
+    return FakeWorker(node_id, "prefill", **fields)
+
+
+def decode(node_id: str = "d1", **fields: Any) -> FakeWorker:
+    return FakeWorker(node_id, "decode", **fields)

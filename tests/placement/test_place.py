@@ -1,0 +1,230 @@
+"""Placement as a pure function: tables, and properties over random clusters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.costs import HANDOFF_S, Demand, NodeView, compute_s, exposed_s, harm_s, queue_s, wait_s
+from placement.place import Placement, place
+from protocol.errors import ContextLengthExceeded, KvferryError, NoNodes, Overloaded
+from protocol.messages import Load, NodeLease, Rates
+
+BLOCK, BLOCK_BYTES = 16, 368_640
+
+
+def node(
+    node_id: str, *, cached: int = 0, waiting: int = 0, streams: int = 0, pending: int = 0, **lease: Any
+) -> NodeView:
+    role = "prefill" if node_id.startswith("p") else "decode"
+    load = lease.pop("load", Load(free_blocks=1000, total_blocks=1000))
+    rates = lease.pop("rates", Rates(1000.0, 0.02, 1e9))
+    fields = NodeLease(
+        node_id, role, 1, "ready", "", "", "fp", "m", 8192, BLOCK, BLOCK_BYTES, load, rates
+    )  # fmt: skip
+    return NodeView(replace(fields, **lease), cached, waiting, streams, pending)
+
+
+def where(placement: Placement) -> tuple[str | None, str | None]:
+    ids = [lease.node_id if lease else None for lease in (placement.prefill, placement.decode)]
+    return ids[0], ids[1]
+
+
+LONG = Demand(1024)
+CASES = {
+    "long prompts go to prefill": (LONG, [node("p1"), node("d1")], ("p1", "d1")),
+    "no prefill node": (LONG, [node("d1")], (None, "d1")),
+    "short uncached rest on an idle decode": (LONG, [node("p1"), node("d1", cached=1020)], (None, "d1")),
+    "the same on a busy decode goes to prefill": (
+        LONG, [node("p1", cached=1008), node("d1", cached=1008, streams=12)], ("p1", "d1")),
+    "the prefix wins": (LONG, [node("p1"), node("p2", cached=512), node("d1")], ("p2", "d1")),
+    "the prefix loses to a queue that costs more": (
+        LONG, [node("p1"), node("p2", cached=512, waiting=600), node("d1")], ("p1", "d1")),
+    "the prefix wins against a queue that costs less": (
+        LONG, [node("p1"), node("p2", cached=512, waiting=400), node("d1")], ("p2", "d1")),
+    "blocks that decode holds need no shipping": (
+        LONG,
+        [node("p1", rates=Rates(1e6, 0.02, 1e8)), node("d1"), node("d2", cached=512, streams=1)],
+        ("p1", "d2"),
+    ),
+    "fewer streams": (LONG, [node("p1"), node("d1", streams=3), node("d2", streams=2)], ("p1", "d2")),
+    "faster prefill": (LONG, [node("p1"), node("p2", rates=Rates(2000.0)), node("d1")], ("p2", "d1")),
+    "a long prefill queue makes decode compute": (
+        LONG, [node("p1", waiting=9000), node("d1", streams=1)], (None, "d1")),
+    "draining prefill": (LONG, [node("p1", state="draining"), node("p2", waiting=500), node("d1")], ("p2", "d1")),
+    "draining decode": (LONG, [node("p1"), node("d1", state="draining"), node("d2", streams=9)], ("p1", "d2")),
+    "excluded nodes": (
+        Demand(1024, excluded=frozenset({("p1", 1), ("d1", 1)})),
+        [node("p1"), node("p2", waiting=500), node("d1"), node("d2")],
+        ("p2", "d2"),
+    ),
+    "an excluded epoch is not the node that came back": (
+        Demand(1024, excluded=frozenset({("d1", 1)})), [node("p1"), node("d1", epoch=2)], ("p1", "d1")),
+    "pinned": (Demand(1024, pinned=("p2", 1)), [node("p1"), node("p2", waiting=900), node("d1")], ("p2", "d1")),
+    "pinned but gone": (Demand(1024, pinned=("p9", 1)), [node("p1"), node("d1")], ("p1", "d1")),
+    "local only": (Demand(1024, local_only=True), [node("p1"), node("d1", streams=9)], (None, "d1")),
+    "one token needs no decode": (Demand(1024, prompt_only=True), [node("p1"), node("d1")], ("p1", None)),
+    "one token without prefill": (Demand(1024, prompt_only=True), [node("d1")], (None, "d1")),
+    "short by setting": (Demand(1024, local_tokens=1024), [node("p1"), node("d1", streams=9)], (None, "d1")),
+    "not short by setting": (Demand(1025, local_tokens=1024), [node("p1"), node("d1", streams=9)], ("p1", "d1")),
+    "room before a full pool": (
+        LONG,
+        [
+            node("p1"),
+            node("d1", load=Load(active_blocks=990, free_blocks=10, total_blocks=1000)),
+            node("d2", streams=20),
+        ],
+        ("p1", "d2"),
+    ),
+    "cached blocks are room": (
+        LONG, [node("p1"), node("d1", load=Load(cached_blocks=1000, total_blocks=1000)), node("d2", streams=20)],
+        ("p1", "d1")),
+    "a prefill node too small for the prompt": (
+        LONG, [node("p1", load=Load(free_blocks=8, total_blocks=8)), node("d1", streams=5)], (None, "d1")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("demand", "nodes", "expected"), CASES.values(), ids=CASES.keys())
+def test_choice(demand: Demand, nodes: list[NodeView], expected: tuple[str | None, str | None]) -> None:
+    assert where(place(demand, nodes)) == expected
+    assert where(place(demand, nodes[::-1], turn=1)) == expected
+
+
+def test_costs_are_those_of_the_formula() -> None:
+    p, d = node("p1", cached=512, waiting=100), node("d1", streams=2)
+    placement = place(LONG, [p, d])
+    blocks = 1024 // BLOCK
+    exposed = max(blocks * BLOCK_BYTES / 1e9 - 0.512, 16 * BLOCK_BYTES / 1e9)
+    assert placement.cost_s == pytest.approx(0.1 + 0.512 + exposed + 0.02 * 1.1 + HANDOFF_S)
+    assert placement.first_token_s == pytest.approx(0.612)
+    assert placement.cached_len == 512
+
+
+def test_a_whole_prompt_is_never_cached() -> None:
+    assert place(LONG, [node("d1", cached=1024)]).cached_len == 1008
+
+
+def test_equal_nodes_take_turns() -> None:
+    nodes = [node(f"d{i}") for i in range(3)] + [node(f"p{i}") for i in range(2)]
+    chosen = [where(place(LONG, nodes, turn)) for turn in range(6)]
+    assert {prefill for prefill, _ in chosen} == {"p0", "p1"}
+    assert sorted(decode for _, decode in chosen) == ["d0", "d0", "d1", "d1", "d2", "d2"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "error"),
+    [
+        ([], NoNodes),
+        ([node("p1")], NoNodes),
+        ([node("d1", state="draining")], NoNodes),
+        ([node("d1", load=Load(free_blocks=64, total_blocks=64))], ContextLengthExceeded),
+        ([node("d1", load=Load(active_blocks=1000, total_blocks=1000), pending=2950)], Overloaded),
+    ],
+)
+def test_refusals(nodes: list[NodeView], error: type[KvferryError]) -> None:
+    with pytest.raises(error) as caught:
+        place(LONG, nodes)
+    if error is Overloaded:
+        assert 1 <= caught.value.retry_after <= 30
+
+
+def test_unknown_pool_size_is_no_limit() -> None:
+    assert where(place(LONG, [node("d1", load=Load())])) == (None, "d1")
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> list[NodeView]:
+    nodes = []
+    for role in ("p", "d"):
+        for i in range(draw(st.integers(0 if role == "p" else 1, 4))):
+            active = draw(st.integers(0, 1000))
+            cached = draw(st.integers(0, 1000 - active))
+            nodes.append(
+                node(
+                    f"{role}{i}",
+                    cached=draw(st.integers(0, 2000)),
+                    waiting=draw(st.sampled_from([0, 0, 7, 300, 5000])),
+                    streams=draw(st.integers(0, 40)),
+                    pending=draw(st.integers(0, 200)),
+                    state=draw(st.sampled_from(["ready", "ready", "ready", "draining"])),
+                    rates=Rates(draw(st.sampled_from([500.0, 1000.0, 3000.0])), draw(st.sampled_from([0.01, 0.03]))),
+                    load=Load(
+                        active_blocks=active,
+                        cached_blocks=cached,
+                        free_blocks=1000 - active - cached,
+                        total_blocks=1000,
+                    ),
+                )
+            )
+    return nodes
+
+
+demands = st.builds(
+    Demand,
+    st.integers(1, 2000),
+    st.booleans(),
+    st.sampled_from([0, 0, 64]),
+    st.sets(st.sampled_from(["p0", "p1", "d0", "d1"]).map(lambda node_id: (node_id, 1))).map(frozenset),
+)
+
+
+def attempt(demand: Demand, nodes: list[NodeView], turn: int = 0) -> Placement | None:
+    try:
+        return place(demand, nodes, turn)
+    except (NoNodes, Overloaded):
+        return None
+
+
+@given(demands, clusters(), st.integers(0, 5))
+def test_never_a_draining_or_excluded_node(demand: Demand, nodes: list[NodeView], turn: int) -> None:
+    placement = attempt(demand, nodes, turn)
+    for lease in (placement.prefill, placement.decode) if placement else ():
+        if lease:
+            assert lease.state == "ready"
+            assert (lease.node_id, lease.epoch) not in demand.excluded
+
+
+@given(st.integers(1, 2000).map(Demand), clusters(), st.integers(0, 5))
+def test_no_pair_is_cheaper(demand: Demand, nodes: list[NodeView], turn: int) -> None:
+    """Against every pair tried one by one."""
+    placement = attempt(demand, nodes, turn)
+    if placement is None:
+        return
+    ready = [view for view in nodes if view.lease.state == "ready"]
+    takes = [view for view in ready if view.lease.role == "decode" and attempt(demand, [view])]
+    costs = [queue_s(d) + wait_s(d, demand) + compute_s(d, demand) + harm_s(d, demand) for d in takes]
+    for p in (view for view in ready if view.lease.role == "prefill"):
+        first = queue_s(p) + compute_s(p, demand)
+        costs += [first + exposed_s(p, d, demand) + wait_s(d, demand) + HANDOFF_S for d in takes]
+    assert placement.cost_s == pytest.approx(min(costs))
+
+
+@given(st.integers(1, 2000).map(Demand), clusters(), st.data())
+def test_more_load_never_attracts(demand: Demand, nodes: list[NodeView], data: st.DataObject) -> None:
+    before = attempt(demand, nodes)
+    i = data.draw(st.integers(0, len(nodes) - 1))
+    busier = replace(nodes[i], waiting_tokens=nodes[i].waiting_tokens + 500, streams=nodes[i].streams + 3)
+    after = attempt(demand, [*nodes[:i], busier, *nodes[i + 1 :]])
+    assert (before is None) == (after is None)
+    if before and after and busier.lease.node_id not in where(before):
+        assert where(after) == where(before)
+
+
+@given(st.integers(17, 2000), st.integers(0, 2000), st.integers(0, 4000))
+def test_affinity_is_never_worth_more_than_it_saves(total: int, cached: int, waiting: int) -> None:
+    """The node with the prefix is chosen only while its queue is shorter than the seconds it saves: those of computing,
+    less those in which the other one's computing would have hidden the shipping."""
+    warm, cold, decode = node("p1", cached=cached, waiting=waiting), node("p2"), node("d1", streams=200)
+    demand = Demand(total)
+    chosen = place(demand, [warm, cold, decode])
+    work = {view: compute_s(view, demand) + exposed_s(view, decode, demand) for view in (warm, cold)}
+    saved = work[cold] - work[warm]
+    assert chosen.prefill is not None
+    if chosen.prefill.node_id == "p1":
+        assert queue_s(warm) <= saved + 1e-9
+    else:
+        assert queue_s(warm) >= saved - 1e-9

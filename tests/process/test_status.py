@@ -1,0 +1,48 @@
+"""The writing end of the status pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from process.status import Status
+
+
+def reports(read: int) -> list[dict]:
+    return [json.loads(line) for line in os.read(read, 65536).splitlines()]
+
+
+def test_loading_then_ready_and_small_steps_are_left_out():
+    read, write = os.pipe()
+    try:
+        status = Status.from_fd(write)
+        for share in (0.0, 0.004, 0.5, 0.505, 1.2):
+            status.loading(share)
+        status.ready("http://127.0.0.1:1")
+        assert reports(read) == [
+            {"status": "loading", "progress": 0.0},
+            {"status": "loading", "progress": 0.5},
+            {"status": "loading", "progress": 1.0},
+            {"status": "ready", "url": "http://127.0.0.1:1"},
+        ]
+        assert not os.get_inheritable(write)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_no_descriptor_no_report():
+    for fd in (None, -1, 987654):
+        status = Status.from_fd(fd)
+        status.loading(0.5)
+        status.ready("http://127.0.0.1:1")
+
+
+def test_a_supervisor_that_is_gone_or_slow_is_no_error():
+    read, write = os.pipe()
+    status = Status.from_fd(write)
+    for _ in range(5000):
+        status.ready("http://127.0.0.1:1")
+    os.close(read)
+    status.ready("http://127.0.0.1:1")
+    status.ready("http://127.0.0.1:1")

@@ -1,0 +1,70 @@
+"""The order of retries."""
+
+from __future__ import annotations
+
+import pytest
+from fake_workers import lease_of
+
+from placement.place import Placement
+from protocol.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    GrantRefused,
+    KvferryError,
+    NodeLost,
+    Overloaded,
+    TransferFailed,
+)
+from router.journey.ladder import MAX_FAILURES, Failure, Ladder, blamed
+
+P1, P2, D1 = lease_of("p1", "prefill"), lease_of("p2", "prefill"), lease_of("d1", "decode")
+BOTH = {("p1", 1), ("p2", 1)}
+
+
+def test_the_whole_ladder() -> None:
+    ladder = Ladder()
+    assert ladder.climb(Failure(0, NodeLost("x"), P1), 0, BOTH) == "same_prefill"
+    assert ladder.pinned == ("p1", 1)
+    assert ladder.climb(Failure(1, NodeLost("x"), P1), 0, BOTH) == "another_prefill"
+    assert ladder.pinned is None
+    assert ladder.climb(Failure(2, NodeLost("x"), P2), 0, BOTH) == "local_prefill"
+    assert ladder.local_only
+    assert ladder.climb(Failure(3, NodeLost("x"), D1), 0, BOTH) == "another_decode"
+    assert ladder.excluded == {("p1", 1), ("p2", 1), ("d1", 1)}
+
+
+def test_not_the_same_prefill_once_tokens_are_out_or_it_is_gone() -> None:
+    assert Ladder().climb(Failure(0, NodeLost("x"), P1), 1, BOTH) == "another_prefill"
+    assert Ladder().climb(Failure(0, NodeLost("x"), P1), 0, {("p2", 1)}) == "another_prefill"
+    assert Ladder().climb(Failure(0, NodeLost("x"), P1), 0, ()) == "local_prefill"
+
+
+@pytest.mark.parametrize("error", [ContextLengthExceeded("x"), DeadlineExceeded("x")])
+def test_hopeless_errors_pass(error: KvferryError) -> None:
+    with pytest.raises(type(error)):
+        Ladder().climb(Failure(0, error, P1), 0, BOTH)
+
+
+def test_failures_are_bounded_and_refusals_are_not_failures() -> None:
+    ladder = Ladder()
+    for _ in range(3 * MAX_FAILURES):
+        assert ladder.climb(Failure(0, GrantRefused("x"), D1), 0, ()) == "wait_for_room"
+    for _ in range(MAX_FAILURES - 1):
+        ladder.climb(Failure(0, NodeLost("x"), D1), 0, ())
+    with pytest.raises(NodeLost):
+        ladder.climb(Failure(0, NodeLost("x"), D1), 0, ())
+
+
+@pytest.mark.parametrize(
+    ("error", "reporter", "culprit"),
+    [
+        (GrantRefused("x"), P1, D1),
+        (TransferFailed("x"), P1, P1),
+        (Overloaded("x"), P1, P1),
+        (TransferFailed("x"), D1, P1),
+        (NodeLost("x"), D1, P1),
+        (KvferryError("x"), D1, D1),
+    ],
+)
+def test_blame(error: KvferryError, reporter: object, culprit: object) -> None:
+    assert blamed(error, reporter, Placement(P1, D1, 0, 0.0, 0.0)) is culprit

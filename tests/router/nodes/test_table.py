@@ -1,0 +1,219 @@
+"""The node table over a registry that fails, forgets and changes, on a clock of the test."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_workers import lease_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import NodeLost
+from protocol.messages import Load, NodeLease
+from protocol.metrics import RouterMetrics
+from router.nodes.bookings import LEASE_LAG_POLLS, Book
+from router.nodes.table import NodeTable
+
+
+class Registry:
+    def __init__(self, *leases: NodeLease) -> None:
+        self.leases, self.available = list(leases), True
+
+    async def nodes(self) -> list[NodeLease]:
+        if not self.available:
+            raise OSError("away")
+        return list(self.leases)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Table(NodeTable):
+    """With its registry, clock and metrics at hand; `changes` counts what listeners heard."""
+
+    def __init__(self, *leases: NodeLease) -> None:
+        self.registry, self.clock, self.metrics, self.changes = Registry(*leases), Clock(), RouterMetrics(), 0
+        super().__init__(self.registry, self.metrics, clock=self.clock)
+        self.listen(self._heard)
+
+    def _heard(self) -> None:
+        self.changes += 1
+
+    async def poll(self, *leases: NodeLease, after: float = 0.5) -> None:
+        self.clock.now += after
+        if leases:
+            self.registry.leases = list(leases)
+        await self.refresh()
+
+    def ids(self) -> set[str]:
+        return {lease.node_id for lease in self.group()}
+
+    def count(self, role: str, state: str) -> float:
+        return float(self.metrics.nodes.labels(role, state)._value.get())
+
+
+P1, D1, D2 = lease_of("p1", "prefill"), lease_of("d1", "decode"), lease_of("d2", "decode")
+
+
+def fail(error: NodeLost) -> None:
+    raise AssertionError(error)
+
+
+async def test_nodes_come_and_go() -> None:
+    table, told = Table(P1, D1, D2), []
+    await table.poll()
+    assert table.ids() == {"p1", "d1", "d2"}
+    table.book(D2, tokens=0, blocks=1, lost=told.append)
+    table.book(D1, tokens=0, blocks=1, lost=fail)
+    await table.poll(P1, D1)
+    assert table.ids() == {"p1", "d1"}
+    assert "d2" in str(told[0])
+    assert table.changes == 2
+    with pytest.raises(NodeLost):
+        table.book(D2, tokens=0, blocks=1, lost=fail)
+
+
+async def test_a_new_epoch_is_another_node() -> None:
+    table, told = Table(D1), []
+    await table.poll()
+    table.book(D1, tokens=0, blocks=1, lost=told.append)
+    await table.poll(replace(D1, epoch=2))
+    assert len(told) == 1
+    assert not table.alive(("d1", 1))
+    assert table.alive(("d1", 2))
+
+
+async def test_draining_is_not_lost() -> None:
+    table = Table(D1)
+    await table.poll()
+    table.book(D1, tokens=0, blocks=1, lost=fail)
+    await table.poll(replace(D1, state="draining"))
+    assert table.ids() == {"d1"}
+    assert (table.count("decode", "ready"), table.count("decode", "draining")) == (0, 1)
+    assert table.changes == 2
+
+
+async def test_registry_away_keeps_the_nodes_and_forgets_their_load() -> None:
+    table = Table(replace(D1, load=Load(waiting_tokens=900, running_requests=9, active_blocks=50, total_blocks=50)))
+    await table.poll()
+    table.registry.available = False
+    for _ in range(20):
+        await table.poll()
+    assert not table.up
+    assert table.metrics.registry_up._value.get() == 0
+    view = table.views({})[0]
+    assert (view.waiting_tokens, view.streams, view.lease.load.free_blocks) == (0, 0, 50)
+
+
+async def test_registry_that_comes_back_empty_is_not_believed_at_once() -> None:
+    table, told = Table(P1, D1, D2), []
+    await table.poll()
+    table.book(D1, tokens=0, blocks=1, lost=told.append)
+    table.registry.available = False
+    await table.poll()
+    table.registry.available, table.registry.leases = True, []
+    await table.poll()
+    await table.poll(P1)
+    assert table.ids() == {"p1", "d1", "d2"}
+    await table.poll(P1, D1)
+    assert told == []
+    await table.poll(after=3.0)
+    assert table.ids() == {"p1", "d1"}
+
+
+async def test_registry_that_lost_everything_between_two_polls() -> None:
+    table = Table(P1, D1)
+    await table.poll()
+    table.registry.leases = []
+    for _ in range(3):
+        await table.poll()
+    assert table.ids() == {"p1", "d1"}
+    for _ in range(8):
+        await table.poll()
+    assert table.ids() == set()
+    assert table.known() == []
+
+
+async def test_one_group_of_fingerprints() -> None:
+    def other(lease: NodeLease, epoch: int) -> NodeLease:
+        return replace(lease, fingerprint="new", epoch=epoch)
+
+    table = Table(P1, D1, D2)
+    await table.poll(P1, D1, other(D2, 2))
+    assert table.ids() == {"p1", "d1"}
+    assert table.count("decode", "incompatible") == 1
+    table.book(D1, tokens=0, blocks=1, lost=fail)
+    await table.poll(P1, D1, other(D2, 2), other(lease_of("d3", "decode"), 3))
+    assert table.ids() == {"p1", "d1"}
+    await table.poll(D1, other(P1, 4), other(D2, 2), other(lease_of("d3", "decode"), 3))
+    assert table.ids() == {"p1", "d2", "d3"}
+    assert table.alive(("d1", 1))
+
+
+async def test_a_group_that_can_decode_beats_a_larger_one() -> None:
+    table = Table()
+    await table.poll(P1, lease_of("p2", "prefill"), replace(D1, fingerprint="other"))
+    assert table.ids() == {"d1"}
+
+
+async def test_suspicion_passes() -> None:
+    table = Table(P1)
+    await table.poll()
+    table.suspect(("p1", 1))
+    assert table.suspected(("p1", 1))
+    table.clock.now += 2.1
+    assert not table.suspected(("p1", 1))
+
+
+async def test_bookings_count_at_once_and_once() -> None:
+    table = Table(P1, D1)
+    await table.poll()
+    prefill = table.book(P1, tokens=500, blocks=0, lost=fail)
+    decode = table.book(D1, tokens=0, blocks=30, lost=fail)
+
+    def seen(**load: Any) -> tuple[int, int, int]:
+        p, d = sorted(table.views({"p1": 3}), key=lambda view: view.lease.role, reverse=True)
+        assert p.cached_len == 3 * P1.block_size
+        return (p.waiting_tokens, d.pending_blocks, d.streams)
+
+    assert seen() == (500, 30, 1)
+    await table.poll(
+        replace(P1, load=Load(waiting_tokens=450)), replace(D1, load=Load(granted_blocks=30, total_blocks=99))
+    )
+    assert seen() == (500, 30, 1)
+    await table.poll(replace(P1, load=Load(waiting_tokens=1500)), D1)
+    assert seen() == (1500, 30, 1)
+    prefill.settle()
+    decode.settle()
+    assert seen() == (1000, 0, 1)
+    prefill.release()
+    decode.release()
+    decode.release()
+    assert seen() == (1000, 0, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 500), st.booleans()), max_size=30), st.integers(0, 2000))
+def test_books_balance(steps: list[tuple[int, bool]], leased: int) -> None:
+    """Never below the own bookings, never above both together; with the own ones long gone, the lease alone."""
+    book, own = Book(), []
+    for tokens, roll in steps:
+        if own and tokens % 3 == 0:
+            book.add(-own.pop(), 0, 0)
+        else:
+            own.append(tokens)
+            book.add(tokens, 0, 0)
+        if roll:
+            book.roll()
+        counted = book.counted(leased, 0, 0)[0]
+        assert sum(own) <= counted <= leased + sum(own)
+    while own:
+        book.add(-own.pop(), 0, 0)
+    for _ in range(LEASE_LAG_POLLS + 1):
+        book.roll()
+    assert book.counted(leased, 0, 0)[0] == leased

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from api_parts import demo_text
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_gguf_tokenizer import sentencepiece
+from test_tokenizer import CHARS
+
+from router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, detokenizer
+from router.text.gguf_tokenizer import build_tokenizer
+from router.text.tokenizer import TextTokenizer
+
+SP = TextTokenizer(build_tokenizer(sentencepiece()))
+TEXT = st.text(CHARS, max_size=40) | st.text("a👩‍👧é漢🏳️‍🌈 1", max_size=30)
+BAD = "\N{REPLACEMENT CHARACTER}"
+
+
+def run(steps: Detokenizer, ids: list[int]) -> list[str]:
+    return [*map(steps.step, ids), steps.finish()]
+
+
+@given(TEXT)
+@settings(max_examples=200, deadline=None)
+def test_characters_come_out_whole(text: str) -> None:
+    tokenizer = demo_text().tokenizer
+    for steps in (ByteDetokenizer(tokenizer, frozenset()), WindowDetokenizer(tokenizer, frozenset())):
+        shown = run(steps, tokenizer.encode(text))
+        assert "".join(shown) == text
+        assert BAD in text or not any(BAD in part for part in shown)
+
+
+@given(st.lists(st.integers(0, 49151) | st.integers(17, 272), max_size=20))
+@settings(max_examples=200, deadline=None)
+def test_any_tokens_give_what_decoding_all_of_them_gives(ids: list[int]) -> None:
+    tokenizer = demo_text().tokenizer
+    for skip in (True, False):
+        shown = run(detokenizer(tokenizer, skip_special_tokens=skip), ids)
+        assert "".join(shown) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_character_cut_off_by_the_end_is_replaced_once() -> None:
+    tokenizer = demo_text().tokenizer
+    ids = tokenizer.encode("漢🏳")
+    assert len(ids) > 4
+    shown = run(detokenizer(tokenizer), ids[:-1])
+    assert "".join(shown[:-1]) == "漢"
+    assert shown[-1] == BAD
+
+
+@given(st.text("abc é漢🏳", max_size=16))
+@settings(deadline=None)
+def test_sentencepiece_bytes_and_spaces(text: str) -> None:
+    ids = SP.encode(text, add_special_tokens=False)
+    shown = run(detokenizer(SP), ids)
+    assert "".join(shown) == text
+    assert not any(BAD in part for part in shown)
+
+
+def test_output_that_continues_a_prompt_keeps_its_leading_space() -> None:
+    prompt, word = SP.encode("abc"), SP.encode("ab", add_special_tokens=False)
+    assert run(detokenizer(SP, prompt), word) == [" ab", ""]
+    assert run(detokenizer(SP, [1]), word) == ["ab", ""]
+
+
+def test_special_tokens_are_skipped_unless_asked_for() -> None:
+    tokenizer = demo_text().tokenizer
+    ids = tokenizer.encode("a<|im_end|>b")
+    assert "".join(run(detokenizer(tokenizer), ids)) == "ab"
+    assert "".join(run(detokenizer(tokenizer, skip_special_tokens=False), ids)) == "a<|im_end|>b"
+
+
+def test_bytes_that_are_no_character_do_not_hold_the_text_back_forever() -> None:
+    steps = WindowDetokenizer(SP, frozenset())
+    lone = SP.encode("é", add_special_tokens=False)[-1]
+    shown = [steps.step(lone) for _ in range(200)]
+    assert sum(map(len, shown)) > 150
+    assert len(steps._window) < 20

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+
+from protocol.errors import ConfigError
+from router.text.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, build_tokenizer
+from router.text.tokenizer import TextTokenizer
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def byte_level(pre: str, **more: Any) -> dict[str, Any]:
+    tokens = [*ALPHABET, "12", "123", "Ġa", "<bos>", "<mark>"]
+    types = [NORMAL] * (len(tokens) - 2) + [CONTROL, USER_DEFINED]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": ["1 2", "12 3", "Ġ a"],
+        "tokenizer.ggml.bos_token_id": len(tokens) - 2,
+        **more,
+    }
+
+
+def tokens_of(metadata: dict[str, Any], text: str, **options: Any) -> list[str]:
+    found: list[str] = build_tokenizer(metadata).encode(text, **options).tokens
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("smollm", ["1", "2", "3", "4", "Ġa"]),
+        ("qwen2", ["1", "2", "3", "4", "Ġa"]),
+        ("gpt-2", ["123", "4", "Ġa"]),
+        ("llama-bpe", ["123", "4", "Ġa"]),
+        ("gpt-4o", ["123", "4", "Ġa"]),
+        ("tekken", ["1", "2", "3", "4", "Ġa"]),
+        ("default", ["123", "4", "Ġa"]),
+    ],
+)
+def test_pre_tokenizers_split_numbers_as_their_models_do(pre: str, expected: list[str]) -> None:
+    assert tokens_of(byte_level(pre), "1234 a", add_special_tokens=False) == expected
+
+
+@pytest.mark.parametrize("pre", ["smollm", "qwen2", "gpt-2", "llama-bpe", "gpt-4o", "tekken", "default"])
+@given(st.text(max_size=20).filter(lambda text: text.isascii()))
+@settings(max_examples=20, deadline=None)
+def test_pre_tokenizers_lose_nothing(pre: str, text: str) -> None:
+    tokenizer = build_tokenizer(byte_level(pre))
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_begin_token_follows_the_file_else_llama_cpp() -> None:
+    assert tokens_of(byte_level("llama-bpe"), "a") == ["<bos>", "a"]
+    assert tokens_of(byte_level("smollm"), "a") == ["a"]
+    assert tokens_of(byte_level("smollm", **{"tokenizer.ggml.add_bos_token": True}), "a") == ["<bos>", "a"]
+    assert tokens_of(byte_level("llama-bpe", **{"tokenizer.ggml.add_bos_token": False}), "a") == ["a"]
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
+    tokenizer = TextTokenizer(build_tokenizer(byte_level("smollm")))
+    ids = tokenizer.encode("<bos>a<mark>")
+    assert len(ids) == 3
+    assert tokenizer.decode(ids) == "a<mark>"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tokenizer.ggml.pre": "martian"}, "martian"),
+        ({"tokenizer.ggml.model": "t5"}, "t5"),
+        ({"tokenizer.ggml.tokens": []}, "no tokenizer"),
+    ],
+)
+def test_unknown_kinds_are_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        build_tokenizer({**byte_level("smollm"), **change})
+
+
+def sentencepiece() -> dict[str, Any]:
+    words = ["▁", "a", "b", "c", "▁a", "ab", "bc", "▁ab", "abc", "▁abc", "cc", "aa"]
+    control = ["<unk>", "<s>", "</s>"]
+    raw = [f"<0x{byte:02X}>" for byte in range(256)]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [*control, *raw, *words],
+        "tokenizer.ggml.token_type": [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * len(words),
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(place) for place in (90, 91, 92, 93, 3, 2, 1, 5, 4, 6, 8, 7)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+
+
+def best_pair_first(metadata: dict[str, Any], text: str) -> list[str]:
+    """SentencePiece's BPE by definition: join the neighbours whose union scores highest, leftmost first."""
+    scores = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"], strict=True))
+    parts = list("▁" + text.replace(" ", "▁"))
+    while True:
+        joins = [(-scores[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in scores]
+        if not joins:
+            return [
+                token
+                for part in parts
+                for token in ([part] if part in scores else [f"<0x{b:02X}>" for b in part.encode()])
+            ]
+        at = min(joins)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+@given(st.text("abc é", min_size=1, max_size=16))
+@settings(deadline=None)
+def test_sentencepiece_joins_the_best_pair_first(text: str) -> None:
+    metadata = sentencepiece()
+    assert tokens_of(metadata, text, add_special_tokens=False) == best_pair_first(metadata, text)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁<"), max_size=16))
+@settings(deadline=None)
+def test_sentencepiece_round_trip(text: str) -> None:
+    tokenizer = build_tokenizer(sentencepiece())
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
+
+
+def test_sentencepiece_begins_with_bos_and_needs_scores() -> None:
+    assert tokens_of(sentencepiece(), "ab") == ["<s>", "▁ab"]
+    with pytest.raises(ConfigError, match="scores"):
+        build_tokenizer({**sentencepiece(), "tokenizer.ggml.scores": []})
