@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -95,3 +96,18 @@ def test_kernels_package_says_nothing():
     tree = ast.parse((ROOT / "kernels/__init__.py").read_text())
     rest = [node for node in tree.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
     assert rest == []
+
+
+def test_the_picture_of_the_house_shows_every_room_on_its_floor():
+    picture = (ROOT / "docs/architecture.md").read_text().split("## The rooms")[1].split("```")[1]
+    shown: dict[str, int] = {}
+    floor = -1
+    for line in picture.splitlines():
+        if found := re.match(r"\s+subgraph f(\d+) ", line):
+            floor = int(found[1])
+        elif found := re.match(r"\s+(\w+)\[", line):
+            shown[found[1]] = floor
+    assert shown == FLOORS
+    for lower, upper in re.findall(r"^\s+(\w+) --> (\w+)$", picture, re.MULTILINE):
+        assert FLOORS[lower] < FLOORS[upper], f"an arrow from {lower} to {upper}"
+        assert any(lower in tops(path) for path in modules(upper)), f"{upper} imports no {lower}"
