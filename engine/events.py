@@ -79,12 +79,11 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """Figures of one step: seconds, tokens computed by phase, sequences, preemptions and evictions."""
+    """Figures of one step: seconds, tokens computed by phase, preemptions and evictions."""
 
     seconds: float
     prefill_tokens: int
     decode_tokens: int
-    sequences: int
     preempted: int
     evicted: int
 

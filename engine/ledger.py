@@ -75,24 +75,6 @@ class Ledger:
     def held(self, block_id: int) -> bool:
         return self._counts[block_id] > 0
 
-    def count(self, block_id: int) -> int:
-        """Number of holds on the block."""
-        return self._counts[block_id]
-
-    def blocks(self, owner: Hashable, reason: str) -> list[int]:
-        """Blocks that the owner holds for the reason, in the order in which they were held."""
-        return list(self._books.get(reason, {}).get(owner, {}))
-
-    def owners(self, reason: str) -> list[Hashable]:
-        """Owners with at least one hold for the reason."""
-        return list(self._books.get(reason, {}))
-
-    def holds_of(self, block_id: int) -> list[tuple[Hashable, str]]:
-        """(owner, reason) of every hold on the block; walks all owners, for diagnostics only."""
-        return [
-            (owner, reason) for reason, book in self._books.items() for owner, ids in book.items() if block_id in ids
-        ]
-
     def check_integrity(self) -> None:
         """Assert that counts and books agree."""
         counts = [0] * self.num_blocks

@@ -43,7 +43,6 @@ class ModelFacts:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     architecture: str
     sampling: tuple[tuple[str, float], ...] = ()
 
@@ -75,7 +74,7 @@ def gguf_facts(file: GGUFFile) -> ModelFacts:
     length = int(file.get("context_length", 0))
     if not vocab or not length:
         raise ConfigError(f"{file.path} names no vocabulary or no context length", param="model")
-    return ModelFacts(vocab, length, tuple(eos), meta.get("tokenizer.ggml.bos_token_id"), file.architecture)
+    return ModelFacts(vocab, length, tuple(eos), file.architecture)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -221,10 +220,9 @@ def _hf_facts(path: Path) -> ModelFacts:
     overrides = read_json(generation) if generation.is_file() else {}
     places = (overrides, config, text)
     eos = dict.fromkeys(id for place in places for id in _ids(place.get("eos_token_id")))
-    bos = next((id for place in places for id in _ids(place.get("bos_token_id"))), None)
     architecture = next(iter(config.get("architectures") or ()), config.get("model_type", ""))
     sampling = tuple((name, overrides[name]) for name in _SAMPLING if _is_number(overrides.get(name)))
-    return ModelFacts(text["vocab_size"], context_length(text), tuple(eos), bos, architecture, sampling)
+    return ModelFacts(text["vocab_size"], context_length(text), tuple(eos), architecture, sampling)
 
 
 def _is_number(value: Any) -> bool:

@@ -45,10 +45,6 @@ class SamplingParams:
     ignore_eos: bool = False
 
     @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
     def ending_token_ids(self) -> tuple[int, ...]:
         """Tokens that end the request when drawn."""
         return self.stop_token_ids if self.ignore_eos else self.eos_token_ids + self.stop_token_ids

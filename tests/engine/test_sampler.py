@@ -69,7 +69,7 @@ def _softmax(logits: list[float]) -> list[float]:
 
 def _oracle_token(logits: torch.Tensor, row: SampleRow) -> int:
     edited = _edited(logits.double().tolist(), row)
-    if row.params.greedy:
+    if row.params.temperature == 0.0:
         return max(range(len(edited)), key=lambda t: edited[t])
     probs = _probabilities(edited, row.params)
     noise = gumbel([row.params.seed], [len(row.token_ids)], len(edited), "cpu")[0].tolist()

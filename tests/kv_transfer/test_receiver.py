@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from ledger_books import blocks
 from ship_kit import DecodeSide, PrefillSide, delta
 
 from engine.ports import QUIESCE
@@ -104,7 +105,7 @@ def test_blocks_of_a_failed_grant_stay_held_until_the_late_writes_are_over():
     )
     while "failed" not in decode.log[key]:
         network.step()
-    assert decode.pool.ledger.blocks(key, QUIESCE) == ids
+    assert blocks(decode.pool.ledger, key, QUIESCE) == ids
     network.run()
     assert decode.log[key] == ["reserve", "failed", "quiet"]
     assert written == [True]

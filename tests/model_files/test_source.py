@@ -38,7 +38,7 @@ def test_demo_model_is_the_installed_wheel():
     source = resolve("smollm2")
     assert (source.kind, source.name) == ("gguf", "SmolLM2-135M-Instruct")
     facts = read_facts(source)
-    assert (facts.vocab_size, facts.max_model_len, facts.eos_token_ids, facts.bos_token_id) == (49152, 8192, (2,), 1)
+    assert (facts.vocab_size, facts.max_model_len, facts.eos_token_ids) == (49152, 8192, (2,))
     assert facts.architecture == "llama"
 
 
@@ -49,13 +49,13 @@ def test_missing_demo_model_names_the_remedy(monkeypatch):
 
 
 def test_directory(tmp_path):
-    path = write_directory(tmp_path / "mine", eos_token_id=2, bos_token_id=1, architectures=["LlamaForCausalLM"])
+    path = write_directory(tmp_path / "mine", eos_token_id=2, architectures=["LlamaForCausalLM"])
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
     source = resolve(str(path))
     assert (source.kind, source.path, source.name) == ("hf", path, "mine")
     facts = read_facts(source)
     assert facts.eos_token_ids == (7, 2, 9)
-    assert (facts.bos_token_id, facts.architecture, facts.max_model_len) == (1, "LlamaForCausalLM", 64)
+    assert (facts.architecture, facts.max_model_len) == ("LlamaForCausalLM", 64)
 
 
 def test_revision_follows_the_content(tmp_path):
@@ -84,14 +84,14 @@ def test_multimodal_config_is_read_from_its_text_part(tmp_path):
     (path / "config.json").write_text(
         json.dumps({"model_type": "mm", "text_config": {"vocab_size": 9, "n_positions": 5, "eos_token_id": 3}})
     )
-    assert read_facts(resolve(str(path))) == model_source.ModelFacts(9, 5, (3,), None, "mm")
+    assert read_facts(resolve(str(path))) == model_source.ModelFacts(9, 5, (3,), "mm")
 
 
 def test_gguf_file(tmp_path):
-    path = write_gguf(tmp_path / "tiny-Q8.gguf", eos_token_id=2, eot_token_id=1, bos_token_id=0)
+    path = write_gguf(tmp_path / "tiny-Q8.gguf", eos_token_id=2, eot_token_id=1)
     source = resolve(str(path))
     assert (source.kind, source.name) == ("gguf", "tiny-Q8")
-    assert read_facts(source) == model_source.ModelFacts(3, 512, (2, 1), 0, "llama")
+    assert read_facts(source) == model_source.ModelFacts(3, 512, (2, 1), "llama")
     assert resolve(str(write_gguf(tmp_path / "other.gguf", fill=1.0))).revision != source.revision
 
 

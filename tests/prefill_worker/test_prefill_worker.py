@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
+from ledger_books import blocks
 from toy import VOCAB, expected, make_engine, make_job
 from worker_pair import Answer, Router, pair, until, worker
 
@@ -112,7 +113,7 @@ async def waiting_for_room(router: Router, stack: contextlib.ExitStack, job: Job
     """The reservation is queued behind a full pool."""
     router.decode.engine.pool.acquire("hog", "test", [], 60)
     stack.callback(
-        router.decode.node.engine.submit, lambda e: e.pool.release("hog", "test", e.pool.holds.blocks("hog", "test"))
+        router.decode.node.engine.submit, lambda e: e.pool.release("hog", "test", blocks(e.pool.holds, "hog", "test"))
     )
     answer = router.post_prefill(job, router.decode.target)
     await until(lambda: router.decode.node.engine.load.waiting_requests)
