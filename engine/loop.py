@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from engine.engine import Engine
 from engine.events import Event
-from protocol.errors import KvferryError, NodeLost
 
 log = logging.getLogger("kvferry.engine")
 
@@ -96,13 +95,7 @@ class EngineLoop:
             self._guarded(call)
         ran = False
         if self._engine.has_work():
-            try:
-                ran = self._engine.step()
-            except Exception as error:
-                log.exception("engine step failed")
-                wrapped = error if isinstance(error, KvferryError) else NodeLost(f"engine step failed: {error}")
-                self._engine.fail_all(wrapped)
-                ran = True
+            ran = self._engine.step()
         self._dirty = True
         self.load = self._engine.load()
         self._flush()
@@ -116,7 +109,8 @@ class EngineLoop:
 
     def _flush(self) -> None:
         if self._engine.events:
-            events, self._engine.events = self._engine.events, []
+            events = list(self._engine.events)
+            self._engine.events.clear()
             self._on_events(events)
 
     def _idle(self) -> None:

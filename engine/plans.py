@@ -29,7 +29,7 @@ class Planner:
         kept = self._decodes
         if kept is not None and kept.follows(slices):
             kept.advance()
-        elif slices[-1].count == 1:
+        elif slices[-1].decodes:
             self._decodes = kept = _Decodes(slices, self._block_size, self._device)
         else:
             self._decodes = None
@@ -64,7 +64,7 @@ class _Decodes:
         """Whether the slices are this batch's next tokens and its table has room for their blocks."""
         width = self._table.shape[1]
         return len(slices) == len(self._requests) and all(
-            s.request is request and s.start == start + 1 and s.count == 1 and len(request.block_ids) <= width
+            s.request is request and s.start == start + 1 and s.decodes and len(request.block_ids) <= width
             for s, request, start in zip(slices, self._requests, self._starts, strict=True)
         )
 
@@ -128,6 +128,6 @@ def build_plan(slices: Sequence[Slice], block_size: int, device: torch.device) -
         total_len=put(np.asarray(total_lens, dtype=np.int32)),
         query_lens=query_lens,
         total_lens=total_lens,
-        num_decodes=sum(n == 1 for n in query_lens),
+        num_decodes=sum(s.decodes for s in slices),
         block_size=block_size,
     )

@@ -19,16 +19,42 @@ def key_of(job: Job) -> Key:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One attempt under way on this engine.
+    """One attempt under way on this engine. Its lengths, in tokens from the left:
 
-    token_ids     prompt and output so far
+        0              cached_len         computed_len           len(token_ids)
+        |              |                  |                      |
+        |-- found -----|-- computed here -|-- uncomputed --------|
+        |------------- K/V in the cache --|
+        |-------------------- prompt ---------------|-- output --|
+        |                                           |            |
+        0                                           prompt_len   len(token_ids)
+
+    0 <= cached_len <= computed_len <= len(token_ids), once admitted. `prompt_len` (of the job) lies anywhere: a chunked
+    prompt is computed up to before it, an attempt that resumes brings output along in job.token_ids, which then end
+    behind it. Between steps a running stream has one uncomputed token, the last drawn. A preempted request falls back
+    to computed_len 0 (then to what the cache still has) while cached_len keeps what was true at first; all of
+    token_ids stay.
+
+    In blocks of block_size tokens, with b(n) = blocks_for(n):
+
+        0          first_block   shipped       registered   computed_len // block_size       len(block_ids)
+        |          |             |             |            |                                |
+        |-- full, hashed, findable ------------|-- full ----|-- being filled, or empty ------|
+        |-- decode |-- announced |-- to be announced ...
+
+    registered <= computed_len // block_size <= len(hashes) = len(token_ids) // block_size (registered catches up when
+    a step is committed), and b(len(token_ids)) <= len(block_ids) when its slice is scheduled. first_block and shipped
+    are of a ship alone: it announces blocks first_block ... b(prompt) - 1, each once, full ones as they are registered
+    and the last with the prompt's end.
+
+    token_ids     prompt and output so far; only ever extended
     computed_len  how many of them have their K/V in the cache
     cached_len    how many of the prompt were found in the cache when it was first admitted
     block_ids     the chain that holds the K/V, held as a whole
     hashes        of the full blocks of token_ids, extended as it grows
     registered    how many leading blocks are findable
     transfer      the ship its blocks go to (prefill), else None; `first_block`: decode holds the blocks before it
-    shipped       blocks handed to the sender so far
+    shipped       index behind the last block handed to the sender
     prefill_only  ends with its first output token
     expected_tokens  while queued: tokens it will compute, as far as the cache told when it was queued
     """
@@ -67,6 +93,11 @@ class Request:
     @property
     def uncomputed(self) -> int:
         return len(self.token_ids) - self.computed_len
+
+    @property
+    def decodes(self) -> bool:
+        """Whether one token is all there is to compute: it is a stream then, and its next step a decode."""
+        return self.uncomputed == 1
 
     @property
     def output_len(self) -> int:

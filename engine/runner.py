@@ -29,7 +29,7 @@ class Runner:
         """Compute the slices and draw the next token of each that samples (None for the others). On return their K/V is
         in the pool: the link may read it, which no stream orders (drawing tokens has waited for the device already)."""
         token_ids, plan = self._planner.plan(slices)
-        if plan.num_tokens == len(slices) and all(s.samples and not s.request.wants_prompt_logprobs for s in slices):
+        if all(map(_only_draws, slices)):
             logits = self.model.next_logits(token_ids, self.kv, plan)
             return [*sample(logits.values, [_sample_row(s) for s in slices], self.model.ops, logits.best)]
         hidden = self.model.forward(token_ids, self.kv, plan)
@@ -37,16 +37,21 @@ class Runner:
         for s, end in zip(slices, ends, strict=True):
             if s.request.wants_prompt_logprobs:
                 self._score(s, hidden[end - s.count : end])
-        drawing = [i for i, s in enumerate(slices) if s.samples]
+        return self._draw(slices, ends, hidden)
+
+    def _draw(self, slices: Sequence[Slice], ends: Sequence[int], hidden: torch.Tensor) -> list[Sampled | None]:
+        """Draw for the slices that sample. ends: where each slice's rows of `hidden` end."""
         drawn: list[Sampled | None] = [None] * len(slices)
-        if drawing:
-            if len(drawing) < len(hidden):
-                hidden = hidden[torch.tensor([ends[i] - 1 for i in drawing], device=hidden.device)]
-            rows = [_sample_row(slices[i]) for i in drawing]
-            for i, result in zip(drawing, sample(self.model.logits(hidden), rows, self.model.ops), strict=True):
-                drawn[i] = result
-        elif hidden.is_cuda:
-            torch.cuda.current_stream(hidden.device).synchronize()
+        drawing = [i for i, s in enumerate(slices) if s.samples]
+        if not drawing:
+            if hidden.is_cuda:
+                torch.cuda.current_stream(hidden.device).synchronize()
+            return drawn
+        if len(drawing) < len(hidden):
+            hidden = hidden[torch.tensor([ends[i] - 1 for i in drawing], device=hidden.device)]
+        rows = [_sample_row(slices[i]) for i in drawing]
+        for i, result in zip(drawing, sample(self.model.logits(hidden), rows, self.model.ops), strict=True):
+            drawn[i] = result
         return drawn
 
     def _score(self, part: Slice, hidden: torch.Tensor) -> None:
@@ -60,6 +65,11 @@ class Runner:
         for at in range(0, len(following), SCORED_ROWS):
             ids = following[at : at + SCORED_ROWS]
             request.prompt_logprobs.extend(score_prompt(self.model.logits(hidden[at : at + len(ids)]), ids, top))
+
+
+def _only_draws(part: Slice) -> bool:
+    """One token, and what is wanted of it is the next one."""
+    return part.decodes and part.samples and not part.request.wants_prompt_logprobs
 
 
 def _sample_row(part: Slice) -> SampleRow:

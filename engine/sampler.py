@@ -65,11 +65,16 @@ def sample(
     raw = logits[scored].log_softmax(dim=-1) if scored else None
     _edit(logits, rows)
     tokens = _choose(logits, rows, ops).tolist()
-    if raw is None:
-        return [Sampled(token, None) for token in tokens]
-    top = [rows[i].params.logprobs or 0 for i in scored]
-    entries = dict(zip(scored, token_logprobs(raw, [tokens[i] for i in scored], top), strict=True))
+    entries = {} if raw is None else _scores(raw, scored, rows, tokens)
     return [Sampled(token, entries.get(i)) for i, token in enumerate(tokens)]
+
+
+def _scores(
+    raw: torch.Tensor, scored: Sequence[int], rows: Sequence[SampleRow], tokens: Sequence[int]
+) -> dict[int, TokenLogprobs]:
+    """By row: what row i of `raw` [len(scored), vocab], log-probabilities, tells of the token drawn for scored[i]."""
+    top = [rows[i].params.logprobs or 0 for i in scored]
+    return dict(zip(scored, token_logprobs(raw, [tokens[i] for i in scored], top), strict=True))
 
 
 def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops) -> torch.Tensor:

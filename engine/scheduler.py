@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from engine.block_pool import BlockPool
 from engine.ports import GRANT, REQUEST, SHIP
 from engine.request import Entry, Key, Request, Reservation
+from protocol.layout import blocks_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,11 @@ class Slice:
     request: Request
     start: int
     count: int
+
+    @property
+    def decodes(self) -> bool:
+        """One token, as a running stream computes; such slices stand first in a batch."""
+        return self.count == 1
 
     @property
     def samples(self) -> bool:
@@ -67,7 +73,7 @@ class Scheduler:
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens that are queued or begun and not yet computed, less those found in the cache on arrival."""
-        return self._queued_tokens + sum(r.uncomputed for r in self.running if r.uncomputed > 1)
+        return self._queued_tokens + sum(r.uncomputed for r in self.running if not r.decodes)
 
     def enqueue(self, entry: Entry) -> None:
         """Add an attempt that is not `known` yet."""
@@ -91,10 +97,10 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens - len(decodes)
         if decodes:
             budget = min(budget, self.limits.max_prefill_tokens_while_decoding)
-        chunks = _chunks((r for r in self.running if r.uncomputed > 1), budget)
+        chunks = _chunks((r for r in self.running if not r.decodes), budget)
         begun = self._admit(budget - sum(s.count for s in chunks))
         chunks += _chunks(begun, budget - sum(s.count for s in chunks))
-        chunks.sort(key=lambda s: s.count > 1)
+        chunks.sort(key=lambda s: not s.decodes)
         return decodes + chunks
 
     def start(self, reservation: Reservation) -> Request:
@@ -144,7 +150,7 @@ class Scheduler:
         decodes: list[Slice] = []
         preempted = self.preempted_total
         for request in list(self.running):
-            if request.uncomputed == 1 and request.block_ids and self._grow(request):
+            if request.decodes and request.block_ids and self._grow(request):
                 decodes.append(Slice(request, request.computed_len, 1))
         if self.preempted_total > preempted:
             decodes = [s for s in decodes if s.request.block_ids]
@@ -216,7 +222,7 @@ class Scheduler:
             self.pool.holds.hold(("ship", request.transfer), SHIP, request.block_ids)
 
     def _blocks_of(self, entry: Entry) -> int:
-        return -(-len(entry.request.token_ids) // self.block_size)
+        return blocks_for(len(entry.request.token_ids), self.block_size)
 
     def _count_queued(self, entry: Entry) -> None:
         if isinstance(entry, Request):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from kernels.int8_cache import dequantise, quantise
 from kernels.plan import BatchPlan
 from kernels.shared import TorchShared
+from protocol.layout import blocks_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class BatchIndex:
         """Decodes bucketed by visible blocks to the next power of two, so that padding at most doubles the reads."""
         buckets: dict[int, list[int]] = {}
         for seq in range(self.plan.num_decodes):
-            blocks = -(-self._visible(seq, window) // self.block_size)
+            blocks = blocks_for(self._visible(seq, window), self.block_size)
             buckets.setdefault((blocks - 1).bit_length(), []).append(seq)
         return list(buckets.values())
 
@@ -117,7 +118,7 @@ class BatchIndex:
         tokens = slice(seqs[0], seqs[-1] + 1) if dense else torch.tensor(seqs, device=self.device)
         first = torch.tensor([self._first_block(s, window) for s in seqs], device=self.device)
         seen = [self._visible(s, window) for s in seqs]
-        blocks = -(-max(seen) // self.block_size)
+        blocks = blocks_for(max(seen), self.block_size)
         rows = self._rows(tokens, first, blocks)
         ends = torch.tensor(seen, device=self.device)[:, None]
         unseen: torch.Tensor | None = None
@@ -136,7 +137,7 @@ class BatchIndex:
         start = sum(self.plan.query_lens[:seq])
         query_len, length = self.plan.query_lens[seq], self._visible(seq, window)
         first = torch.tensor([self._first_block(seq, window)], device=self.device)
-        rows = self._rows(slice(seq, seq + 1), first, -(-length // self.block_size))
+        rows = self._rows(slice(seq, seq + 1), first, blocks_for(length, self.block_size))
         causal = length == query_len and not 0 < window < length
         mask: torch.Tensor | None = None
         if not causal:

@@ -12,6 +12,11 @@ SCALE_BYTES = 4
 """The float32 scale behind each int8 K or V vector."""
 
 
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks of `block_size` that `tokens` tokens fill, the last perhaps in part."""
+    return -(-tokens // block_size)
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """Shape of the pool `[block, layer, 2, kv_head, slot, dim]`; a block is one contiguous byte range.
@@ -37,7 +42,7 @@ class KVLayout:
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks needed to hold `tokens` tokens."""
-        return -(-tokens // self.block_size)
+        return blocks_for(tokens, self.block_size)
 
     def fingerprint(self, model_revision: str, arithmetic: str = "") -> str:
         """32 hex digits over model revision, layout, dtype, block size, wire version and arithmetic: in these nodes

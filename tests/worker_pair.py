@@ -121,7 +121,7 @@ class Worker:
 
     def _remains(self) -> object:
         engine, service = self.engine, self.service
-        tables = [engine._ships, engine._quiescing, engine.scheduler._attempts]
+        tables = [engine.lent.ships, engine.lent.grants, engine.scheduler._attempts]
         if isinstance(service, PrefillService):
             tables += [service._attempts, service._ships, {} if self.link_lost else service._sender._ships]
         else:

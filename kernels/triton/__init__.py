@@ -15,6 +15,7 @@ from kernels.triton import elementwise, rope
 from kernels.triton.decode import decode
 from kernels.triton.launch import Tile, decode_tile, kv_splits, prefill_tile
 from kernels.triton.prefill import prefill
+from protocol.layout import blocks_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def plan_launch(plan: BatchPlan, shape: Shape, processors: int) -> Launch:
     tile = decode_tile(group, shape.dim, shape.element_bytes)
     longest = max(plan.total_lens[: plan.num_decodes], default=0)
     seen = min(longest, shape.window) if shape.window else longest
-    splits = kv_splits(plan.num_decodes * shape.kv_heads, -(-seen // tile.keys), processors)
+    splits = kv_splits(plan.num_decodes * shape.kv_heads, blocks_for(seen, tile.keys), processors)
     max_rows = max(plan.query_lens[plan.num_decodes :], default=0) * group
     return Launch(tile, splits, prefill_tile(max_rows, shape.dim, shape.element_bytes), max_rows)
 

@@ -1,0 +1,42 @@
+"""What a drawn token means for its request: the news of it, and whether it was the last."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from engine.events import Generated
+from engine.request import Request
+from engine.sampler import Sampled
+from protocol.messages import Reuse, TokenDelta
+
+
+def append(request: Request, sampled: Sampled, longest: int) -> Generated:
+    """Append the token to the request and return the news. longest: tokens at which a sequence ends."""
+    params = request.job.params
+    index = request.output_len
+    request.token_ids.append(sampled.token_id)
+    ended = sampled.token_id in params.ending_token_ids
+    full = request.output_len >= params.max_tokens or len(request.token_ids) >= longest
+    delta = TokenDelta(
+        request.job.request_id,
+        request.job.attempt,
+        index,
+        (sampled.token_id,),
+        logprobs=None if sampled.logprobs is None else (sampled.logprobs,),
+        finish_reason="stop" if ended else "length" if full else None,
+        stop_token=sampled.token_id if ended else None,
+    )
+    handover = request.transfer if delta.finish_reason is None else None
+    event = Generated(request.key, request.job.router_id, delta, handover=handover)
+    return _first(request, event) if len(request.token_ids) == len(request.job.token_ids) + 1 else event
+
+
+def _first(request: Request, event: Generated) -> Generated:
+    """The first output on this node carries the prompt's accounting, its log-probabilities and the times."""
+    prompt_len, cached = len(request.job.token_ids), request.cached_len or 0
+    source = "reused_prefill" if request.prefill_only else "reused_decode"
+    reuse = Reuse(prompt_len, computed=prompt_len - cached, **{source: cached})
+    delta = replace(event.delta, reuse=reuse, prompt_logprobs=tuple(request.prompt_logprobs) or None)
+    admitted = request.admitted or request.arrived
+    return replace(event, delta=delta, queue_s=admitted - request.arrived, compute_s=time.monotonic() - admitted)

@@ -1,0 +1,136 @@
+"""One step of an engine: schedule, run, and what that changes in requests, pool and news."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable, Sequence
+
+from engine import output
+from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, Reserved, Stepped
+from engine.lent import Lent
+from engine.ports import REQUEST, SHIP
+from engine.request import Request
+from engine.runner import Runner
+from engine.sampler import Sampled
+from engine.scheduler import Scheduler, Slice
+from protocol.errors import KvferryError, NodeLost
+
+log = logging.getLogger("kvferry.engine")
+
+
+class Stepper:
+    """Takes steps. longest: tokens at which a sequence ends; events: where news is left."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, lent: Lent, longest: int, events: list[Event]) -> None:
+        self._scheduler = scheduler
+        self._pool = scheduler.pool
+        self._runner = runner
+        self._lent = lent
+        self._longest = longest
+        self._events = events
+        self._preempted = self._evicted = 0
+
+    def step(self) -> bool:
+        """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). If it breaks, every
+        running request ends with the error; what is queued stays."""
+        try:
+            return self._step()
+        except Exception as error:
+            log.exception("engine step failed")
+            self._fail_running(error if isinstance(error, KvferryError) else NodeLost(f"engine step failed: {error}"))
+            return True
+
+    def register(self, request: Request) -> None:
+        """Make the request's newly full blocks findable."""
+        block_size = request.block_size
+        if request.computed_len // block_size == request.registered:
+            return
+        request.extend_hashes()
+        holders: list[tuple[Hashable, str]] = [(request.key, REQUEST)]
+        if request.transfer is not None:
+            holders.append((("ship", request.transfer), SHIP))
+        for i in range(request.registered, request.computed_len // block_size):
+            parent = request.block_ids[i - 1] if i else None
+            request.block_ids[i] = self._pool.register(holders, request.block_ids[i], request.hashes[i], parent)
+            request.registered = i + 1
+
+    def report_blocks(self) -> None:
+        """Tell what became findable or was evicted."""
+        stored, removed = self._pool.drain_changes()
+        if stored or removed:
+            self._events.append(BlocksChanged(tuple(stored), tuple(removed)))
+
+    def _step(self) -> bool:
+        began = time.monotonic()
+        slices = self._scheduler.schedule()
+        self._announce_admissions()
+        if slices:
+            drawn = self._runner.run(slices)
+            for part, sampled in zip(slices, drawn, strict=True):
+                self._commit(part, sampled)
+            self._report_step(slices, time.monotonic() - began)
+        self.report_blocks()
+        return bool(slices)
+
+    def _fail_running(self, error: KvferryError) -> None:
+        for request in list(self._scheduler.running):
+            self._scheduler.remove(request)
+            self._events.append(Failed(request.key, request.job.router_id, error))
+
+    def _announce_admissions(self) -> None:
+        for request in self._scheduler.newly_admitted:
+            assert request.admitted is not None
+            if request.transfer is not None:
+                self._lent.ship(request.transfer, request.block_ids)
+                self._ship(request, request.registered)
+            queried = len(request.token_ids)
+            self._events.append(
+                Admitted(request.key, request.admitted - request.arrived, queried, request.cached_len or 0)
+            )
+        for reservation in self._scheduler.newly_reserved:
+            blocks = tuple(reservation.request.block_ids[reservation.first_block :])
+            self._events.append(Reserved(reservation.owner, reservation.first_block, blocks))
+            request = reservation.request
+            self._events.append(
+                Admitted(request.key, time.monotonic() - request.arrived, len(request.token_ids), request.computed_len)
+            )
+        self._scheduler.newly_admitted.clear()
+        self._scheduler.newly_reserved.clear()
+
+    def _commit(self, part: Slice, sampled: Sampled | None) -> None:
+        request = part.request
+        request.computed_len += part.count
+        self.register(request)
+        if request.transfer is not None:
+            complete = request.uncomputed == 0
+            self._ship(request, len(request.block_ids) if complete else request.registered)
+        if sampled is None:
+            return
+        event = output.append(request, sampled, self._longest)
+        self._events.append(event)
+        if event.delta.finish_reason is not None or request.prefill_only:
+            self._scheduler.remove(request)
+
+    def _ship(self, request: Request, upto: int) -> None:
+        """Announce the computed blocks before index `upto` that decode lacks and that were not announced yet."""
+        assert request.transfer is not None
+        begin = max(request.shipped, request.first_block)
+        if upto > begin:
+            blocks = tuple((i, request.block_ids[i]) for i in range(begin, upto))
+            self._events.append(Computed(request.transfer, blocks))
+            request.shipped = upto
+
+    def _report_step(self, slices: Sequence[Slice], seconds: float) -> None:
+        decodes = sum(s.decodes and s.start >= len(s.request.job.token_ids) for s in slices)
+        preempted, evicted = self._scheduler.preempted_total, self._pool.evicted_total
+        self._events.append(
+            Stepped(
+                seconds,
+                prefill_tokens=sum(s.count for s in slices) - decodes,
+                decode_tokens=decodes,
+                preempted=preempted - self._preempted,
+                evicted=evicted - self._evicted,
+            )
+        )
+        self._preempted, self._evicted = preempted, evicted
