@@ -6,6 +6,7 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from engine.sampler import SampleRow
 from protocol.hashing import chain
 from protocol.messages import Job, TokenLogprobs
 
@@ -57,6 +58,7 @@ class Request:
     shipped       index behind the last block handed to the sender
     prefill_only  ends with its first output token
     expected_tokens  while queued: tokens it will compute, as far as the cache told when it was queued
+    sample_row    what is kept for drawing its tokens, from the first one on
     """
 
     job: Job
@@ -76,6 +78,7 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     admitted: float | None = None
     expected_tokens: int = 0
+    sample_row: SampleRow | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.job.token_ids)

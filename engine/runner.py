@@ -74,4 +74,6 @@ def _only_draws(part: Slice) -> bool:
 
 def _sample_row(part: Slice) -> SampleRow:
     request = part.request
-    return SampleRow(request.job.params, request.token_ids, request.job.prompt_len)
+    if request.sample_row is None:
+        request.sample_row = SampleRow(request.job.params, request.token_ids, request.job.prompt_len)
+    return request.sample_row

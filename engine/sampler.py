@@ -1,18 +1,17 @@
-"""Choosing the next token of every row of a step.
+"""Choosing the next token of every row of a step: edits of single rows' logits (engine/edits.py), then `Ops.draw`.
 
-A pipeline: edits of single rows' logits (min_tokens, logit_bias, penalties), then `Ops.draw`.
-Only what some row of the batch asks for is run; rows never affect each other. Order and meaning of the stages are
-those of vLLM, names and ranges those of protocol.sampling.
+Only what some row of the batch asks for is run; rows never affect each other. Names and ranges are those of
+protocol.sampling.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from engine.edits import Edit, edits_for
 from engine.logprobs import score_prompt, token_logprobs
 from kernels.draw import NoiseKeys, most_likely
 from kernels.ops import Ops
@@ -25,22 +24,31 @@ _GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class SampleRow:
-    """One row to draw. `token_ids` is everything so far, prompt and output; its length is the position of the token to
-    draw and the first `prompt_len` of it are the prompt."""
+    """One row to draw, kept from step to step with what was learned of its tokens. `token_ids` is everything so far,
+    prompt and output, and may only grow; its length is the position of the token to draw and the first `prompt_len` of
+    it are the prompt. greedy: the most likely token is drawn; bare: from its logits as they are, and unscored."""
 
     params: SamplingParams
     token_ids: Sequence[int]
     prompt_len: int
+    greedy: bool = field(init=False)
+    bare: bool = field(init=False)
+    _edits: tuple[Edit, ...] | None = field(init=False, default=None)
 
-    @property
-    def output_len(self) -> int:
-        return len(self.token_ids) - self.prompt_len
+    def __post_init__(self) -> None:
+        self.greedy = self.params.temperature < _GREEDY_BELOW
+        self.bare = self.greedy and self.params.logprobs is None
 
-    @property
-    def greedy(self) -> bool:
-        return self.params.temperature < _GREEDY_BELOW
+    def active_edits(self, logits: torch.Tensor) -> list[Edit]:
+        """What changes the row's logits, one of [n, vocab], in this step."""
+        if self._edits is None:
+            self._edits = edits_for(self.params, self.token_ids, self.prompt_len, logits.shape[1], logits.device)
+        if not self._edits:
+            return []
+        output_len = len(self.token_ids) - self.prompt_len
+        return [edit for edit in self._edits if edit.active(output_len)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +65,16 @@ def sample(
     """Draw one token per row from float32 logits [n, vocab], which may be overwritten. Row i's answer depends on
     logits[i] and rows[i] alone. best: the most likely token of each row, where that is known."""
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
-    if best is not None and all(map(_is_plain, rows)):
+    edits = [row.active_edits(logits) for row in rows]
+    if best is not None and all(row.bare for row in rows) and not any(edits):
         return [Sampled(token, None) for token in best]
     if not rows:
         return []
     scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     raw = logits[scored].log_softmax(dim=-1) if scored else None
-    _edit(logits, rows)
+    for i, some in enumerate(edits):
+        for edit in some:
+            edit.apply(logits[i])
     tokens = _choose(logits, rows, ops).tolist()
     entries = {} if raw is None else _scores(raw, scored, rows, tokens)
     return [Sampled(token, entries.get(i)) for i, token in enumerate(tokens)]
@@ -94,62 +105,3 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops) -> torch.
     tokens[random] = drawn
     tokens[greedy] = most_likely(logits[greedy])
     return tokens
-
-
-def _is_plain(row: SampleRow) -> bool:
-    """Whether all the row wants is the most likely token of its logits as they are."""
-    return row.greedy and row.params.logprobs is None and not any(edit.wanted(row) for edit in _EDITS)
-
-
-def _edit(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
-    for index, row in enumerate(rows):
-        for edit in _EDITS:
-            if edit.wanted(row):
-                edit.apply(logits[index], row)
-
-
-@dataclass(frozen=True, slots=True)
-class _Edit:
-    """A stage that changes a few logits of one row, in place; `apply` takes them as float32 [vocab]."""
-
-    wanted: Callable[[SampleRow], bool]
-    apply: Callable[[torch.Tensor, SampleRow], None]
-
-
-def _forbid_ending(logits: torch.Tensor, row: SampleRow) -> None:
-    """min_tokens: nothing that ends the request can be drawn yet."""
-    logits[_ids(logits, row.params.ending_token_ids)] = -torch.inf
-
-
-def _add_bias(logits: torch.Tensor, row: SampleRow) -> None:
-    tokens, biases = zip(*row.params.logit_bias, strict=True)
-    logits.index_add_(0, _ids(logits, tokens), torch.tensor(biases, dtype=logits.dtype, device=logits.device))
-
-
-def _repetition(logits: torch.Tensor, row: SampleRow) -> None:
-    """Tokens of prompt and output: positive logits are divided, others multiplied (Keskar et al., arXiv 1909.05858)."""
-    seen = _ids(logits, list(set(row.token_ids)))
-    values, penalty = logits[seen], row.params.repetition_penalty
-    logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-
-
-def _frequency_and_presence(logits: torch.Tensor, row: SampleRow) -> None:
-    """Output tokens only: minus count * frequency_penalty, minus presence_penalty once (OpenAI API reference)."""
-    counts = Counter(row.token_ids[row.prompt_len :])
-    often = torch.tensor(list(counts.values()), device=logits.device)
-    logits[_ids(logits, list(counts))] -= often * row.params.frequency_penalty + row.params.presence_penalty
-
-
-def _ids(logits: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
-
-
-_EDITS = (
-    _Edit(lambda row: row.output_len < row.params.min_tokens, _forbid_ending),
-    _Edit(lambda row: bool(row.params.logit_bias), _add_bias),
-    _Edit(lambda row: row.params.repetition_penalty != 1.0, _repetition),
-    _Edit(
-        lambda row: row.output_len > 0 and bool(row.params.frequency_penalty or row.params.presence_penalty),
-        _frequency_and_presence,
-    ),
-)

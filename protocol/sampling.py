@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from protocol.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+"""Entries of logit_bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,7 @@ class SamplingParams:
                              before min_tokens
     temperature              0 is greedy
     top_k                    0 or -1: off
-    logit_bias               (token id, bias) pairs added to the logits
+    logit_bias               (token id, bias) pairs added to the logits, at most MAX_LOGIT_BIAS
     seed                     with (position, vocabulary index) determines all noise; the router draws one if the client
                              gave none, so that a retried attempt continues the same text
     logprobs                 None: none; k >= 0: log-probability of the drawn token and of the k most likely ones
@@ -65,6 +67,10 @@ class SamplingParams:
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(
+                f"logit_bias must have at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}", param="logit_bias"
+            )
         for token, bias in self.logit_bias:
             _within("logit_bias", token, 0, vocab_size - 1)
             _within("logit_bias", bias, -100.0, 100.0)

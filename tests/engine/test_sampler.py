@@ -29,7 +29,11 @@ def table() -> list[Ops]:
 def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled]:
     """What every row of the operations table that runs here answers, with and without knowing the largest logits."""
     best = logits.argmax(dim=-1).tolist()
-    first, *others = [sample_by(logits.clone(), rows, ops, known) for ops in table() for known in (None, best)]
+    first, *others = [
+        sample_by(logits.clone(), [replace(row) for row in rows], ops, known)
+        for ops in table()
+        for known in (None, best)
+    ]
     assert all(other == first for other in others)
     return first
 

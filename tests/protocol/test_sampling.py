@@ -32,7 +32,11 @@ GOOD = SamplingParams(max_tokens=8)
         ("seed", [-(2**63), 2**63 - 1], [2**63, -(2**63) - 1]),
         ("logprobs", [None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
         ("prompt_logprobs", [None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
-        ("logit_bias", [((0, -100.0), (VOCAB - 1, 100.0))], [((VOCAB, 0.0),), ((-1, 0.0),), ((0, 100.1),)]),
+        (
+            "logit_bias",
+            [((0, -100.0), (VOCAB - 1, 100.0))],
+            [((VOCAB, 0.0),), ((-1, 0.0),), ((0, 100.1),), ((0, 1.0),) * 301],
+        ),
         ("stop_token_ids", [(0, VOCAB - 1)], [(VOCAB,), (-1,)]),
     ],
 )
