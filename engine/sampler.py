@@ -13,7 +13,7 @@ import torch
 
 from engine.edits import Edit, edits_for
 from engine.logprobs import score_prompt, token_logprobs
-from kernels.draw import NoiseKeys, most_likely
+from kernels.draw import NO_TOKEN, NoiseKeys, most_likely
 from kernels.ops import Ops
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
@@ -53,7 +53,8 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token drawn for a row; `logprobs` if its parameters ask for them."""
+    """The token drawn for a row, NO_TOKEN where its logits are no numbers; `logprobs` if its parameters ask for
+    them."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -85,7 +86,8 @@ def _scores(
 ) -> dict[int, TokenLogprobs]:
     """By row: what row i of `raw` [len(scored), vocab], log-probabilities, tells of the token drawn for scored[i]."""
     top = [rows[i].params.logprobs or 0 for i in scored]
-    return dict(zip(scored, token_logprobs(raw, [tokens[i] for i in scored], top), strict=True))
+    entries = zip(scored, token_logprobs(raw, [max(tokens[i], 0) for i in scored], top), strict=True)
+    return {i: entry for i, entry in entries if tokens[i] != NO_TOKEN}
 
 
 def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops) -> torch.Tensor:

@@ -14,6 +14,7 @@ from engine.request import Request
 from engine.runner import Runner
 from engine.sampler import Sampled
 from engine.scheduler import Scheduler, Slice
+from kernels.draw import NO_TOKEN
 from protocol.errors import KvferryError, NodeLost
 
 log = logging.getLogger("kvferry.engine")
@@ -75,8 +76,11 @@ class Stepper:
 
     def _fail_running(self, error: KvferryError) -> None:
         for request in list(self._scheduler.running):
-            self._scheduler.remove(request)
-            self._events.append(Failed(request.key, request.job.router_id, error))
+            self._fail(request, error)
+
+    def _fail(self, request: Request, error: KvferryError) -> None:
+        self._scheduler.remove(request)
+        self._events.append(Failed(request.key, request.job.router_id, error))
 
     def _announce_admissions(self) -> None:
         for request in self._scheduler.newly_admitted:
@@ -106,6 +110,9 @@ class Stepper:
             complete = request.uncomputed == 0
             self._ship(request, len(request.block_ids) if complete else request.registered)
         if sampled is None:
+            return
+        if sampled.token_id == NO_TOKEN:
+            self._fail(request, KvferryError("the model's logits for the next token are not numbers"))
             return
         event = output.append(request, sampled, self._longest)
         self._events.append(event)

@@ -13,6 +13,8 @@ import torch
 from kernels.noise import gumbel, gumbel_at
 from protocol.sampling import SamplingParams
 
+NO_TOKEN = -1
+"""Drawn from a row that has a NaN, or whose largest logit is no finite number."""
 _BOUNDS = (256, 4096)
 """How many of the most likely tokens are looked at before the whole vocabulary is sorted."""
 
@@ -31,6 +33,11 @@ class NoiseKeys:
 def draw(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
     """`Ops.draw` in PyTorch, all rows at once, so that nothing waits for the device but the check whether enough tokens
     were ranked."""
+    sound = logits.amax(dim=-1).isfinite()
+    return torch.where(sound, _draw(logits, params, keys), NO_TOKEN)
+
+
+def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
     logits /= torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
     if any(p.min_p > 0.0 for p in params):
         _mask_min_p(logits, params)
@@ -46,8 +53,15 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:
-    """The index of each row's largest value, the first of equal ones: int64 [n]. On a CPU NumPy finds it ten times
-    faster than PyTorch."""
+    """The index of each row's largest value, the first of equal ones, or NO_TOKEN: int64 [n]. On a CPU NumPy finds it
+    ten times faster than PyTorch."""
+    found = _first_largest(logits)
+    largest = logits.gather(1, found[:, None])[:, 0]
+    return torch.where(largest.isfinite(), found, NO_TOKEN)
+
+
+def _first_largest(logits: torch.Tensor) -> torch.Tensor:
+    """A NaN counts as the largest of all."""
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)
     return torch.from_numpy(logits.numpy().argmax(axis=-1))
@@ -59,7 +73,7 @@ def _truncates(params: SamplingParams, vocab_size: int) -> bool:
 
 def _argmax_with_noise(logits: torch.Tensor, keys: NoiseKeys) -> torch.Tensor:
     noise = gumbel(keys.seeds, keys.positions, logits.shape[1], logits.device)
-    return most_likely(noise.add_(logits))
+    return _first_largest(noise.add_(logits))
 
 
 def _mask_min_p(logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:

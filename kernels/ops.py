@@ -69,8 +69,8 @@ class Ops(Protocol):
     def draw(self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
         """Token ids int64 [n] drawn from float32 logits [n, vocab], which may be overwritten, by each row's temperature
         (above 0), min_p, top_k and top_p, in this order. A token is drawn with the probability that softmax gives it
-        among those its row keeps; a row depends on its own parameters and key alone, also where another has no
-        numbers."""
+        among those its row keeps; a row depends on its own parameters and key alone. A row with a NaN, or whose
+        largest logit is no finite number, draws NO_TOKEN."""
 
 
 def select(name: str, device: torch.device, *, batch_invariant: bool = False) -> Ops:

@@ -68,8 +68,8 @@ class DecoderForm:
 
 @dataclass(frozen=True, slots=True)
 class NextLogits:
-    """values: float32 [T, vocab], which may be overwritten; best: where each row's largest lies, the first of equals,
-    or None where nobody looked."""
+    """values: float32 [T, vocab], which may be overwritten; best: where each row's largest lies, the first of equals
+    (NO_TOKEN for a row with a NaN, or where it is no finite number), or None where nobody looked."""
 
     values: torch.Tensor
     best: Sequence[int] | None = None

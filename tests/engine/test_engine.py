@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_books import owners
-from toy import VOCAB, expected, make_engine, make_job
+from toy import VOCAB, expected, make_engine, make_job, toy_next
 
 from engine.engine import Engine
 from engine.events import BlocksChanged, Computed, Failed, Generated, ReservationFailed, Reserved
@@ -157,6 +157,38 @@ def test_a_failing_step_fails_what_runs_and_leaks_nothing(monkeypatch: pytest.Mo
     assert engine.step()
     engine.check_integrity()
     assert [(e.key, e.error.code) for e in engine.events if isinstance(e, Failed)] == [(("a", 0), "node_lost")]
+
+
+@pytest.mark.parametrize("params", [{}, {"repetition_penalty": 1.1}, {"logprobs": 2}])
+def test_logits_that_are_no_numbers_end_their_own_request_alone(
+    monkeypatch: pytest.MonkeyPatch, params: dict[str, object]
+) -> None:
+    engine = make_engine()
+    logits = engine.runner.model.logits
+    spoiled = toy_next([*prompt(6), toy_next(prompt(6))])
+
+    def spoil(hidden: torch.Tensor) -> torch.Tensor:
+        values = logits(hidden)
+        values[hidden[:, 0] == spoiled] = torch.nan
+        return values
+
+    monkeypatch.setattr(engine.runner.model, "logits", spoil)
+    engine.add(make_job("bad", prompt(6), **params))
+    engine.add(make_job("good", prompt(9, 1)))
+    assert spoiled not in expected(prompt(9, 1), 8)
+    found = run(engine)
+    assert found == {"bad": expected(prompt(6), 1), "good": expected(prompt(9, 1), 8)}
+    failed = [e for e in engine.events if isinstance(e, Failed)]
+    assert [(e.key, e.error.code, e.error.retryable) for e in failed] == [(("bad", 0), "server_error", False)]
+    assert "not numbers" in failed[0].error.message
+    engine.check_integrity()
+
+
+def test_min_tokens_with_an_eos_that_the_model_has_not_disturbs_nobody() -> None:
+    engine = make_engine()
+    engine.add(make_job("odd", prompt(6), min_tokens=4, eos_token_ids=(VOCAB + 3,)))
+    engine.add(make_job("other", prompt(9, 1)))
+    assert run(engine) == {"odd": expected(prompt(6), 8), "other": expected(prompt(9, 1), 8)}
 
 
 def ship(prefill: Engine, decode: Engine, name: str, tokens: list[int], max_tokens: int = 8) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.sampler import Sampled, SampleRow
 from engine.sampler import sample as sample_by
 from kernels.cpu import CpuOps, instruction_set
+from kernels.draw import NO_TOKEN
 from kernels.noise import gumbel
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
@@ -19,6 +20,7 @@ from protocol.sampling import SamplingParams
 
 VOCAB = 40
 DRAWS = 4000
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @functools.cache
@@ -210,6 +212,35 @@ def test_min_tokens_holds_until_enough_outputs_exist():
     assert [drawn(n, params) for n in range(5)] == [0, 0, 0, 2, 2]
     assert drawn(0, replace(params, ignore_eos=True)) == 2
     assert drawn(0, replace(params, ignore_eos=True, stop_token_ids=(2,))) == 3
+
+
+def test_ending_tokens_that_the_model_has_not_are_no_concern_of_min_tokens():
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 3] = 1.0
+    params = SamplingParams(temperature=0.0, min_tokens=3, eos_token_ids=(VOCAB, 3, VOCAB + 7))
+    assert [s.token_id for s in sample(logits, [SampleRow(params, [1], 1), SampleRow(GREEDY, [1], 1)])] == [0, 3]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, logprobs=3),
+        SamplingParams(seed=3),
+        SamplingParams(seed=3, top_p=0.5, logprobs=0, repetition_penalty=1.3),
+    ],
+)
+def test_a_row_whose_logits_are_no_numbers_draws_nothing_and_the_others_do(bad, whole, params):
+    logits = _logits(3, 3)
+    rows = [SampleRow(params, [1], 1), SampleRow(GREEDY, [1], 1), SampleRow(SamplingParams(seed=2), [1], 1)]
+    expected = sample(logits, rows)
+    logits[0, slice(None) if whole else 17] = bad
+    got = [sample_by(logits.clone(), [replace(row) for row in rows], ops) for ops in table()]
+    assert all(drawn[1:] == expected[1:] for drawn in got)
+    if whole or bad != -math.inf:
+        assert [drawn[0] for drawn in got] == [Sampled(NO_TOKEN, None)] * len(got)
 
 
 def test_prompt_tokens_count_for_repetition_only():

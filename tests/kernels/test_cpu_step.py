@@ -15,6 +15,7 @@ from engine.models.decoder import Decoder, ParameterLoader
 from engine.models.rope import rope_tables
 from kernels.cpu import CpuOps, instruction_sets
 from kernels.cpu.step import MAX_ROWS, CpuStep
+from kernels.draw import NO_TOKEN
 from kernels.int8_cache import quantise
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
@@ -212,6 +213,33 @@ def test_the_first_of_equal_logits_is_the_best(name: str) -> None:
     plan, kv, tokens = batch(PLAIN, [5, 9, 30])
     with torch.inference_mode():
         assert decoder(PLAIN, CpuOps(2, name), weights=Silence()).next_logits(tokens, kv, plan).best == [0, 0, 0]
+
+
+class OneBadRow(NamedNoise):
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        super().read(name, out)
+        if name == "lm_head.weight":
+            out[self.row] = torch.nan
+
+
+@pytest.mark.parametrize("name", SETS)
+@torch.inference_mode()
+def test_a_row_without_numbers_has_no_best_token(name: str) -> None:
+    """A NaN in a sequence's cache spoils its own row; one in the head's weights every row, wherever it is."""
+    plan, kv, tokens = batch(PLAIN, [5, 40, 9])
+    sound = decoder(PLAIN, CpuOps(2, name)).next_logits(tokens, kv.clone(), plan).best
+    spoiled = kv.clone()
+    spoiled[plan.block_table[1, 0], :, 1] = torch.nan
+    logits = decoder(PLAIN, CpuOps(2, name)).next_logits(tokens, spoiled, plan)
+    assert logits.values[1].isnan().all()
+    assert sound is not None
+    assert list(logits.best or ()) == [sound[0], NO_TOKEN, sound[2]]
+    for row in (0, 1, 50, 95, 96):
+        model = decoder(replace(PLAIN, tie_embeddings=False), CpuOps(2, name), weights=OneBadRow(row))
+        assert model.next_logits(tokens, kv.clone(), plan).best == [NO_TOKEN] * 3
 
 
 def test_a_step_needs_the_tokens_of_its_batch() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cpu import CpuOps, instruction_sets
-from kernels.draw import NoiseKeys, _kept
+from kernels.draw import NO_TOKEN, NoiseKeys, _kept, most_likely
 from kernels.noise import gumbel, random_bits
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
@@ -173,7 +173,7 @@ def test_a_row_without_numbers_breaks_no_other_row(ops: Ops, params: SamplingPar
     logits[0] = bad
     got = ops.draw(logits, [params] * 2, NoiseKeys((1, 2), (3, 4))).tolist()
     assert got[1] == expected[1]
-    assert 0 <= got[0] < VOCAB
+    assert got[0] == NO_TOKEN
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,22 @@ def test_forbidden_tokens_are_never_drawn(ops: Ops, params: SamplingParams) -> N
     assert _winners(ops, logits, params) == {5, 77, 499}
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=40)])
-def test_an_infinite_logit_is_drawn(ops: Ops, params: SamplingParams) -> None:
-    logits = _logits(3.0, 1)
-    logits[0, 4321] = torch.inf
-    assert _winners(ops, logits, params) == {4321}
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=40), SamplingParams(top_p=0.5)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [0, 4321, VOCAB - 1])
+def test_one_bad_logit_is_enough(ops: Ops, params: SamplingParams, bad: float, at: int) -> None:
+    logits = _logits(3.0, 2)
+    expected = ops.draw(logits.clone(), [params] * 2, NoiseKeys((1, 2), (3, 4))).tolist()
+    logits[0, at] = bad
+    assert ops.draw(logits, [params] * 2, NoiseKeys((1, 2), (3, 4))).tolist() == [NO_TOKEN, expected[1]]
+
+
+@pytest.mark.parametrize("at", [0, 4321, VOCAB - 1])
+def test_the_most_likely_of_rows_without_numbers_is_no_token(at: int) -> None:
+    logits = torch.zeros(5, VOCAB)
+    logits[1, at], logits[2, at], logits[4, at] = math.nan, math.inf, 1.0
+    logits[3] = -math.inf
+    assert most_likely(logits).tolist() == [0, NO_TOKEN, NO_TOKEN, NO_TOKEN, at]
 
 
 def test_many_rows_draw_what_each_draws_alone(ops: Ops) -> None:

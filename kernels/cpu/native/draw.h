@@ -13,6 +13,7 @@ constexpr float kLeast = -__builtin_inff();
 constexpr float kReaches[] = {8, 32, -kLeast};  // below the largest value: how far boundaries are looked for in turn
 constexpr int kHalvings = 5;
 constexpr int64_t kFourLanes = 4 * kLanes;
+constexpr int64_t kNoToken = -1;  // of a row with a NaN, or whose largest value is infinite
 
 struct DrawView {
   const float* logits;
@@ -148,14 +149,16 @@ KVF_INLINE float smallest_kept(const DrawView& row, Pool& pool) {
   return floor;
 }
 
-// The token of `floor` or more with the largest value plus noise, the first of equal ones; 0 where none has a number.
+// The token of `floor` or more with the largest value plus noise, the first of equal ones, or kNoToken.
 KVF_INLINE int64_t winner(const DrawView& row, float floor) {
   Words lanes;
   for (int i = 0; i < kLanes; ++i) lanes[i] = i;
   float best = kLeast;
-  int64_t found = 0;
+  int64_t found = kNoToken;
+  Ints strange{};
   for (int64_t at = 0; at < row.vocab; at += kLanes) {
     const Floats value = scaled(row, at);
+    strange |= ~(value < splat(-kLeast));
     const Ints kept = value >= floor;
     if (!any(kept)) continue;
     const Floats chance = uniform(random_bits(row.how.key, lanes + static_cast<uint32_t>(at)));
@@ -166,22 +169,25 @@ KVF_INLINE int64_t winner(const DrawView& row, float floor) {
       if (total > best) best = total, found = at + i;
     }
   }
-  return found;
+  return any(strange) ? kNoToken : found;
 }
 
-// The index of the largest value, the first of equal ones; 0 where none has a number.
+// The index of the largest value, the first of equal ones, or kNoToken.
 inline __attribute__((noinline)) int64_t first_largest(const float* values, int64_t count) {
   float best = kLeast;
-  int64_t found = 0;
+  int64_t found = kNoToken;
   for (int64_t at = 0; at < count; at += kFourLanes) {
     const int64_t end = at + kFourLanes < count ? at + kFourLanes : count;
     if (end == at + kFourLanes) {
-      Floats most = splat(best);
-      for (int i = 0; i < 4; ++i) most = larger(load(values + at + i * kLanes), most);
-      if (!any(most > splat(best))) continue;
+      Ints beyond{};  // NaN is, too
+      for (int i = 0; i < 4; ++i) beyond |= ~(load(values + at + i * kLanes) <= splat(best));
+      if (!any(beyond)) continue;
     }
-    for (int64_t i = at; i < end; ++i)
-      if (values[i] > best) best = values[i], found = i;
+    for (int64_t i = at; i < end; ++i) {
+      if (values[i] <= best) continue;
+      if (!(values[i] < -kLeast)) return kNoToken;
+      best = values[i], found = i;
+    }
   }
   return found;
 }

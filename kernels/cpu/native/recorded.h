@@ -87,7 +87,7 @@ class NativeStep {
     bound_ = {tokens, positions, slots, block_table, total_len, kv, out};
   }
 
-  // Where the largest of each row's logits lies; nothing where there are none.
+  // Where the largest of each row's logits lies, kNoToken where it is no finite number; nothing where there are no logits.
   const std::vector<int64_t>& run() {
     require(!bound_.empty(), "no batch is bound");
     for (int64_t i = 0; i < task_.batch.rows; ++i)
