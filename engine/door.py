@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
-from protocol.errors import Cancelled, ContextLengthExceeded, InvalidRequest, KvferryError
+from protocol.errors import Cancelled, ContextLengthExceeded, InvalidRequest
 from protocol.messages import Job
 
 REMEMBERED_CANCELS = 8192
@@ -24,22 +25,18 @@ class Door:
         if len(self._cancelled) > REMEMBERED_CANCELS:
             self._cancelled.popitem(last=False)
 
-    def refusal(self, job: Job) -> KvferryError | None:
-        """Why the job may not come in; None: it may."""
+    def check(self, job: Job) -> None:
+        """Raises the error that tells why the job may not come in."""
         if self._cancelled.get(job.request_id, -1) >= job.attempt:
-            return Cancelled("the request was cancelled before it arrived")
+            raise Cancelled("the request was cancelled before it arrived")
         if not 0 < len(job.token_ids) < self._longest:
-            return ContextLengthExceeded(
+            raise ContextLengthExceeded(
                 f"the prompt has {len(job.token_ids)} tokens; this node takes 1 to {self._longest - 1}", param="prompt"
             )
-        return self._out_of_range(job)
+        self.check_tokens(job.token_ids)
+        job.params.validate(self._vocab_size)
 
-    def _out_of_range(self, job: Job) -> KvferryError | None:
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Ids that the model does not have would break the step for everybody in it."""
-        if min(job.token_ids) < 0 or max(job.token_ids) >= self._vocab_size:
-            return InvalidRequest(f"token ids must be at least 0 and below {self._vocab_size}", param="prompt")
-        try:
-            job.params.validate(self._vocab_size)
-        except InvalidRequest as error:
-            return error
-        return None
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            raise InvalidRequest(f"token ids must be at least 0 and below {self._vocab_size}", param="prompt")

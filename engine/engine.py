@@ -5,8 +5,10 @@ Everything here is called on the engine thread. Each call and each step leaves i
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
@@ -17,9 +19,11 @@ from engine.request import Request, Reservation, key_of
 from engine.runner import Runner
 from engine.scheduler import Limits, Scheduler
 from engine.step import Stepper
-from protocol.errors import Cancelled, GrantRefused, KvferryError
+from protocol.errors import Cancelled, GrantRefused, KvferryError, NodeLost
 from protocol.hashing import root_hash
 from protocol.messages import Job, Load, TokenDelta
+
+log = logging.getLogger("kvferry.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +52,27 @@ class Engine:
 
     def add(self, job: Job, *, transfer: int | None = None, first_block: int = 0, prefill_only: bool = False) -> None:
         """Queue an attempt; one that is here already stays as it is. With a transfer its blocks from `first_block` on
-        are announced as they are computed, and `ship_quiet` must follow. Refusals come as a Failed event."""
+        are announced as they are computed, and `ship_quiet` must follow. A Failed event answers if it cannot be."""
         if self.scheduler.known(key_of(job)):
             return
-        error = self._door.refusal(job)
-        if error is not None:
-            self.events.append(Failed(key_of(job), job.router_id, error))
-            return
-        request = self._request(job)
-        request.transfer, request.first_block, request.prefill_only = transfer, first_block, prefill_only
-        self.scheduler.enqueue(request)
+        with self._answering(lambda error: self._fail(job, error)):
+            self._door.check(job)
+            request = self._request(job)
+            request.transfer, request.first_block, request.prefill_only = transfer, first_block, prefill_only
+            self.scheduler.enqueue(request)
 
     def reserve(self, owner: Hashable, job: Job) -> None:
         """Queue a reservation for an attempt prefilled elsewhere; a Reserved or ReservationFailed event answers. The
         blocks stay held until `start` or `grant_quiet`."""
-        error = self._door.refusal(job)
-        if error is None and self.scheduler.known(key_of(job)):
-            error = GrantRefused(f"attempt {job.attempt} of {job.request_id} is here already")
-        if error is not None:
-            self.events.append(ReservationFailed(owner, error))
-            return
-        self.scheduler.enqueue(Reservation(owner, self._request(job)))
+        with self._answering(lambda error: self._refuse(owner, error)):
+            self._door.check(job)
+            if self.scheduler.known(key_of(job)):
+                raise GrantRefused(f"attempt {job.attempt} of {job.request_id} is here already")
+            self.scheduler.enqueue(Reservation(owner, self._request(job)))
 
     def start(self, owner: Hashable, first: TokenDelta) -> None:
         """The reservation's blocks have landed: continue after the first token. If it was withdrawn meanwhile, nothing
-        else will report it quiet: its blocks are released."""
+        else will report it quiet: its blocks are released. A Failed event answers if it cannot go on."""
         reservation = self.scheduler.reserved.get(owner)
         if reservation is None:
             self.grant_quiet(owner)
@@ -80,8 +80,10 @@ class Engine:
         request = self.scheduler.start(reservation)
         request.computed_len = len(request.token_ids)
         request.admitted = time.monotonic()
-        request.token_ids.extend(first.token_ids)
-        self._stepper.register(request)
+        with self._answering(lambda error: self._fail(request.job, error)):
+            self._door.check_tokens(first.token_ids)
+            request.token_ids.extend(first.token_ids)
+            self._stepper.register(request)
         self._stepper.report_blocks()
 
     def withdraw(self, owner: Hashable, error: KvferryError) -> None:
@@ -126,7 +128,7 @@ class Engine:
 
     def step(self) -> bool:
         """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). If it breaks, every
-        running request ends with the error; what is queued stays."""
+        running request ends with the error; what is queued stays, but for its head where nothing ran."""
         return self._stepper.step()
 
     def load(self) -> Load:
@@ -150,6 +152,29 @@ class Engine:
         self.pool.check_integrity()
         if not (self.has_work() or self.scheduler.reserved or self.lent):
             assert self.pool.available == self.pool.num_blocks, "blocks leaked"
+
+    @contextmanager
+    def _answering(self, answer: Callable[[KvferryError], None]) -> Iterator[None]:
+        """Whatever is raised inside becomes an answer to those who wait for one."""
+        try:
+            yield
+        except KvferryError as error:
+            answer(error)
+        except Exception as error:
+            log.exception("engine command failed")
+            answer(NodeLost(f"engine command failed: {error}"))
+
+    def _fail(self, job: Job, error: KvferryError) -> None:
+        """End an attempt that may be here already."""
+        for entry in self.scheduler.attempts(job.request_id, job.attempt):
+            if isinstance(entry, Request) and entry.job is job:
+                self.scheduler.remove(entry)
+        self.events.append(Failed(key_of(job), job.router_id, error))
+
+    def _refuse(self, owner: Hashable, error: KvferryError) -> None:
+        """End a reservation that may be queued already."""
+        self.scheduler.withdraw(owner)
+        self.events.append(ReservationFailed(owner, error))
 
     def _request(self, job: Job) -> Request:
         root = root_hash(self.config.fingerprint, job.namespace)

@@ -7,10 +7,10 @@ import time
 from collections.abc import Hashable, Sequence
 
 from engine import output
-from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, Reserved, Stepped
+from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, ReservationFailed, Reserved, Stepped
 from engine.lent import Lent
 from engine.ports import REQUEST, SHIP
-from engine.request import Request
+from engine.request import Request, Reservation
 from engine.runner import Runner
 from engine.sampler import Sampled
 from engine.scheduler import Scheduler, Slice
@@ -34,12 +34,12 @@ class Stepper:
 
     def step(self) -> bool:
         """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). If it breaks, every
-        running request ends with the error; what is queued stays."""
+        running request ends with the error; what is queued stays, but for its head where nothing ran."""
         try:
             return self._step()
         except Exception as error:
             log.exception("engine step failed")
-            self._fail_running(error if isinstance(error, KvferryError) else NodeLost(f"engine step failed: {error}"))
+            self._fail_step(error if isinstance(error, KvferryError) else NodeLost(f"engine step failed: {error}"))
             return True
 
     def register(self, request: Request) -> None:
@@ -74,9 +74,19 @@ class Stepper:
         self.report_blocks()
         return bool(slices)
 
-    def _fail_running(self, error: KvferryError) -> None:
-        for request in list(self._scheduler.running):
+    def _fail_step(self, error: KvferryError) -> None:
+        """The head of the queue goes where nothing ran: the next step would begin with it again."""
+        running = list(self._scheduler.running)
+        for request in running:
             self._fail(request, error)
+        if running or not self._scheduler.waiting:
+            return
+        head = self._scheduler.waiting[0]
+        if isinstance(head, Reservation):
+            self._scheduler.withdraw(head.owner)
+            self._events.append(ReservationFailed(head.owner, error))
+        else:
+            self._fail(head, error)
 
     def _fail(self, request: Request, error: KvferryError) -> None:
         self._scheduler.remove(request)
