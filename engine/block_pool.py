@@ -7,10 +7,12 @@ a block stands before its parent: a node never drops a block before its descenda
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+from engine import recount
+from engine.free_list import FreeList
 from engine.ports import Holds
 
 
@@ -32,11 +34,12 @@ class BlockPool:
         self.prefix_caching = prefix_caching
         self.evicted_total = 0
         self._blocks = [Block() for _ in range(num_blocks)]
-        self._free = deque(range(num_blocks))
+        self._free = FreeList(num_blocks)
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._by_hash: dict[bytes, int] = {}
         self._stored: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
+        self._recounts: list[recount.Children] = []
 
     @property
     def free_blocks(self) -> int:
@@ -102,6 +105,7 @@ class BlockPool:
         block.hash, block.parent = digest, parent
         if parent is not None:
             self._blocks[parent].children += 1
+            self._changed(block_id, parent, 1)
         self._by_hash[digest] = block_id
         _note(digest, self._stored, self._removed)
         return block_id
@@ -118,27 +122,50 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Assert that every block is in exactly one state and every findable block's parent is findable."""
-        self.holds.check_integrity()
-        free, cached = set(self._free), set(self._cached)
-        assert len(free) == len(self._free), "a block is free twice"
-        assert not free & cached, "a block is free and cached"
-        children = [0] * self.num_blocks
-        for block_id, block in enumerate(self._blocks):
-            idle = block_id in free or block_id in cached
-            assert idle != self.holds.held(block_id), f"block {block_id} leaked or is free while held"
-            assert (block_id in cached) <= (block.hash is not None), f"cached block {block_id} cannot be found"
-            assert (block_id in free) <= (block.hash is None), f"free block {block_id} can be found"
-            if block.hash is not None:
-                assert self._by_hash[block.hash] == block_id, f"block {block_id} is not found by its hash"
-                if block.parent is not None:
-                    assert self._blocks[block.parent].hash is not None, f"block {block_id} outlived its parent"
-                    children[block.parent] += 1
-        assert children == [block.children for block in self._blocks], "children miscounted"
+        for _ in self.audit():
+            pass
+
+    def audit(self) -> Iterator[None]:
+        """`check_integrity` in pieces of a fraction of a millisecond, between which the pool may be used: what is wrong
+        for good is found in one of two passes."""
+        yield from self.holds.audit()
+        anew = recount.Children((yield from recount.zeros(self.num_blocks)))
+        self._recounts.append(anew)
+        try:
+            for piece in recount.strides(self.num_blocks):
+                for block_id in piece:
+                    self._check(block_id)
+                anew.read(piece, [self._blocks[block_id].parent for block_id in piece])
+                yield
+            for piece in recount.strides(self.num_blocks):
+                counts = [self._blocks[block_id].children for block_id in piece]
+                assert anew.counts[piece.start : piece.stop].tolist() == counts, f"children of {piece} miscounted"
+                yield
+        finally:
+            self._recounts.remove(anew)
+        for piece in recount.strides(self.num_blocks):
+            self._free.check(piece)
+            yield
+        counted = self.available + self.holds.num_held
+        assert counted == self.num_blocks, f"{counted} blocks are free, cached or held, of {self.num_blocks}"
+
+    def _check(self, block_id: int) -> None:
+        block, free, cached = self._blocks[block_id], block_id in self._free, block_id in self._cached
+        assert not (free and cached), f"block {block_id} is free and cached"
+        assert (free or cached) != self.holds.held(block_id), f"block {block_id} leaked or is free while held"
+        if block.hash is None:
+            assert not cached, f"cached block {block_id} cannot be found"
+            assert block.parent is None, f"block {block_id} has a parent but cannot be found"
+            return
+        assert not free, f"free block {block_id} can be found"
+        assert self._by_hash.get(block.hash) == block_id, f"block {block_id} is not found by its hash"
+        if block.parent is not None:
+            assert self._blocks[block.parent].hash is not None, f"block {block_id} outlived its parent"
 
     def _take(self) -> int:
         if not self._free:
             self._evict()
-        return self._free.popleft()
+        return self._free.take()
 
     def _evict(self) -> None:
         block_id, _ = self._cached.popitem(last=False)
@@ -148,15 +175,20 @@ class BlockPool:
         _note(block.hash, self._removed, self._stored)
         if block.parent is not None:
             self._blocks[block.parent].children -= 1
+            self._changed(block_id, block.parent, -1)
         block.hash = block.parent = None
         self.evicted_total += 1
-        self._free.append(block_id)
+        self._free.put(block_id)
 
     def _let_go(self, block_id: int) -> None:
         if self._blocks[block_id].hash is not None:
             self._cached[block_id] = None
         else:
-            self._free.append(block_id)
+            self._free.put(block_id)
+
+    def _changed(self, block_id: int, parent: int, by: int) -> None:
+        for anew in self._recounts:
+            anew.changed(block_id, parent, by)
 
 
 def _note(digest: bytes, done: dict[bytes, None], undone: dict[bytes, None]) -> None:

@@ -18,6 +18,7 @@ from engine.lent import Lent
 from engine.request import Request, Reservation, key_of
 from engine.runner import Runner
 from engine.scheduler import Limits, Scheduler
+from engine.self_check import audit
 from engine.step import Stepper
 from protocol.errors import Cancelled, GrantRefused, KvferryError, NodeLost
 from protocol.hashing import root_hash
@@ -149,9 +150,8 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert that the books balance; with nothing under way, that no block is held."""
-        self.pool.check_integrity()
-        if not (self.has_work() or self.scheduler.reserved or self.lent):
-            assert self.pool.available == self.pool.num_blocks, "blocks leaked"
+        for _ in audit(self):
+            pass
 
     @contextmanager
     def _answering(self, answer: Callable[[KvferryError], None]) -> Iterator[None]:

@@ -9,7 +9,9 @@ and asserts, leaving the books untouched.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+
+from engine import recount
 
 
 class Ledger:
@@ -20,6 +22,7 @@ class Ledger:
         self._counts = [0] * num_blocks
         self._books: dict[str, dict[Hashable, dict[int, None]]] = {}
         self._num_held = 0
+        self._recounts: list[recount.Holds] = []
 
     @property
     def num_held(self) -> int:
@@ -41,6 +44,7 @@ class Ledger:
         for block_id in fresh:
             self._num_held += self._counts[block_id] == 0
             self._counts[block_id] += 1
+        self._changed(reason, owner, fresh, 1)
 
     def release(self, owner: Hashable, reason: str, block_ids: Iterable[int] | None = None) -> list[int]:
         """Drop holds: of these blocks, or of all that the owner holds for the reason. Returns the blocks that now have
@@ -57,6 +61,7 @@ class Ledger:
             if not self._counts[block_id]:
                 freed.append(block_id)
         self._num_held -= len(freed)
+        self._changed(reason, owner, going, -1)
         if not owned:
             self._forget(owner, reason)
         return freed
@@ -71,21 +76,49 @@ class Ledger:
         if moving:
             self._forget(owner, old_reason)
             self._books.setdefault(new_reason, {})[owner] = standing | moving
+            self._changed(old_reason, owner, moving, -1)
+            self._changed(new_reason, owner, moving, 1)
 
     def held(self, block_id: int) -> bool:
         return self._counts[block_id] > 0
 
     def check_integrity(self) -> None:
         """Assert that counts and books agree."""
-        counts = [0] * self.num_blocks
-        for reason, book in self._books.items():
-            assert book, f"empty book for {reason}"
-            for owner, ids in book.items():
-                assert ids, f"empty page of {owner!r} for {reason}"
-                for block_id in ids:
-                    counts[block_id] += 1
-        assert counts == self._counts, "counts differ from the books"
-        assert self._num_held == sum(count > 0 for count in counts), self._num_held
+        for _ in self.audit():
+            pass
+        held = sum(count > 0 for count in self._counts)
+        assert self._num_held == held, f"{held} blocks are held, not {self._num_held}"
+
+    def audit(self) -> Iterator[None]:
+        """`check_integrity` in pieces, between which holds may come and go."""
+        assert all(self._books.values()), "an empty book"
+        counts = yield from recount.zeros(self.num_blocks)
+        anew = recount.Holds(counts, ((reason, owner) for reason, book in self._books.items() for owner in book))
+        self._recounts.append(anew)
+        try:
+            while anew.unread:
+                (reason, owner), _ = anew.unread.popitem()
+                page = list(self._page(reason, owner))
+                for piece in recount.strides(len(page)):
+                    for i in piece:
+                        counts[page[i]] += 1
+                    yield
+            for piece in recount.strides(self.num_blocks):
+                part = slice(piece.start, piece.stop)
+                assert counts[part].tolist() == self._counts[part], f"counts of {piece} differ from the books"
+                yield
+        finally:
+            self._recounts.remove(anew)
+
+    def _page(self, reason: str, owner: Hashable) -> dict[int, None]:
+        """The owner's page, which is never empty while it exists; nothing of it if it is gone."""
+        page = self._books.get(reason, {}).get(owner)
+        assert page is None or page, f"empty page of {owner!r} for {reason}"
+        return page or {}
+
+    def _changed(self, reason: str, owner: Hashable, block_ids: Iterable[int], by: int) -> None:
+        for anew in self._recounts:
+            anew.changed(reason, owner, block_ids, by)
 
     def _forget(self, owner: Hashable, reason: str) -> None:
         book = self._books.get(reason, {})

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from engine.engine import Engine
 from engine.events import Event
+from engine.self_check import SelfCheck
 
 log = logging.getLogger("kvferry.engine")
-
-SELF_CHECK_S = 10.0
-"""Least seconds between two self-checks of the books."""
 
 
 class EngineLoop:
@@ -35,8 +32,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._turning = False
-        self._dirty = False
-        self._last_check = 0.0
+        self._self_check = SelfCheck(engine)
         self.load = engine.load()
         self.fault: str | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -75,19 +71,24 @@ class EngineLoop:
             log.critical(self.fault, exc_info=True)
 
     def _next_calls(self, stuck: bool) -> list[Callable[[Engine], None]] | None:
-        """Wait until there is something to do; None: stop."""
+        """Wait until there is something to do, and check the books meanwhile; None: stop."""
         self._turning = False
-        if not (self._inbox or (self._engine.has_work() and not stuck)):
-            self._idle()
-        with self._wake:
-            while not (self._stopping or self._inbox or (self._engine.has_work() and not stuck)):
-                self._wake.wait()
-            if self._stopping:
-                return None
-            calls = list(self._inbox)
-            self._inbox.clear()
-            self._turning = True
-            return calls
+        while True:
+            with self._wake:
+                if not self._awaited(stuck):
+                    self._wake.wait(self._self_check.pause())
+                if self._stopping:
+                    return None
+                if self._awaited(stuck):
+                    calls = list(self._inbox)
+                    self._inbox.clear()
+                    self._turning = True
+                    return calls
+            self._check_books()
+
+    def _awaited(self, stuck: bool) -> bool:
+        """Whether anybody waits for this thread to go on."""
+        return self._stopping or bool(self._inbox) or (self._engine.has_work() and not stuck)
 
     def _turn(self, calls: Sequence[Callable[[Engine], None]]) -> bool:
         """One round: inbox, step, outbox. False when nothing could run."""
@@ -96,7 +97,7 @@ class EngineLoop:
         ran = False
         if self._engine.has_work():
             ran = self._engine.step()
-        self._dirty = True
+        self._self_check.changed()
         self.load = self._engine.load()
         self._flush()
         return ran
@@ -113,13 +114,10 @@ class EngineLoop:
             self._engine.events.clear()
             self._on_events(events)
 
-    def _idle(self) -> None:
-        """Check the books when the engine falls idle, now and then; nobody waits for a lock meanwhile."""
-        now = time.monotonic()
-        if self._dirty and now - self._last_check > SELF_CHECK_S:
-            self._dirty, self._last_check = False, now
-            try:
-                self._engine.check_integrity()
-            except AssertionError as error:
-                self.fault = f"self-check failed: {error}"
-                log.critical(self.fault, exc_info=True)
+    def _check_books(self) -> None:
+        """One short turn, with no lock held that anybody waits for."""
+        try:
+            self._self_check.turn()
+        except AssertionError as error:
+            self.fault = f"self-check failed: {error}"
+            log.critical(self.fault, exc_info=True)

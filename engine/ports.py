@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Protocol
 
 REQUEST = "request"
@@ -30,5 +30,9 @@ class Holds(Protocol):
     def move(self, owner: Hashable, old_reason: str, new_reason: str) -> None:
         """Keep all of an owner's blocks, for another reason."""
 
-    def check_integrity(self) -> None:
-        """Assert that the books agree with themselves."""
+    @property
+    def num_held(self) -> int:
+        """Blocks that somebody holds."""
+
+    def audit(self) -> Iterator[None]:
+        """Assert that the books agree with themselves, in pieces between which they may be used."""

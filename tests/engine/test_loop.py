@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from toy import expected, make_engine, make_job
 
-import engine.loop as loop_module
+from engine import self_check
 from engine.engine import Engine
 from engine.events import Event, Failed, Generated
 from engine.loop import EngineLoop
+from engine.self_check import audit
 
 
 class Outbox:
@@ -102,21 +103,47 @@ def test_a_request_that_waits_for_room_starts_when_room_comes(running: tuple[Eng
 def test_books_that_do_not_balance_are_a_fault(
     running: tuple[Engine, EngineLoop, Outbox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, loop, outbox = running
-    monkeypatch.setattr(loop_module, "SELF_CHECK_S", 0.0)
-    checked = threading.Event()
-
-    def check() -> None:
-        checked.set()
-        raise AssertionError("a block leaked")
-
-    monkeypatch.setattr(engine, "check_integrity", check)
+    _, loop, outbox = running
+    monkeypatch.setattr(self_check, "EVERY_S", 0.0)
+    lost: list[int] = []
+    loop.submit(lambda engine: lost.append(engine.pool._free.take()))
     loop.submit(lambda engine: engine.add(make_job("a", [1, 2, 3], max_tokens=1)))
     outbox.wait_for(lambda events: any(isinstance(e, Generated) for e in events))
-    assert checked.wait(10)
-    loop.submit(lambda engine: None)
-    monkeypatch.undo()
-    wait_until(lambda: loop.fault == "self-check failed: a block leaked")
+    wait_until(lambda: loop.fault is not None)
+    assert loop.fault == f"self-check failed: block {lost[0]} leaked or is free while held"
+    loop.submit(lambda engine: engine.pool._free.put(lost[0]))
+    wait_until(lambda: not loop.busy)
+
+
+def test_a_command_waits_no_longer_than_a_turn_of_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass over a pool that takes many turns goes on between commands, and ends."""
+    monkeypatch.setattr(self_check, "EVERY_S", 0.0)
+    monkeypatch.setattr(self_check, "PAUSE_S", 0.0)
+    engine, passes, pieces = make_engine(num_blocks=20_000), [0], [0]
+
+    def watched(engine: Engine) -> Iterator[None]:
+        for _ in audit(engine):
+            pieces[0] += 1
+            yield
+        passes[0] += 1
+
+    monkeypatch.setattr(self_check, "audit", watched)
+    monkeypatch.setattr(self_check, "TURN_S", 0.0001)
+    loop = EngineLoop(engine, Outbox())
+    loop.start()
+    answered, seen = threading.Event(), set()
+
+    def answer(engine: Engine) -> None:
+        seen.add(pieces[0])
+        answered.set()
+
+    while not passes[0]:
+        answered.clear()
+        loop.submit(answer)
+        assert answered.wait(10)
+    loop.stop()
+    assert loop.fault is None
+    assert len(seen) > 3, "commands came in the middle of the pass"
 
 
 def test_a_thread_that_ends_is_a_fault() -> None:

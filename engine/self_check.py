@@ -1,0 +1,58 @@
+"""The self-check of the books: a pass over all of them in short turns, taken while the engine has nothing to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+EVERY_S = 10.0
+"""Least seconds from the end of a pass to the next."""
+TURN_S, PAUSE_S = 0.0008, 0.01
+"""Seconds after which a turn begins no further piece (a command waits for less than 1 ms), and the pause behind it."""
+
+
+def audit(engine: Engine) -> Iterator[None]:
+    """Assert that the books balance and that with nothing under way no block is held; in pieces of a fraction of a
+    millisecond, between which the engine may work."""
+    yield from engine.pool.audit()
+    if not (engine.has_work() or engine.scheduler.reserved or engine.lent):
+        assert engine.pool.available == engine.pool.num_blocks, "blocks leaked"
+
+
+class SelfCheck:
+    """Takes turns of a pass. Owned by the engine thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._pass: Iterator[None] | None = None
+        self._dirty = False
+        self._ended = 0.0
+
+    def changed(self) -> None:
+        """The engine has worked: another pass has something to find."""
+        self._dirty = True
+
+    def pause(self) -> float | None:
+        """Seconds until the next turn; None: there is nothing to check."""
+        if self._pass is not None:
+            return PAUSE_S
+        return max(PAUSE_S, self._ended + EVERY_S - time.monotonic()) if self._dirty else None
+
+    def turn(self) -> None:
+        """Go on for TURN_S, if it is time to. Raises AssertionError with what is wrong, which ends the pass."""
+        began = time.monotonic()
+        if self._pass is None:
+            if not self._dirty or began < self._ended + EVERY_S:
+                return
+            self._dirty, self._pass = False, audit(self._engine)
+        try:
+            while time.monotonic() < began + TURN_S:
+                next(self._pass)
+        except (StopIteration, AssertionError) as end:
+            self._pass, self._ended = None, time.monotonic()
+            if isinstance(end, AssertionError):
+                raise
