@@ -63,6 +63,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         ops=ops,
         impl=settings.model_impl,
         quantization=settings.quantization,
+        max_model_len=settings.max_model_len,
         progress=progress,
     )
     if settings.batch_invariant:

@@ -19,7 +19,7 @@ Progress = Callable[[float], None]
 
 
 class Decoder(Model):
-    """A `Model`. cos and sin: float32 [max_model_len, rotary_dim / 2]."""
+    """A `Model`. rope: cos and sin, float32 [longest sequence, rotary_dim / 2]."""
 
     def __init__(
         self,

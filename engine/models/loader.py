@@ -9,6 +9,7 @@ import torch
 from engine.models.base import Model, ModelInfo
 from engine.models.config import FAMILIES, DecoderConfig, parse_config, parse_gguf, unsupported
 from engine.models.decoder import Decoder, ParameterLoader, Progress
+from engine.models.heap import trim_heap
 from engine.models.rope import rope_tables
 from engine.models.weights import GGUFWeights, Weights, open_directory
 from kernels.ops import Ops
@@ -27,12 +28,14 @@ def load_model(
     ops: Ops,
     impl: str = "auto",
     quantization: str = "none",
+    max_model_len: int = 0,
     progress: Progress | None = None,
 ) -> Model:
     """The model of `source` in `dtype` (None: `auto_dtype`). impl: kvferry (own decoder), transformers, or auto (own
     decoder where it supports the architecture). quantization: auto (block formats of a GGUF run as stored where the
-    operations can, in bfloat16), none, or int8 (dense layers quantised per channel). progress receives the loaded
-    fraction, 0 to 1. Raises ConfigError naming what is missing or unsupported."""
+    operations can, in bfloat16), none, or int8 (dense layers quantised per channel). max_model_len: no sequence will be
+    longer (tokens; 0: the model's own limit, which `info` tells in any case). progress receives the loaded fraction,
+    0 to 1. Raises ConfigError naming what is missing or unsupported."""
     if impl not in IMPLEMENTATIONS:
         raise ConfigError(f"model_impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}", param="model_impl")
     opened = None if impl == "transformers" else _open(source, must=impl == "kvferry")
@@ -45,10 +48,15 @@ def load_model(
     if opened is None:
         from engine.models.hf import load_hf
 
-        return load_hf(source, device=device, dtype=dtype, ops=ops, progress=progress)
+        model = load_hf(source, device=device, dtype=dtype, ops=ops, progress=progress)
+        trim_heap()
+        return model
     if dtype != torch.bfloat16:
         quantization = "none"
-    return _load_decoder(source, opened, device, dtype, ops, quantization, progress)
+    decoder = _load_decoder(source, opened, device, dtype, ops, quantization, max_model_len, progress)
+    del opened
+    trim_heap()
+    return decoder
 
 
 def auto_dtype(device: torch.device, compiled: bool) -> torch.dtype:
@@ -102,6 +110,7 @@ def _load_decoder(
     dtype: torch.dtype,
     ops: Ops,
     quantization: str,
+    max_model_len: int,
     progress: Progress | None,
 ) -> Decoder:
     config = opened.config
@@ -116,5 +125,6 @@ def _load_decoder(
         vocab_size=config.vocab_size,
         max_model_len=opened.max_model_len,
     )
-    rope = rope_tables(config.rope, opened.max_model_len, device, opened.rope_divisors)
+    length = min(max_model_len or opened.max_model_len, opened.max_model_len)
+    rope = rope_tables(config.rope, length, device, opened.rope_divisors)
     return Decoder(config, info, parameters, rope, ops)
