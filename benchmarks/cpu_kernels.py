@@ -217,7 +217,7 @@ def main() -> None:
         if {"step", "engine", "overhead"} & set(wanted):
             settings = [
                 WorkerSettings(
-                    model=options.model, dtype="bfloat16", threads=options.threads, attention=row, kv_cache_gib=0.5
+                    model=options.model, dtype="bfloat16", threads=options.threads, kernels=row, kv_cache_gib=0.5
                 )
                 for row in ("auto", "reference")
             ]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from protocol.settings import CommonSettings
 
@@ -36,12 +37,16 @@ def settings_options(cls: type[Settings], fixed: Mapping[str, Any] | None = None
 
     def decorate(function: Decorated) -> Decorated:
         def command(**values: Any) -> Any:
+            for field in fields:
+                _take_former(field, values)
             return function(cls(**given, **values))
 
         command.__doc__ = function.__doc__
         command.__name__ = function.__name__
         for field in reversed(fields):
             command = _option(field)(command)
+            if field.metadata["former"]:
+                command = _former_option(field)(command)
         return command
 
     return decorate
@@ -77,6 +82,22 @@ def _option(field: dataclasses.Field[Any]) -> Callable[[Decorated], Decorated]:
         show_default=field.default != "",
         show_envvar=True,
     )
+
+
+def _former_option(field: dataclasses.Field[Any]) -> Callable[[Decorated], Decorated]:
+    """The flag and the variable that the field had under its former name."""
+    name = field.metadata["former"]
+    return click.option(flag(name), name, type=_type(field), envvar=variable(name), hidden=True)
+
+
+def _take_former(field: dataclasses.Field[Any], values: dict[str, Any]) -> None:
+    """Move the value given under a field's former name to the field, unless that has one of its own."""
+    name = field.metadata["former"]
+    value = values.pop(name, None)
+    if value is None or click.get_current_context().get_parameter_source(field.name) is not ParameterSource.DEFAULT:
+        return
+    click.echo(f"{flag(name)} is called {flag(field.name)} now ({variable(name)}: {variable(field.name)})", err=True)
+    values[field.name] = value
 
 
 def _type(field: dataclasses.Field[Any]) -> Any:

@@ -82,14 +82,14 @@ def select(name: str, device: torch.device, *, batch_invariant: bool = False) ->
         name = _best(device)
     if batch_invariant and name != "cpu":
         raise ConfigError(
-            f"batch_invariant needs --attention cpu on a CPU, and the compiled extension; here it would be {name}",
+            f"batch_invariant needs --kernels cpu on a CPU, and the compiled extension; here it would be {name}",
             param="batch_invariant",
         )
     if name == "cpu":
         from kernels.cpu import CpuOps, instruction_set
 
         if device.type != "cpu" or instruction_set() is None:
-            raise ConfigError("attention cpu needs a CPU device and the compiled extension", param="attention")
+            raise ConfigError("kernels cpu needs a CPU device and the compiled extension", param="kernels")
         return CpuOps(batch_invariant=batch_invariant)
     if name == "reference":
         from kernels.reference import ReferenceOps
@@ -99,7 +99,7 @@ def select(name: str, device: torch.device, *, batch_invariant: bool = False) ->
         from kernels.triton import TritonOps
 
         return TritonOps()
-    raise ConfigError(f"attention must be auto, reference, cpu or triton, got {name!r}", param="attention")
+    raise ConfigError(f"kernels must be auto, reference, cpu or triton, got {name!r}", param="kernels")
 
 
 def _best(device: torch.device) -> str:

@@ -53,7 +53,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         torch.cuda.set_device(device)
     source = resolve(settings.model)
     wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    ops = select(settings.attention, device, batch_invariant=settings.batch_invariant)
+    ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant)
     if settings.kv_cache_dtype == "int8" and ops.name == "triton":
         raise ConfigError("kv_cache_dtype int8 has no triton kernels; use auto", param="kv_cache_dtype")
     model = load_model(

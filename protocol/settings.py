@@ -21,16 +21,17 @@ def setting(
     least: float | None = None,
     most: float | None = None,
     hidden: bool = False,
+    former: str = "",
 ) -> Any:
     """A field of a settings class, with what the command line needs to offer and check it.
 
     choices       the allowed words, where there are no others
     least, most   inclusive bounds of a number
     hidden        for the supervisor, not for people: help and README leave it out
+    former        the name it had before, which is still understood
     """
-    return field(
-        default=default, metadata={"help": help, "choices": choices, "least": least, "most": most, "hidden": hidden}
-    )
+    metadata = {"help": help, "choices": choices, "least": least, "most": most, "hidden": hidden, "former": former}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,12 @@ class WorkerSettings(CommonSettings):
         0, "prompt tokens a step may compute beside running streams; 0: 64 on a CPU, 2048 on a GPU", least=0
     )
     enable_prefix_caching: bool = setting(True, "reuse the blocks of equal prefixes")
-    attention: str = setting("auto", "attention kernels", choices=("auto", "reference", "cpu", "triton"))
+    kernels: str = setting(
+        "auto",
+        "all of a model's operations, by whom; auto: triton on a GPU, cpu where its extension is installed",
+        choices=("auto", "reference", "cpu", "triton"),
+        former="attention",
+    )
     batch_invariant: bool = setting(
         False, "the same logits, bit for bit, whatever else is computed or cached; on a CPU, in bfloat16"
     )

@@ -112,6 +112,36 @@ def test_fixed_fields_are_no_flags_and_ignore_their_variables():
         parse(WorkerSettings, ["--role", "decode"], fixed={"role": "prefill"})
 
 
+@pytest.mark.parametrize(
+    ("argv", "env", "kernels", "warned"),
+    [
+        (["--attention", "cpu"], {}, "cpu", True),
+        ([], {"KVFERRY_ATTENTION": "reference"}, "reference", True),
+        (["--kernels", "cpu"], {"KVFERRY_ATTENTION": "reference"}, "cpu", False),
+        (["--kernels", "cpu", "--attention", "reference"], {}, "cpu", False),
+        (["--attention", "cpu"], {"KVFERRY_KERNELS": "reference"}, "reference", False),
+        ([], {}, "auto", False),
+    ],
+)
+@pytest.mark.parametrize("cls", [WorkerSettings, ServeSettings])
+def test_a_former_name_is_understood_with_one_line_of_warning(cls, argv, env, kernels, warned, capsys):
+    assert parse(cls, argv, env).kernels == kernels
+    err = capsys.readouterr().err
+    assert err.splitlines() == (
+        ["--attention is called --kernels now (KVFERRY_ATTENTION: KVFERRY_KERNELS)"] if warned else []
+    )
+
+
+def test_a_former_name_takes_no_other_values_and_is_not_offered(capsys):
+    with pytest.raises(click.UsageError, match="flash"):
+        parse(WorkerSettings, ["--attention", "flash"])
+    with pytest.raises(click.exceptions.Exit):
+        parse(WorkerSettings, ["--help"])
+    shown = capsys.readouterr().out
+    assert "--kernels" in shown
+    assert "attention" not in shown.lower()
+
+
 def test_names():
     assert flag("max_num_seqs") == "--max-num-seqs"
     assert variable("max_num_seqs") == "KVFERRY_MAX_NUM_SEQS"

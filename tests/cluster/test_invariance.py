@@ -152,7 +152,7 @@ def test_local_and_disaggregated_answers_are_the_same(tiny: Path) -> None:
     ("change", "words"),
     [
         ({"dtype": "float32"}, "--dtype bfloat16"),
-        ({"attention": "reference"}, "--attention cpu"),
+        ({"kernels": "reference"}, "--kernels cpu"),
         ({"model_impl": "transformers"}, "--model-impl kvferry"),
     ],
 )

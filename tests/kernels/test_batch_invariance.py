@@ -81,6 +81,6 @@ def test_a_token_has_the_same_bits_wherever_it_is_computed(
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
 def test_other_rows_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="--attention cpu") as raised:
+    with pytest.raises(ConfigError, match="--kernels cpu") as raised:
         select(name, CPU, batch_invariant=True)
     assert raised.value.param == "batch_invariant"

@@ -18,7 +18,7 @@ def test_a_cpu_runs_its_own_kernels_where_they_are_installed(monkeypatch: pytest
     assert select("auto", device).name == "reference"
     with pytest.raises(ConfigError, match="extension") as refusal:
         select("cpu", device)
-    assert refusal.value.param == "attention"
+    assert refusal.value.param == "kernels"
 
 
 def test_auto_takes_triton_on_a_gpu() -> None:
@@ -30,4 +30,4 @@ def test_auto_takes_triton_on_a_gpu() -> None:
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="'flash'") as refusal:
         select("flash", torch.device("cpu"))
-    assert refusal.value.param == "attention"
+    assert refusal.value.param == "kernels"
