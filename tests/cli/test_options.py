@@ -135,8 +135,7 @@ def test_a_former_name_is_understood_with_one_line_of_warning(cls, argv, env, ke
 def test_a_former_name_takes_no_other_values_and_is_not_offered(capsys):
     with pytest.raises(click.UsageError, match="flash"):
         parse(WorkerSettings, ["--attention", "flash"])
-    with pytest.raises(click.exceptions.Exit):
-        parse(WorkerSettings, ["--help"])
+    parse(WorkerSettings, ["--help"])
     shown = capsys.readouterr().out
     assert "--kernels" in shown
     assert "attention" not in shown.lower()
