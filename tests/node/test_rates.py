@@ -15,7 +15,7 @@ from protocol.messages import Rates
 
 
 def step(seconds: float, prefill: int, decode: int) -> Stepped:
-    return Stepped(seconds, prefill, decode, 1, 0, 0)
+    return Stepped(seconds, prefill, decode, 0, 0)
 
 
 def test_rates_follow_observations() -> None:
