@@ -54,7 +54,8 @@ class Kernels:
     def lookup(self, packed: Packed, rows: Tensor, out: Tensor) -> None: ...
     def dense(self, packed: Packed, x: Tensor, out: Tensor) -> None: ...
     def draw(self, logits: Tensor, how: list[tuple[float, float, int, float, int]], out: Tensor) -> None:
-        """how: of each row temperature, min_p, top_k (the vocabulary's size: off), top_p and the key of its noise."""
+        """how: of each row temperature, min_p, top_k (the vocabulary's size: off), top_p and the key of its noise.
+        out: -1 for a row with a NaN or whose largest logit is no finite number."""
     def read(self, data: Tensor) -> None:
         """Read the tensor once with all threads: the machine's memory limit."""
     def multiply(self, rounds: int) -> int:
@@ -105,4 +106,4 @@ class Step:
         """The batch of the runs that follow, whose arrays may be changed between them, and where they write: hidden
         states, or logits where `out` is float32."""
     def run(self) -> list[int]:
-        """Where the largest of each row's logits lies."""
+        """Where the largest of each row's logits lies, -1 for a row with a NaN or where it is no finite number."""
