@@ -4,6 +4,7 @@
 # make lint      format, style and types only
 # make bench     measure kvferry and every installed peer, interleaved: make bench ARGS="--vllm-python /venv/bin/python"
 # make bench-accuracy  perplexity and greedy agreement of each weight format against transformers in float32
+# make bench-router  measure the router alone, in front of mock nodes: CPU per request and per token
 # make bench-cpu measure the CPU kernels against the limits of this machine and against PyTorch
 # make bench-gpu measure the kernels on the GPU of this machine
 # make clean     remove the virtual environment and all caches
@@ -28,7 +29,7 @@ EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-avx512 lint bench bench-accuracy bench-cpu bench-gpu clean FORCE
+.PHONY: help serve test test-avx512 lint bench bench-accuracy bench-router bench-cpu bench-gpu clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -58,6 +59,9 @@ bench: $(VENV)/bench.done $(VENV)/model.done
 
 bench-accuracy: $(VENV)/bench.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)
+
+bench-router: $(VENV)/bench.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.router $(ARGS)
 
 bench-cpu: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python benchmarks/cpu_kernels.py $(ARGS)
