@@ -2,6 +2,7 @@
 # make test      linters, then all tests; arguments of pytest: make test PYTEST_ARGS="-k router"
 # make test-avx512  the CPU kernels' tests with AVX-512, BF16 and VNNI emulated, on a processor without them
 # make lint      format, style and types only
+# make docs      renew what is generated: the README's tables from the code, the dashboard from its description
 # make bench     measure kvferry and every installed peer, interleaved: make bench ARGS="--vllm-python /venv/bin/python"
 # make bench-accuracy  perplexity and greedy agreement of each weight format against transformers in float32
 # make bench-router  measure the router alone, in front of mock nodes: CPU per request and per token
@@ -29,7 +30,7 @@ EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-avx512 lint bench bench-accuracy bench-router bench-cpu bench-gpu clean FORCE
+.PHONY: help serve test test-avx512 lint docs bench bench-accuracy bench-router bench-cpu bench-gpu clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -53,6 +54,10 @@ lint: $(VENV)/test.done
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(VENV)/test.done
+	$(BIN)/python -m docs.tables README.md
+	$(BIN)/python -m docs.dashboard
 
 bench: $(VENV)/bench.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.serving $(ARGS)
