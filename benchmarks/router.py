@@ -15,6 +15,7 @@ import json
 import random
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -26,7 +27,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks import placing, servers
-from benchmarks.load import Completion, Connection, Target, connected, post
+from benchmarks.load import Completion, Connection, LoadError, Target, connected, post
 from benchmarks.lone_router import LoneRouter, lone_router
 from benchmarks.mock_nodes import STRIDE, WORDS
 from benchmarks.workloads import percentile
@@ -66,7 +67,8 @@ ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One turn of a row. first_s: a request's time to first token less that of its prefill node, asked directly."""
+    """One turn of a row. cpu_s: of the router's process; first_s: a request's time to first token less that of its
+    prefill node, asked directly."""
 
     cpu_s: float
     wall_s: float
@@ -202,7 +204,10 @@ def main() -> None:
     if unknown := set(only) - {*names, "placement"}:
         parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(names)}, placement")
     if rows := [row for row in ROWS if row.name in only]:
-        print(asyncio.run(measure(rows, options.rounds)), flush=True)
+        try:
+            print(asyncio.run(measure(rows, options.rounds)), flush=True)
+        except (LoadError, servers.StartError) as error:
+            sys.exit(str(error))
     if "placement" in only:
         print(f"\nOne placement among\n\n{placement_report((10, 100, 1000))}")
 
