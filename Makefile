@@ -2,8 +2,10 @@
 # make test      linters, then all tests; arguments of pytest: make test PYTEST_ARGS="-k router"
 # make test-avx512  the CPU kernels' tests with AVX-512, BF16 and VNNI emulated, on a processor without them
 # make lint      format, style and types only
+# make docs      renew what is generated: the README's tables from the code, the dashboard from its description
 # make bench     measure kvferry and every installed peer, interleaved: make bench ARGS="--vllm-python /venv/bin/python"
 # make bench-accuracy  perplexity and greedy agreement of each weight format against transformers in float32
+# make bench-router  measure the router alone, in front of mock nodes: CPU per request and per token
 # make bench-cpu measure the CPU kernels against the limits of this machine and against PyTorch
 # make bench-gpu measure the kernels on the GPU of this machine
 # make clean     remove the virtual environment and all caches
@@ -28,7 +30,7 @@ EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-avx512 lint bench bench-accuracy bench-cpu bench-gpu clean FORCE
+.PHONY: help serve test test-avx512 lint docs bench bench-accuracy bench-router bench-cpu bench-gpu clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -53,11 +55,18 @@ lint: $(VENV)/test.done
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(VENV)/test.done
+	$(BIN)/python -m docs.tables README.md
+	$(BIN)/python -m docs.dashboard
+
 bench: $(VENV)/bench.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.serving $(ARGS)
 
 bench-accuracy: $(VENV)/bench.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)
+
+bench-router: $(VENV)/bench.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.router $(ARGS)
 
 bench-cpu: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python benchmarks/cpu_kernels.py $(ARGS)

@@ -10,7 +10,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -58,22 +59,11 @@ def random_prompt(source: random.Random, count: int) -> list[int]:
     return source.choices(VOCABULARY, k=count)
 
 
-async def complete(target: Target, prompt: Sequence[int], max_tokens: int) -> Completion:
-    """Stream one greedy completion of exactly `max_tokens` tokens. Raises LoadError."""
-    address = urlsplit(target.url)
-    request = _request(address.netloc, target.model, prompt, max_tokens)
+async def complete(target: Target, prompt: str | Sequence[int], max_tokens: int) -> Completion:
+    """Stream one greedy completion of exactly `max_tokens` tokens on a connection of its own. Raises LoadError."""
     began = time.perf_counter()
-    try:
-        transport, exchange = await asyncio.get_running_loop().create_connection(
-            lambda: _Exchange(request), address.hostname or "127.0.0.1", address.port or 80
-        )
-        try:
-            await asyncio.wait_for(exchange.done, TIMEOUT_S)
-        finally:
-            transport.close()
-    except (OSError, httptools.HttpParserError) as error:
-        raise LoadError(f"{target.url}: {error or type(error).__name__}") from error
-    return parse(began, exchange.events, max_tokens)
+    async with connected(target.url) as connection:
+        return await connection.complete(target.model, prompt, max_tokens, began=began, last=True)
 
 
 def parse(began: float, events: Sequence[tuple[float, bytes]], max_tokens: int) -> Completion:
@@ -95,47 +85,97 @@ def parse(began: float, events: Sequence[tuple[float, bytes]], max_tokens: int) 
     return Completion(began, tuple(arrivals), tokens)
 
 
-def _request(host: str, model: str, prompt: Sequence[int], max_tokens: int) -> bytes:
+def _request(
+    host: str, model: str, prompt: str | Sequence[int], max_tokens: int, seed: int | None, last: bool
+) -> bytes:
     body = {
         "model": model,
-        "prompt": list(prompt),
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "max_tokens": max_tokens,
         "ignore_eos": True,
         "temperature": 0,
+        "seed": seed,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+    return post(host, "/v1/completions", json.dumps(body).encode(), last=last)
 
 
-class _Exchange(asyncio.Protocol):
-    """One request and its response. `events`: (arrival, JSON) of each `data:` line."""
+def post(host: str, path: str, content: bytes, *, kind: str = "application/json", last: bool = False) -> bytes:
+    """The bytes of a POST; the server closes the connection after the `last` one."""
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n"
+    return f"{head}{'Connection: close' if last else 'Connection: keep-alive'}\r\n\r\n".encode() + content
 
-    def __init__(self, request: bytes) -> None:
-        self.events: list[tuple[float, bytes]] = []
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._request = request
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Connection]:
+    """A connection to a server, closed at exit. Raises LoadError, also for what breaks in the block."""
+    address = urlsplit(url)
+    try:
+        transport, connection = await asyncio.get_running_loop().create_connection(
+            lambda: Connection(address.netloc), address.hostname or "127.0.0.1", address.port or 80
+        )
+        try:
+            yield connection
+        finally:
+            transport.close()
+    except (OSError, httptools.HttpParserError) as error:
+        raise LoadError(f"{url}: {error or type(error).__name__}") from error
+
+
+class Connection(asyncio.Protocol):
+    """One request after another, and their responses."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._answer.set_result(None)
+        self._events: list[tuple[float, bytes]] = []
+        self._rest, self._now = b"", 0.0
+
+    async def complete(
+        self,
+        model: str,
+        prompt: str | Sequence[int],
+        max_tokens: int,
+        *,
+        seed: int | None = None,
+        began: float = 0.0,
+        last: bool = False,
+    ) -> Completion:
+        """As the function `complete`; timed from `began` on, or from now."""
+        request = _request(self.host, model, prompt, max_tokens, seed, last)
+        began = began or time.perf_counter()
+        return parse(began, await self.send(request), max_tokens)
+
+    async def send(self, request: bytes) -> list[tuple[float, bytes]]:
+        """(arrival, JSON) of each `data:` line of the answer, once it is whole. Raises LoadError."""
+        if self._transport.is_closing():
+            raise LoadError("the server closed the connection")
         self._parser = httptools.HttpResponseParser(self)
-        self._rest = b""
-        self._now = 0.0
+        self._answer, self._events, self._rest = asyncio.get_running_loop().create_future(), [], b""
+        self._transport.write(request)
+        await asyncio.wait_for(self._answer, TIMEOUT_S)
+        return self._events
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        transport.write(self._request)
+        self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
-        self._parser.feed_data(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(LoadError(f"no HTTP: {error}"))
 
     def on_body(self, body: bytes) -> None:
         *lines, self._rest = (self._rest + body).split(b"\n")
-        self.events += [(self._now, line[6:]) for line in lines if line.startswith(b"data: {")]
+        self._events += [(self._now, line[6:]) for line in lines if line.startswith(b"data: {")]
 
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status == 200:
+        if status < 300:
             self._end(None)
         else:
             self._end(LoadError(f"status {status}: {self._rest.decode(errors='replace')[:300]}"))
@@ -144,9 +184,9 @@ class _Exchange(asyncio.Protocol):
         self._end(LoadError(f"the server closed the connection ({exc})"))
 
     def _end(self, error: LoadError | None) -> None:
-        if self.done.done():
+        if self._answer.done():
             return
         if error:
-            self.done.set_exception(error)
+            self._answer.set_exception(error)
         else:
-            self.done.set_result(None)
+            self._answer.set_result(None)

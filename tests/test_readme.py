@@ -9,14 +9,14 @@ import pytest
 
 from cli.main import SERVE_FIXED, kvferry
 from cli.options import flag
-from cli.tables import renew, tables
+from docs.tables import renew, tables
 from protocol.settings import ServeSettings
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
 def test_no_table_has_drifted():
-    assert renew(README) == README, "run: python -m cli.tables README.md"
+    assert renew(README) == README, "run: make docs"
 
 
 def test_every_table_is_there():

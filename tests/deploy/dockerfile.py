@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 
@@ -70,6 +71,22 @@ def read_dockerfile(path: Path) -> Dockerfile:
         elif item.name != "ARG":
             raise ValueError(f"{item.name} before FROM")
     return Dockerfile(tuple(stages))
+
+
+def reaches_build(path: str, rules: list[str]) -> bool:
+    """Whether a .dockerignore of these lines lets a file into the build: the last line that names it or a folder above
+    it decides. `*` and `?` stay within a name, a leading `**/` stands for any folders or none."""
+    parts, allowed = path.split("/"), True
+    for rule in rules:
+        pattern = rule.removeprefix("!").removeprefix("**/").split("/")
+        starts = range(len(parts)) if "**/" in rule else (0,)
+        if any(_names(pattern, parts[start : start + len(pattern)]) for start in starts):
+            allowed = rule.startswith("!")
+    return allowed
+
+
+def _names(pattern: list[str], parts: list[str]) -> bool:
+    return len(pattern) == len(parts) and all(map(fnmatchcase, parts, pattern))
 
 
 def _logical_lines(text: str) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import start_http_server
 
+from docs.dashboard import made
 from protocol.metrics import RouterMetrics, WorkerMetrics
 from tests.deploy import dashboard
 from tests.deploy.dashboard import failing_queries, known_names, metric_names, panel_queries
@@ -30,6 +31,10 @@ def idle_cluster() -> Iterator[str]:
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+def test_the_dashboard_is_what_its_description_makes() -> None:
+    assert dashboard.DASHBOARD.read_text() == made(), "run: make docs"
 
 
 def test_every_metric_of_the_dashboard_exists() -> None:

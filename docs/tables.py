@@ -1,4 +1,4 @@
-"""The README's tables of settings and metrics, made from the code: `python -m cli.tables README.md` renews them.
+"""The README's tables of settings and metrics, made from the code: `python -m docs.tables README.md` renews them.
 
 A table stands between the lines `<!-- table NAME -->` and `<!-- end -->`.
 """

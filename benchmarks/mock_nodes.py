@@ -1,0 +1,204 @@
+"""Nodes without a model, in front of which a router is measured. They speak the nodes' protocol, keep a lease, and
+answer at once with tokens made of arithmetic.
+
+    python -m benchmarks.mock_nodes prefill --redis-url redis://...
+
+A prefill node hands a job to its decode node over a TCP connection to the latter's link address, where real nodes ship
+KV. A seed below a million is a request's pace, in microseconds between two tokens. Ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections import defaultdict
+
+import uvloop
+
+from benchmarks.mock_http import Exchange
+from cluster_state.redis_store import RedisStore
+from cluster_state.registry import LeaseKeeper
+from protocol.messages import (
+    FirstToken,
+    GenerateRequest,
+    Job,
+    Load,
+    NodeLease,
+    PrefillRequest,
+    Reuse,
+    ShipDone,
+    StepFrame,
+    TokenDelta,
+)
+from protocol.wire import FrameReader, pack, unpack
+
+HOST = "127.0.0.1"
+MAX_MODEL_LEN, BLOCK_SIZE, BLOCKS = 65536, 16, 1_000_000
+HEARTBEAT_S = 0.4
+WORDS, STRIDE = range(1000, 40000), 7919
+"""Tokens of plain words in the vocabularies of today's models, and the distance between two that follow each other."""
+
+
+def delta(job: Job, index: int) -> TokenDelta:
+    """Output token `index`, and with the first one where the prompt came from."""
+    reason = "length" if index + 1 == job.params.max_tokens else None
+    reuse = Reuse(job.prompt_len, computed=job.prompt_len) if index == 0 else None
+    token = WORDS[(job.prompt_len + index) * STRIDE % len(WORDS)]
+    return TokenDelta(job.request_id, job.attempt, index, (token,), finish_reason=reason, reuse=reuse)
+
+
+def pace_s(job: Job) -> float:
+    """Seconds between two tokens. A router draws seeds for those who give none, from far more than a million."""
+    seed = job.params.seed or 0
+    return seed / 1e6 if seed < 1e6 else 0.0
+
+
+class MockPrefill:
+    """Samples the first token of every prompt at once and hands over what is left."""
+
+    def __init__(self) -> None:
+        self._links: dict[str, asyncio.Transport] = {}
+        self._errands: set[asyncio.Task[None]] = set()
+
+    def answer(self, path: str, body: bytes, exchange: Exchange) -> None:
+        """Any request of a router."""
+        message = unpack(body)
+        if not isinstance(message, PrefillRequest):
+            exchange.send(b"")
+            return
+        job, target = message.job, message.target
+        first = FirstToken(delta(job, len(job.token_ids) - job.prompt_len), 0.0, 0.0)
+        exchange.begin()
+        exchange.chunk(pack(first))
+        if target is None or first.delta.finish_reason:
+            exchange.chunk(b"")
+            return
+        errand = asyncio.create_task(self._ship(job, target.link_address, exchange))
+        self._errands.add(errand)
+        errand.add_done_callback(self._errands.discard)
+
+    async def _ship(self, job: Job, address: str, exchange: Exchange) -> None:
+        if address not in self._links:
+            host, port = address.rsplit(":", 1)
+            loop = asyncio.get_running_loop()
+            self._links[address], _ = await loop.create_connection(asyncio.Protocol, host, int(port))
+        self._links[address].write(pack(job))
+        blocks = -(-job.prompt_len // BLOCK_SIZE)
+        exchange.chunk(pack(ShipDone(job.request_id, job.attempt, blocks, 0, 0.0, 0.0)))
+        exchange.chunk(b"")
+
+
+class MockDecode:
+    """In each step one token of each of its jobs, in one frame per router; a step lasts as the quickest job asks."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Exchange] = {}
+        self._jobs: dict[str, tuple[Job, int]] = {}
+        self._arrived = asyncio.Event()
+
+    def answer(self, path: str, body: bytes, exchange: Exchange) -> None:
+        """Any request of a router."""
+        if path.startswith("/streams/"):
+            self._streams[path.rsplit("/", 1)[1]] = exchange
+            exchange.begin()
+            exchange.chunk(pack(StepFrame()))
+            return
+        message = unpack(body)
+        exchange.send(b"")
+        if isinstance(message, GenerateRequest):
+            self._add(message.job, 0)
+        else:
+            self._jobs.pop(message.request_id, None)
+
+    def link(self) -> asyncio.Protocol:
+        """The end of a prefill node's connection."""
+        return _Link(self)
+
+    def take(self, job: Job) -> None:
+        """A job whose first token is out."""
+        self._add(job, 1)
+
+    async def run(self) -> None:
+        """Step for ever, with a heartbeat while there is nothing to do."""
+        while True:
+            try:
+                await asyncio.wait_for(self._arrived.wait(), HEARTBEAT_S)
+            except TimeoutError:
+                await self._send({router: StepFrame() for router in self._streams})
+            while self._jobs:
+                await asyncio.sleep(min(pace_s(job) for job, _ in self._jobs.values()))
+                await self._send(self._step())
+            self._arrived.clear()
+
+    def _add(self, job: Job, produced: int) -> None:
+        self._jobs[job.request_id] = (job, len(job.token_ids) - job.prompt_len + produced)
+        self._arrived.set()
+
+    def _step(self) -> dict[str, StepFrame]:
+        deltas: dict[str, list[TokenDelta]] = defaultdict(list)
+        for key, (job, index) in list(self._jobs.items()):
+            token = delta(job, index)
+            deltas[job.router_id].append(token)
+            if token.finish_reason:
+                del self._jobs[key]
+            else:
+                self._jobs[key] = (job, index + 1)
+        return {router: StepFrame(tuple(found)) for router, found in deltas.items()}
+
+    async def _send(self, frames: dict[str, StepFrame]) -> None:
+        for router, frame in frames.items():
+            stream = self._streams.get(router)
+            if stream is None or stream.closed:
+                self._streams.pop(router, None)
+                self._jobs = {key: value for key, value in self._jobs.items() if value[0].router_id != router}
+            else:
+                stream.chunk(pack(frame))
+                await stream.writable.wait()
+
+
+class _Link(asyncio.Protocol):
+    def __init__(self, node: MockDecode) -> None:
+        self._node, self._reader = node, FrameReader()
+
+    def data_received(self, data: bytes) -> None:
+        for job in self._reader.feed(data):
+            self._node.take(job)
+
+
+async def serve(role: str, redis_url: str) -> None:
+    """Serve as a node of `role` until the standard input ends."""
+    loop = asyncio.get_running_loop()
+    decode = MockDecode()
+    answer = decode.answer if role == "decode" else MockPrefill().answer
+    http = await loop.create_server(lambda: Exchange(answer), HOST, 0)
+    link = await loop.create_server(decode.link, HOST, 0)
+    lease = NodeLease(
+        f"mock-{role}", role, 1, "ready", f"http://{_address(http)}", _address(link), "mock", "mock",
+        MAX_MODEL_LEN, BLOCK_SIZE, 1, Load(free_blocks=BLOCKS, total_blocks=BLOCKS),
+    )  # fmt: skip
+    store = RedisStore(redis_url, "default")
+    keeper = LeaseKeeper(store, lambda: lease)
+    ended = loop.run_in_executor(None, sys.stdin.buffer.read)
+    await keeper.start()
+    try:
+        await next(asyncio.as_completed((decode.run(), ended)))
+    finally:
+        await keeper.stop()
+    await store.close()
+
+
+def _address(server: asyncio.Server) -> str:
+    return f"{HOST}:{server.sockets[0].getsockname()[1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("role", choices=("prefill", "decode"))
+    parser.add_argument("--redis-url", required=True)
+    options = parser.parse_args()
+    uvloop.run(serve(options.role, options.redis_url))
+
+
+if __name__ == "__main__":
+    main()

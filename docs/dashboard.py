@@ -1,0 +1,184 @@
+"""The Grafana dashboard, made from its description: `python -m docs.dashboard` renews it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MONITORING = Path(__file__).resolve().parent.parent / "deploy" / "monitoring"
+DESCRIPTION, DASHBOARD = MONITORING / "dashboard.yaml", MONITORING / "dashboard.json"
+
+Json = dict[str, Any]
+COLUMNS = 24
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+VARIABLE: Json = {
+    "name": "datasource",
+    "label": "Data source",
+    "type": "datasource",
+    "query": "prometheus",
+    "current": {},
+    "hide": 0,
+    "includeAll": False,
+    "multi": False,
+    "refresh": 1,
+    "regex": "",
+    "options": [],
+}
+FRAME: Json = {
+    "uid": "kvferry",
+    "schemaVersion": 39,
+    "version": 1,
+    "editable": True,
+    "graphTooltip": 1,
+    "timezone": "browser",
+    "refresh": "10s",
+    "time": {"from": "now-30m", "to": "now"},
+    "templating": {"list": [VARIABLE]},
+    "annotations": {"list": []},
+    "links": [],
+}
+"""What Grafana wants to know of any dashboard; its one variable is the data source."""
+SIZES = {"numbers": (4, 4), "graphs": (8, 8)}
+"""Width and height of the panels of each kind."""
+SHAPES: dict[str, Json] = {
+    "numbers": {
+        "colorMode": "value",
+        "graphMode": "area",
+        "justifyMode": "auto",
+        "textMode": "auto",
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+    },
+    "graphs": {
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    },
+}
+_QUANTILE = re.compile(r"\bp(\d+)(?: by (\w+))?\((\w+)\)")
+_RATE = re.compile(r"\brate\(([^()\[\]]+)\)")
+_LABELS = re.compile(r"\bby \(([\w, ]+)\)")
+
+
+def promql(text: str) -> str:
+    """A query as Grafana sends it. `rate(x)` is over Grafana's interval; `p95 by role(x)` a quantile of histogram x."""
+
+    def quantile(found: re.Match[str]) -> str:
+        labels = f"{found[2]}, le" if found[2] else "le"
+        return f"histogram_quantile(0.{found[1].rstrip('0')}, sum by ({labels}) (rate({found[3]}_bucket)))"
+
+    return _RATE.sub(r"rate(\1[$__rate_interval])", _QUANTILE.sub(quantile, text))
+
+
+def legend(query: str) -> str:
+    """The labels that tell the series of a query apart."""
+    labels = _LABELS.search(query)
+    return " ".join(f"{{{{{label}}}}}" for label in labels[1].split(", ") if label != "le") if labels else ""
+
+
+def dashboard(description: Json) -> Json:
+    """What Grafana imports."""
+    about = {name: value for name, value in description.items() if name != "sections"}
+    panels = [{"id": number, **panel} for number, panel in enumerate(_panels(description["sections"]), 1)]
+    return {**FRAME, **about, "panels": panels}
+
+
+def text(board: Json) -> str:
+    """JSON with a panel a line."""
+    head = json.dumps({name: value for name, value in board.items() if name != "panels"})
+    panels = ",\n".join(json.dumps(panel, separators=(",", ":")) for panel in board["panels"])
+    return f'{head[:-1]}, "panels": [\n{panels}\n]}}\n'
+
+
+def _panels(sections: Mapping[str, Json]) -> Iterator[Json]:
+    """Rows of panels from left to right, section under section."""
+    y = 0
+    for title, kinds in sections.items():
+        yield {"type": "row", "title": title, "collapsed": False, "gridPos": _at(0, y, COLUMNS, 1), "panels": []}
+        y += 1
+        for kind, panels in kinds.items():
+            x, (usual, height) = 0, SIZES[kind]
+            for name, panel in panels.items():
+                width = panel.get("width", usual)
+                if x + width > COLUMNS:
+                    x, y = 0, y + height
+                yield _panel(kind, name, panel, _at(x, y, width, height))
+                x += width
+            y += height
+
+
+def _at(x: int, y: int, width: int, height: int) -> Json:
+    return {"x": x, "y": y, "w": width, "h": height}
+
+
+def _panel(kind: str, name: str, panel: Json, place: Json) -> Json:
+    targets = [_target(ref, title, promql(query)) for ref, (title, query) in zip("ABCD", _queries(panel), strict=False)]
+    return {
+        "type": "stat" if kind == "numbers" else "timeseries",
+        "title": name,
+        "description": panel["about"],
+        "datasource": DATASOURCE,
+        "gridPos": place,
+        "targets": targets,
+        "fieldConfig": {"defaults": _number(panel) if kind == "numbers" else _graph(panel), "overrides": []},
+        "options": SHAPES[kind],
+    }
+
+
+def _queries(panel: Json) -> list[tuple[str, str]]:
+    """By legend."""
+    if "quantiles" in panel:
+        histogram, by, label = panel["quantiles"].partition(" by ")
+        prefix = f"{{{{{label}}}}} " if label else ""
+        return [(f"{prefix}{name}", f"{name}{by}{label}({histogram})") for name in ("p50", "p95")]
+    return list(panel["queries"].items()) if "queries" in panel else [(legend(promql(panel["query"])), panel["query"])]
+
+
+def _target(ref: str, title: str, query: str) -> Json:
+    source = {"refId": ref, "datasource": DATASOURCE, "editorMode": "code"}
+    return {**source, "expr": query, "legendFormat": title, "range": True}
+
+
+def _number(panel: Json) -> Json:
+    steps: list[Json] = [{"color": "green", "value": None}]
+    if "red_below" in panel:
+        steps = [{"color": "red", "value": None}, {"color": "green", "value": panel["red_below"]}]
+    decimals = {"decimals": panel["decimals"]} if "decimals" in panel else {}
+    return {
+        "unit": panel.get("unit", "short"),
+        "color": {"mode": "thresholds"},
+        "thresholds": {"mode": "absolute", "steps": steps},
+        **decimals,
+    }
+
+
+def _graph(panel: Json) -> Json:
+    unit, stacked = panel.get("unit", "short"), panel.get("stacked", False)
+    lines = {
+        "drawStyle": "line",
+        "lineWidth": 1,
+        "fillOpacity": 30 if stacked else 8,
+        "showPoints": "never",
+        "spanNulls": False,
+        "stacking": {"mode": "normal" if stacked else "none", "group": "A"},
+    }
+    bounds = {} if panel.get("signed") else {"min": 0}
+    return {
+        "unit": unit,
+        "color": {"mode": "palette-classic"},
+        "custom": lines,
+        **bounds,
+        **({"max": 1} if unit == "percentunit" else {}),
+    }
+
+
+def made() -> str:
+    """The dashboard's file as its description wants it."""
+    return text(dashboard(yaml.safe_load(DESCRIPTION.read_text())))
+
+
+if __name__ == "__main__":
+    DASHBOARD.write_text(made())
