@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kv_transfer.checksum import UNVERIFIED, Checksums, ThreadedChecksums, is_sampled
+from kv_transfer.control import read
 from kv_transfer.link import Link, Peer
 from kv_transfer.peers import Peers
 from kv_transfer.ports import BlockMemory, GrantEvents, TransferKey
@@ -22,11 +23,12 @@ from kv_transfer.states import GrantState, moved
 from kv_transfer.tags import MAX_BLOCKS, MAX_NONCE, block_tag
 from protocol.errors import Cancelled, DeadlineExceeded, Incompatible, KvferryError, NodeLost, TransferFailed
 from protocol.messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
-from protocol.wire import WireError, pack, unpack
+from protocol.wire import WireError, pack
 
 log = logging.getLogger(__name__)
 SWEEP_S = 0.25
 QUIESCE_TIMEOUT_S = 10.0
+FROM_PREFILL = GrantRequest | Commit | Abort
 LIVE = (GrantState.NEW, GrantState.GRANTED, GrantState.RECEIVING, GrantState.LANDED)
 
 
@@ -124,19 +126,19 @@ class Receiver:
         if self._peers.is_closing(peer):
             return
         try:
-            message = unpack(data)
+            message = read(data, FROM_PREFILL)
         except WireError as error:
             self._drop(peer, error)
             return
         if isinstance(message, GrantRequest):
             self._requested(peer, message)
             return
-        held = self._reservations.get((peer, getattr(message, "transfer", 0)))
+        held = self._reservations.get((peer, message.transfer))
         if held is None:
             return
         if isinstance(message, Commit):
             self._committed(held, message)
-        elif isinstance(message, Abort):
+        else:
             unposted = held.state is GrantState.NEW
             self._fail(held, Cancelled(f"the prefill node gave up: {message.reason}"), tell=unposted)
 

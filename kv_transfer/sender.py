@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kv_transfer.checksum import UNVERIFIED, Checksums, ThreadedChecksums, is_sampled
+from kv_transfer.control import read
 from kv_transfer.link import MAX_MESSAGE_BYTES, Link, Peer
 from kv_transfer.peers import Peers
 from kv_transfer.ports import BlockMemory, ShipEvents, ShipStats
@@ -25,12 +26,13 @@ from kv_transfer.tags import block_tag
 from protocol import errors
 from protocol.errors import GrantRefused, InvalidRequest, KvferryError, TransferFailed
 from protocol.messages import Abort, Commit, CommitAck, DecodeTarget, Grant, GrantRequest, Job, Refusal, TokenDelta
-from protocol.wire import WireError, pack, unpack
+from protocol.wire import WireError, pack
 
 log = logging.getLogger(__name__)
 FILLER = b"\0"
 SWEEP_S = 0.25
 QUIESCE_TIMEOUT_S = 10.0
+FROM_DECODE = Grant | Refusal | CommitAck
 LIVE = (ShipState.OFFERED, ShipState.GRANTED, ShipState.RUNNING, ShipState.DRAINING)
 
 
@@ -175,18 +177,18 @@ class Sender:
         if self._peers.is_closing(peer):
             return
         try:
-            message = unpack(data)
+            message = read(data, FROM_DECODE)
         except WireError as error:
             self._drop(peer, error)
             return
-        ship = self._ships.get(getattr(message, "transfer", 0))
+        ship = self._ships.get(message.transfer)
         if ship is None or ship.peer != peer:
             return
         if isinstance(message, Grant):
             self._granted(ship, message)
         elif isinstance(message, Refusal):
             self._refused(ship, message)
-        elif isinstance(message, CommitAck) and ship.state is ShipState.DRAINING:
+        elif ship.state is ShipState.DRAINING:
             self._acknowledged(ship)
 
     def _granted(self, ship: Ship, grant: Grant) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import socket
 import time
 from collections import deque
@@ -19,12 +20,14 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.link import MAX_MESSAGE_BYTES, Done, LinkHandler, Peer
-from kv_transfer.tags import link_tag
+from kv_transfer.tags import MAX_CHANNEL, link_tag
+from kv_transfer.ucx_frames import ALIVE, HELLO, MESSAGE, WELCOME
 from kv_transfer.ucx_library import context_options, load
 from kv_transfer.ucx_loop import UcxLoop
-from kv_transfer.ucx_peer import ALIVE, GREETING, HELLO, MESSAGE, WARM, WELCOME, Post, UcxPeer
+from kv_transfer.ucx_peer import WARM, Post, UcxPeer
 from protocol.errors import ConfigError, Incompatible, KvferryError, NodeLost
 from protocol.layout import WIRE_VERSION
+from protocol.wire import WireError
 
 log = logging.getLogger(__name__)
 WARM_BYTES = 1 << 19
@@ -43,6 +46,8 @@ class UcxLink:
     ping_interval   seconds between ALIVE frames
     silence_limit   seconds without any sign of a peer before it is lost
     connect_timeout seconds that each of three tries to connect may take
+    on_fault        called once, on the link thread, when that thread ends by an exception: no operation will complete
+                    any more, so the process must end; its argument is also `fault` from then on
     """
 
     def __init__(
@@ -57,13 +62,14 @@ class UcxLink:
         ping_interval: float = 0.5,
         silence_limit: float = 5.0,
         connect_timeout: float = 2.0,
+        on_fault: Callable[[str], None] = lambda fault: None,
     ):
         self._host, self._port = host, port
         self._options = context_options(host, transports, net_devices, cuda)
         self._ping_interval, self._silence_limit = ping_interval, silence_limit
         self._connect_timeout = connect_timeout
         self._library = load()
-        self._loop = UcxLoop(self._library, self._options, prepare, self._opened, self._poll, self._closing)
+        self._loop = UcxLoop(self._library, self._options, prepare, self._opened, self._poll, self._closing, on_fault)
         self._serial = itertools.count(1)
         self._peers: dict[Peer, UcxPeer] = {}
         self._arrivals: deque[int] = deque()
@@ -73,6 +79,16 @@ class UcxLink:
     @property
     def address(self) -> str:
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+
+    @property
+    def fault(self) -> str | None:
+        """Why the link thread ended by itself, if it did."""
+        return self._loop.fault
+
+    @property
+    def heartbeat(self) -> float:
+        """Monotonic seconds of the link thread's last round; an idle thread makes one at every ping."""
+        return self._loop.heartbeat
 
     def start(self, handler: LinkHandler) -> None:
         self._handler = handler
@@ -164,18 +180,24 @@ class UcxLink:
     def _read(self, peer: UcxPeer) -> bool:
         try:
             messages = peer.receive_messages()
-        except NodeLost as error:
+            for kind, data in messages:
+                peer.heard_at = time.monotonic()
+                if self._peers.get(peer.name) is not peer or peer.lost:
+                    break
+                self._take(peer, kind, data)
+        except (NodeLost, WireError) as error:
             self._fail(peer, error)
             return True
-        for kind, data in messages:
-            peer.heard_at = time.monotonic()
-            if self._peers.get(peer.name) is not peer or peer.lost:
-                break
-            if kind == MESSAGE:
-                self._guarded(self._handler.message, peer.name, data)
-            elif kind in (HELLO, WELCOME):
-                self._greeted(peer, kind, data)
         return bool(messages)
+
+    def _take(self, peer: UcxPeer, kind: int, data: bytes) -> None:
+        """One message. Raises WireError for what its sender may not send now."""
+        if kind in (HELLO, WELCOME):
+            self._greeted(peer, kind, *peer.greeted(kind, data))
+        elif not peer.open:
+            raise WireError("a message before the greeting")
+        elif kind == MESSAGE:
+            self._guarded(self._handler.message, peer.name, data)
 
     def _closing(self) -> None:
         for peer in tuple(self._peers.values()):
@@ -220,16 +242,21 @@ class UcxLink:
             return
         peer = UcxPeer(f"accepted#{next(self._serial)}", self._library, time.monotonic())
         self._peers[peer.name] = peer
-        self._attach(peer, endpoint)
+        try:
+            self._attach(peer, endpoint)
+        except self._library.api.UCXError as error:
+            self._fail(peer, error)
 
     def _attach(self, peer: UcxPeer, endpoint: Any) -> None:
-        peer.attach(endpoint, next(self._serial))
+        """Channels are drawn, so that a stranger cannot write into another peer's: UCX matches tags of all peers."""
+        taken = {other.attachment for other in self._peers.values()}
+        channel = next(c for c in iter(lambda: 1 + secrets.randbelow(MAX_CHANNEL), None) if c not in taken)
+        peer.attach(endpoint, channel)
         endpoint.set_close_callback(self._closures.append, cb_args=((peer.name, peer.attachment),))
 
-    def _greeted(self, peer: UcxPeer, kind: int, data: bytes) -> None:
+    def _greeted(self, peer: UcxPeer, kind: int, version: int, channel: int) -> None:
         """HELLO: the dialling side is there; answer, and prepare the receive that warms the connection up.
         WELCOME: the connection is open; send what was queued, then warm up (the first large block takes 45–90 ms)."""
-        version, channel = GREETING.unpack_from(data)
         if version != WIRE_VERSION:
             self._lose(peer, Incompatible(f"{peer.name} speaks wire version {version}, this node {WIRE_VERSION}"))
             return
@@ -283,9 +310,17 @@ class UcxLink:
             peer.heard_at += stall
             silence = now - peer.heard_at
             if peer.open and not peer.lost and silence <= self._silence_limit:
-                self._send_frames(peer, ALIVE)
+                self._ping(peer)
             elif silence > self._silence_limit and (peer.open or not peer.dialled):
                 self._lose(peer, NodeLost(f"{peer.name}: silent for {silence:.1f} s"))
+
+    def _ping(self, peer: UcxPeer) -> None:
+        try:
+            peer.check_active()
+        except WireError as error:
+            self._lose(peer, error)
+        else:
+            self._send_frames(peer, ALIVE)
 
     def _closed(self, name: Peer, attachment: int) -> None:
         """UCX closed an endpoint. What arrived before is still read: a peer may say goodbye and leave."""
@@ -314,6 +349,8 @@ class UcxLink:
         if peer.lost:
             return
         peer.lost = True
+        if isinstance(error, WireError):
+            log.warning("%s is dropped: it sent %s", peer.name, error)
         for done in peer.abandon():
             self._guarded(done, error)
         if peer.open or peer.dialled:

@@ -2,15 +2,12 @@
 
 Everything travels as tagged messages, because ucxx never gives up an active-message receive that stays unanswered, nor
 the endpoint and worker it belongs to. Only HELLO, which is always answered, is an active message: it tells the
-accepting side by which connection it came and on which channel (see tags) to answer. Control is cut into frames of
-FRAME_BYTES, below the size from which UCX asks for a rendezvous: header (kind, last, sequence number, length), then a
-piece of the message; RING receives stand ready for them. A request of UCX keeps no reference to its buffer, so the peer
-does.
+accepting side by which connection it came and on which channel (see tags) to answer. Control is cut into frames (see
+ucx_frames); RING receives stand ready for them. A request of UCX keeps no reference to its buffer, so the peer does.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -18,14 +15,12 @@ import numpy as np
 
 from kv_transfer.link import Done
 from kv_transfer.tags import link_tag
+from kv_transfer.ucx_frames import FRAME_BYTES, GREETING, HEADER, HELLO, WELCOME, FrameReader, FrameWriter, greeting
 from kv_transfer.ucx_library import UcxLibrary
 from protocol.errors import NodeLost, TransferFailed
+from protocol.wire import WireError
 
-HELLO, WELCOME, MESSAGE, ALIVE = range(4)
 CONTROL, WARM = range(2)
-FRAME_BYTES = 8000
-HEADER = struct.Struct("<BBII")
-GREETING = struct.Struct("<BI")
 RING = 8
 SCAN = 64
 
@@ -70,12 +65,10 @@ class UcxPeer:
         assert self._endpoint is None, self.name
         self._endpoint, self.attachment = endpoint, attachment
         self._channel = 0
-        self._expected = self._next_sequence = 0
-        self._early: dict[int, tuple[int, int, bytes]] = {}
-        self._pieces: list[bytes] = []
+        self._reader, self._writer = FrameReader(), FrameWriter()
         self._hello = None if self.dialled else endpoint.am_recv()
         for _ in range(RING):
-            self._post_frame(np.empty(HEADER.size + FRAME_BYTES, dtype=np.uint8))
+            self._post_frame(np.zeros(HEADER.size + FRAME_BYTES, dtype=np.uint8))
 
     def _post_frame(self, buffer: Any) -> None:
         tag = self._library.api.UCXXTag(link_tag(self.attachment, CONTROL))
@@ -85,6 +78,17 @@ class UcxPeer:
         """Dialling side: tell the other one how to answer. Raises NodeLost."""
         data = GREETING.pack(version, self.attachment)
         self._frames_out.append((self._sent(self._endpoint.am_send, self._library.array(data)), data))
+
+    def greeted(self, kind: int, data: bytes) -> tuple[int, int]:
+        """(wire version, channel) of the other side's greeting. Raises WireError where none was due."""
+        if self.open or (kind == WELCOME) is not bool(self.dialled):
+            raise WireError("a greeting out of turn")
+        return greeting(data)
+
+    def check_active(self) -> None:
+        """Raise WireError if active messages came that nobody asked for; they stay in memory until the end."""
+        if self._endpoint is not None and self._endpoint.am_probe():
+            raise WireError("more active messages than the greeting")
 
     def welcome(self, version: int, channel: int) -> None:
         """Accepting side, or the dialling one at the answer: frames go to this channel from now on."""
@@ -103,11 +107,7 @@ class UcxPeer:
 
     def send_frames(self, kind: int, data: bytes = b"") -> None:
         """Queue one message, cut into frames. Raises NodeLost."""
-        for start in range(0, max(1, len(data)), FRAME_BYTES):
-            last = start + FRAME_BYTES >= len(data)
-            piece = data[start : start + FRAME_BYTES]
-            frame = HEADER.pack(kind, last, self._next_sequence, len(piece)) + piece
-            self._next_sequence = (self._next_sequence + 1) & 0xFFFFFFFF
+        for frame in self._writer.cut(kind, data):
             tag = self._library.api.UCXXTag(link_tag(self._channel, CONTROL))
             self._frames_out.append((self._sent(self._endpoint.tag_send, self._library.array(frame), tag), frame))
 
@@ -118,32 +118,23 @@ class UcxPeer:
             raise NodeLost(f"{self.name}: control message not sent: {error}") from error
 
     def receive_messages(self) -> list[tuple[int, bytes]]:
-        """(kind, payload) of the messages that are whole now, in the order of their sending. Raises NodeLost."""
+        """(kind, payload) of the messages that are whole now, in the order of their sending. Raises NodeLost, and
+        WireError for what no link sends."""
         messages: list[tuple[int, bytes]] = []
         try:
             if self._hello is not None and self._hello.completed:
                 self._hello.check_error()
-                messages.append((HELLO, bytes(self._hello.recv_buffer)))
+                messages.append((HELLO, np.asarray(self._hello.recv_buffer).tobytes()))
                 self._hello = None
             while self._frames_in and self._frames_in[0][0].completed:
                 request, buffer = self._frames_in.popleft()
                 request.check_error()
-                self._arrived(buffer.tobytes(), messages)
+                messages += self._reader.take(buffer.tobytes())
                 self._post_frame(buffer)
         except self._library.api.UCXError as error:
             if not messages:
                 raise NodeLost(f"{self.name}: connection broken: {error}") from error
         return messages
-
-    def _arrived(self, data: bytes, messages: list[tuple[int, bytes]]) -> None:
-        kind, last, sequence, length = HEADER.unpack_from(data)
-        self._early[sequence] = kind, last, data[HEADER.size : HEADER.size + length]
-        while (frame := self._early.pop(self._expected, None)) is not None:
-            self._expected = (self._expected + 1) & 0xFFFFFFFF
-            self._pieces.append(frame[2])
-            if frame[1]:
-                messages.append((frame[0], b"".join(self._pieces)))
-                self._pieces.clear()
 
     def post(self, send: bool, tag: int, buffer: Any, done: Done) -> None:
         """Post a block. Raises ValueError for a buffer that UCX would silently treat wrongly, TransferFailed."""

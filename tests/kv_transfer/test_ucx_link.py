@@ -239,3 +239,33 @@ def test_stopped_links_give_their_descriptors_back():
     for _ in range(5):
         pair()
     assert descriptors() - before < 30
+
+
+def test_a_link_thread_that_ends_by_an_exception_says_so_once(links, caplog):
+    faults = []
+    link = links(Recorder(), on_fault=lambda fault: faults.append((fault, threading.current_thread().name)))
+    assert link.fault is None
+
+    def broken(progressed):
+        raise RuntimeError("broken round")
+
+    link._loop._poll = broken
+    link.submit(lambda: None)
+    wait_for(lambda: faults, 5, "fault")
+    assert faults == [("RuntimeError: broken round", "kv-link")]
+    assert link.fault == "RuntimeError: broken round"
+    assert "the link thread ends" in caplog.text
+
+
+def test_the_heartbeat_goes_on_when_idle_and_stands_still_in_a_hang(links):
+    link, held = links(Recorder(), ping_interval=0.1), threading.Event()
+    before = link.heartbeat
+    wait_for(lambda: link.heartbeat > before + 0.2, 5, "idle rounds")
+    entered = threading.Event()
+    link.submit(lambda: (entered.set(), held.wait(10)))
+    assert entered.wait(5)
+    stuck = link.heartbeat
+    assert not held.wait(0.3)
+    assert link.heartbeat == stuck
+    held.set()
+    wait_for(lambda: link.heartbeat > stuck, 5, "rounds again")
