@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.link import MAX_MESSAGE_BYTES, Done, LinkHandler, Peer
+from kv_transfer.listening import addresses_of, restrict
 from kv_transfer.tags import MAX_CHANNEL, link_tag
 from kv_transfer.ucx_frames import ALIVE, HELLO, MESSAGE, WELCOME
 from kv_transfer.ucx_library import context_options, load
@@ -39,7 +40,8 @@ AFTER_CLOSE_S = 0.002
 class UcxLink:
     """Implements kv_transfer.link.Link.
 
-    host            what peers dial, also decides the default devices; the listener itself is bound to all addresses
+    host            what peers dial, also decides the default devices
+    listen          host whose addresses are listened on, by default what peers dial; 0.0.0.0 for all of the machine's
     port            0 lets the kernel choose
     transports      UCX_TLS; net_devices UCX_NET_DEVICES; empty: see ucx_library.context_options
     cuda            add the CUDA lanes; prepare then makes the device current on the link thread
@@ -55,6 +57,7 @@ class UcxLink:
         host: str,
         port: int = 0,
         *,
+        listen: str | None = None,
         transports: str = "",
         net_devices: str = "",
         cuda: bool = False,
@@ -65,6 +68,7 @@ class UcxLink:
         on_fault: Callable[[str], None] = lambda fault: None,
     ):
         self._host, self._port = host, port
+        self._listen = host if listen is None else listen
         self._options = context_options(host, transports, net_devices, cuda)
         self._ping_interval, self._silence_limit = ping_interval, silence_limit
         self._connect_timeout = connect_timeout
@@ -147,8 +151,23 @@ class UcxLink:
         self._worker = worker
         self._listener = self._library.api.UCXListener.create(worker, self._port, self._arrivals.append)
         self._port = self._listener.port
+        self._restrict()
         self._ticked_at = time.monotonic()
         self._loop.call_later(self._ping_interval, self._tick)
+
+    def _restrict(self) -> None:
+        """Before any connection is accepted: only those who dial the host listened on get through."""
+        addresses = addresses_of(self._listen)
+        if addresses is None:
+            return
+        if not addresses:
+            log.warning(
+                "nobody can reach this link: UCX listens on IPv4 only, and %s has no such address", self._listen
+            )
+        try:
+            restrict(self._port, addresses)
+        except OSError as error:
+            log.warning("the link listens on all addresses of this machine, not on %s only: %s", self._listen, error)
 
     def _poll(self, progressed: bool) -> bool:
         worked = False

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from link_processes import Recorder, child, pattern, send_blocks, wait_for
+from link_processes import Recorder, child, listen, pattern, send_blocks, wait_for
 
 from kv_transfer.ucx import UcxLink
 from protocol.errors import ConfigError, NodeLost
@@ -269,3 +269,22 @@ def test_the_heartbeat_goes_on_when_idle_and_stands_still_in_a_hang(links):
     assert link.heartbeat == stuck
     held.set()
     wait_for(lambda: link.heartbeat > stuck, 5, "rounds again")
+
+
+def test_a_port_can_be_bound_again_at_once_after_a_kill():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for _ in range(3):
+        with child(listen, port) as (process, pipe):
+            assert pipe.poll(30)
+            assert pipe.recv() == "listening"
+            recorder, client = Recorder(), UcxLink("127.0.0.1")
+            client.start(recorder)
+            client.submit(lambda client=client: client.send(client.connect(f"127.0.0.1:{port}"), b"hi"))
+            assert pipe.poll(10)
+            assert pipe.recv() == b"hi"
+            os.kill(process.pid, signal.SIGKILL)
+            process.join(10)
+            wait_for(lambda recorder=recorder: recorder.lost, 5, "loss")
+            client.stop()
