@@ -7,11 +7,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ipaddress
+import logging
 import os
 import socket
 import stat
 import struct
 
+log = logging.getLogger(__name__)
 UNSPECIFIED = ("", "0.0.0.0", "::")
 SO_ATTACH_FILTER = 26
 INSTRUCTION = struct.Struct("HBBI")
@@ -20,6 +22,20 @@ LOAD_WORD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
 DESTINATION = 0xFFF00000 + 16
 """The destination in an IPv4 header, which a filter finds at this negative offset."""
 WHOLE, NOTHING = 0xFFFFFFFF, 0
+
+
+def confine(port: int, host: str) -> None:
+    """Before any connection is accepted: let only those through who dial the host. Raises OSError for an unknown name;
+    where the kernel refuses, the log says so."""
+    addresses = addresses_of(host)
+    if addresses is None:
+        return
+    if not addresses:
+        log.warning("nobody can reach this link: UCX listens on IPv4 only, and %s has no such address", host)
+    try:
+        restrict(port, addresses)
+    except OSError as error:
+        log.warning("the link listens on all addresses of this machine, not on %s only: %s", host, error)
 
 
 def addresses_of(host: str) -> set[str] | None:

@@ -86,7 +86,7 @@ def test_sigkill_of_the_sender_fails_all_receives_and_goes_quiet(links):
         pipe.send(("message", b"hello"))
         wait_for(lambda: recorder.messages)
         peer = recorder.messages[0][0]
-        blocks = np.zeros((64, BLOCK), dtype=np.uint8)
+        blocks = np.zeros((150, BLOCK), dtype=np.uint8)
         receive(link, peer, blocks, done)
         pipe.send(("send", 0, 40))
         wait_for(lambda: done, what="first block")
@@ -96,7 +96,7 @@ def test_sigkill_of_the_sender_fails_all_receives_and_goes_quiet(links):
         link.submit(lambda: link.disconnect(peer, lambda: quiet.append(blocks.copy())))
         wait_for(lambda: quiet, 2, "quiet")
         assert time.monotonic() - killed < 2
-        assert len(done) == 64
+        assert len(done) == 150
         assert sum(error is None for error in done) <= 40
         time.sleep(0.2)
         assert np.array_equal(quiet[0], blocks)
