@@ -89,7 +89,7 @@ class Transfers(Generic[T]):
         try:
             return read(data, expected)
         except WireError as error:
-            log.warning("%s is dropped: it sent %s", peer, error)
+            log.warning("%s is dropped: %s", peer, error)
             self.drop(peer, error)
             return None
 

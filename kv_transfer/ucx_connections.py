@@ -232,7 +232,7 @@ class UcxConnections:
             return
         peer.lost = True
         if isinstance(error, WireError):
-            log.warning("%s is dropped: it sent %s", peer.name, error)
+            log.warning("%s is dropped: %s", peer.name, error)
         for done in peer.abandon():
             guarded(done, error)
         if peer.open or peer.dialled:
