@@ -99,9 +99,10 @@ class Transfers(Generic[T]):
             return
         self._closing.add(peer)
         self._forget(peer)
-        known = error if isinstance(error, KvferryError) else TransferFailed(f"{peer}: {error}")
+        if not isinstance(error, KvferryError) or isinstance(error, WireError):
+            error = TransferFailed(f"{peer}: {error}")
         for transfer in tuple(self._by_peer.get(peer, {}).values()):
-            self._fail(transfer, known)
+            self._fail(transfer, error)
 
         def closed() -> None:
             for transfer in tuple(self._by_peer.get(peer, {}).values()):
