@@ -8,6 +8,7 @@ from __future__ import annotations
 
 MAX_NONCE = (1 << 24) - 1
 MAX_TRANSFER = (1 << 24) - 1
+MAX_CHANNEL = (1 << 24) - 1
 MAX_BLOCKS = 1 << 16
 """Blocks of a prompt that one ship can address."""
 
@@ -21,4 +22,5 @@ def block_tag(nonce: int, transfer: int, index: int) -> int:
 
 def link_tag(channel: int, use: int) -> int:
     """Tag for the link's own messages to the connection that the receiving process knows by this channel number."""
-    return (channel & MAX_TRANSFER) << 16 | use
+    assert 0 < channel <= MAX_CHANNEL, channel
+    return channel << 16 | use

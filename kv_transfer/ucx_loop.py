@@ -30,7 +30,8 @@ CLOSING_ROUNDS = 100
 
 class UcxLoop:
     """opened(worker) runs on the thread before start returns, poll(progressed) after every round (progressed: requests
-    may have completed; it returns whether it found work), closing() last."""
+    may have completed; it returns whether it found work), closing() last. An exception in a round ends the thread:
+    nothing that was posted will complete, so `fault` says why and on_fault(text) runs once, on the dying thread."""
 
     def __init__(
         self,
@@ -40,9 +41,12 @@ class UcxLoop:
         opened: Callable[[Any], None],
         poll: Callable[[bool], bool],
         closing: Callable[[], None],
+        on_fault: Callable[[str], None],
     ):
         self._library, self._options, self._prepare = library, options, prepare
-        self._opened, self._poll, self._closing = opened, poll, closing
+        self._opened, self._poll, self._closing, self._on_fault = opened, poll, closing, on_fault
+        self.fault: str | None = None
+        self.heartbeat = time.monotonic()
         self._commands: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
@@ -89,14 +93,19 @@ class UcxLoop:
         started.set_result(None)
         try:
             self._rounds(worker)
-            self._closing()
-            for _ in range(CLOSING_ROUNDS):
-                if not self._run_due():
-                    break
-        except Exception:
-            log.exception("link thread died")
+            self._close()
+        except Exception as error:
+            log.exception("the link thread ends")
+            self.fault = f"{type(error).__name__}: {error}"
+            self._on_fault(self.fault)
         finally:
             self._epoll.close()
+
+    def _close(self) -> None:
+        self._closing()
+        for _ in range(CLOSING_ROUNDS):
+            if not self._run_due():
+                break
 
     def _open(self) -> Any:
         if self._prepare is not None:
@@ -114,6 +123,7 @@ class UcxLoop:
     def _rounds(self, worker: Any) -> None:
         worked_at = time.monotonic()
         while not self._stopping:
+            self.heartbeat = time.monotonic()
             ran = self._run_due()
             progressed = self._progress(worker)
             if self._poll(ran or progressed) or ran or progressed:

@@ -1,53 +1,34 @@
-"""One endpoint of a UCX link: framed control messages in order, and the blocks in flight on it.
+"""One endpoint of a UCX link: its greeting, framed control messages in order, and the blocks in flight (ucx_blocks).
 
 Everything travels as tagged messages, because ucxx never gives up an active-message receive that stays unanswered, nor
 the endpoint and worker it belongs to. Only HELLO, which is always answered, is an active message: it tells the
-accepting side by which connection it came and on which channel (see tags) to answer. Control is cut into frames of
-FRAME_BYTES, below the size from which UCX asks for a rendezvous: header (kind, last, sequence number, length), then a
-piece of the message; RING receives stand ready for them. A request of UCX keeps no reference to its buffer, so the peer
-does.
+accepting side by which connection it came and on which channel (see tags) to answer. Control is cut into frames (see
+ucx_frames); RING receives stand ready for them. A request of UCX keeps no reference to its buffer, so the peer does.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from kv_transfer.link import Done
 from kv_transfer.tags import link_tag
+from kv_transfer.ucx_blocks import Post, UcxBlocks
+from kv_transfer.ucx_frames import FRAME_BYTES, GREETING, HEADER, HELLO, WELCOME, FrameReader, FrameWriter, greeting
 from kv_transfer.ucx_library import UcxLibrary
-from protocol.errors import NodeLost, TransferFailed
+from protocol.errors import NodeLost
+from protocol.wire import WireError
 
-HELLO, WELCOME, MESSAGE, ALIVE = range(4)
 CONTROL, WARM = range(2)
-FRAME_BYTES = 8000
-HEADER = struct.Struct("<BBII")
-GREETING = struct.Struct("<BI")
 RING = 8
-SCAN = 64
-
-
-class Operation(NamedTuple):
-    request: Any
-    buffer: Any
-    done: Done
-
-
-class Post(NamedTuple):
-    """A block operation asked for before the connection was open."""
-
-    send: bool
-    tag: int
-    buffer: Any
-    done: Done
 
 
 class UcxPeer:
     """State of one connection; only the link thread touches it. `name` is what the link's users hold; `dialled` is the
-    address of a peer that this side connects to, empty where the peer connected."""
+    address of a peer that this side connects to, empty where the peer connected. `lost` for good: by a loss, or closed
+    by this side."""
 
     def __init__(self, name: str, library: UcxLibrary, now: float, dialled: str = ""):
         self.name, self.dialled = name, dialled
@@ -61,21 +42,18 @@ class UcxPeer:
         self._hello: Any = None
         self._frames_in: deque[tuple[Any, Any]] = deque()
         self._frames_out: deque[tuple[Any, bytes]] = deque()
-        self._operations: deque[Operation] = deque()
-        self._kept: list[Operation] = []
-        self._unscanned = 0
+        self.blocks = UcxBlocks(name, library)
 
     def attach(self, endpoint: Any, attachment: int) -> None:
         """Use this endpoint; `attachment` numbers it in this process and is its channel for the other side's frames."""
         assert self._endpoint is None, self.name
         self._endpoint, self.attachment = endpoint, attachment
+        self.blocks.endpoint = endpoint
         self._channel = 0
-        self._expected = self._next_sequence = 0
-        self._early: dict[int, tuple[int, int, bytes]] = {}
-        self._pieces: list[bytes] = []
+        self._reader, self._writer = FrameReader(), FrameWriter()
         self._hello = None if self.dialled else endpoint.am_recv()
         for _ in range(RING):
-            self._post_frame(np.empty(HEADER.size + FRAME_BYTES, dtype=np.uint8))
+            self._post_frame(np.zeros(HEADER.size + FRAME_BYTES, dtype=np.uint8))
 
     def _post_frame(self, buffer: Any) -> None:
         tag = self._library.api.UCXXTag(link_tag(self.attachment, CONTROL))
@@ -86,28 +64,26 @@ class UcxPeer:
         data = GREETING.pack(version, self.attachment)
         self._frames_out.append((self._sent(self._endpoint.am_send, self._library.array(data)), data))
 
+    def greeted(self, kind: int, data: bytes) -> tuple[int, int]:
+        """(wire version, channel) of the other side's greeting. Raises WireError where none was due."""
+        if self.open or (kind == WELCOME) is not bool(self.dialled):
+            raise WireError("a greeting out of turn")
+        return greeting(data)
+
+    def check_active(self) -> None:
+        """Raise WireError if active messages came that nobody asked for; they stay in memory until the end."""
+        if self._endpoint is not None and self._endpoint.am_probe():
+            raise WireError("more active messages than the greeting")
+
     def welcome(self, version: int, channel: int) -> None:
         """Accepting side, or the dialling one at the answer: frames go to this channel from now on."""
         self._channel, self.open = channel, True
         if not self.dialled:
             self.send_frames(WELCOME, GREETING.pack(version, self.attachment))
 
-    @property
-    def scanned(self) -> bool:
-        """Whether every operation was looked at since UCX last made progress."""
-        return not self._unscanned
-
-    def wake(self) -> None:
-        """UCX made progress: any operation may be complete now."""
-        self._unscanned = len(self._operations)
-
     def send_frames(self, kind: int, data: bytes = b"") -> None:
         """Queue one message, cut into frames. Raises NodeLost."""
-        for start in range(0, max(1, len(data)), FRAME_BYTES):
-            last = start + FRAME_BYTES >= len(data)
-            piece = data[start : start + FRAME_BYTES]
-            frame = HEADER.pack(kind, last, self._next_sequence, len(piece)) + piece
-            self._next_sequence = (self._next_sequence + 1) & 0xFFFFFFFF
+        for frame in self._writer.cut(kind, data):
             tag = self._library.api.UCXXTag(link_tag(self._channel, CONTROL))
             self._frames_out.append((self._sent(self._endpoint.tag_send, self._library.array(frame), tag), frame))
 
@@ -118,77 +94,31 @@ class UcxPeer:
             raise NodeLost(f"{self.name}: control message not sent: {error}") from error
 
     def receive_messages(self) -> list[tuple[int, bytes]]:
-        """(kind, payload) of the messages that are whole now, in the order of their sending. Raises NodeLost."""
+        """(kind, payload) of the messages that are whole now, in the order of their sending. Raises NodeLost, and
+        WireError for what no link sends."""
+        while self._frames_out and self._frames_out[0][0].completed:
+            self._frames_out.popleft()
         messages: list[tuple[int, bytes]] = []
         try:
             if self._hello is not None and self._hello.completed:
                 self._hello.check_error()
-                messages.append((HELLO, bytes(self._hello.recv_buffer)))
+                messages.append((HELLO, np.asarray(self._hello.recv_buffer).tobytes()))
                 self._hello = None
             while self._frames_in and self._frames_in[0][0].completed:
                 request, buffer = self._frames_in.popleft()
                 request.check_error()
-                self._arrived(buffer.tobytes(), messages)
+                messages += self._reader.take(buffer.tobytes())
                 self._post_frame(buffer)
         except self._library.api.UCXError as error:
             if not messages:
                 raise NodeLost(f"{self.name}: connection broken: {error}") from error
         return messages
 
-    def _arrived(self, data: bytes, messages: list[tuple[int, bytes]]) -> None:
-        kind, last, sequence, length = HEADER.unpack_from(data)
-        self._early[sequence] = kind, last, data[HEADER.size : HEADER.size + length]
-        while (frame := self._early.pop(self._expected, None)) is not None:
-            self._expected = (self._expected + 1) & 0xFFFFFFFF
-            self._pieces.append(frame[2])
-            if frame[1]:
-                messages.append((frame[0], b"".join(self._pieces)))
-                self._pieces.clear()
-
-    def post(self, send: bool, tag: int, buffer: Any, done: Done) -> None:
-        """Post a block. Raises ValueError for a buffer that UCX would silently treat wrongly, TransferFailed."""
-        array = self._library.array(buffer)
-        if not array.c_contiguous or not (send or not array.readonly):
-            raise ValueError(f"a block's buffer must be contiguous{'' if send else ' and writable'}")
-        call = self._endpoint.tag_send if send else self._endpoint.tag_recv
-        try:
-            request = call(array, self._library.api.UCXXTag(tag))
-        except self._library.api.UCXError as error:
-            raise TransferFailed(f"{self.name}: UCX refused a block: {error}") from error
-        self._operations.append(Operation(request, (buffer, array), done))
-        self._unscanned += 1
-
-    def reap(self) -> list[tuple[Done, Exception | None]]:
-        """Look at up to SCAN operations not looked at yet; those that ended, with their errors."""
-        while self._frames_out and self._frames_out[0][0].completed:
-            self._frames_out.popleft()
-        ended: list[tuple[Done, Exception | None]] = []
-        count = min(SCAN, self._unscanned)
-        self._unscanned -= count
-        for _ in range(count):
-            operation = self._operations.popleft()
-            if operation.request.completed:
-                ended.append((operation.done, self._error_of(operation.request)))
-            else:
-                self._operations.append(operation)
-        return ended
-
-    def _error_of(self, request: Any) -> Exception | None:
-        try:
-            request.check_error()
-        except self._library.api.UCXError as error:
-            return TransferFailed(f"{self.name}: block not transferred: {error}")
-        return None
-
     def abandon(self) -> list[Done]:
-        """Callbacks of every operation not ended. Buffers stay referenced until `close`: UCX may still touch them."""
+        """Callbacks of every block not ended, also of those that waited for the connection."""
         dones = [post.done for post in self.outbox if isinstance(post, Post)]
-        dones += [operation.done for operation in self._operations]
-        self._kept.extend(self._operations)
         self.outbox.clear()
-        self._operations.clear()
-        self._unscanned = 0
-        return dones
+        return dones + self.blocks.abandon()
 
     def close(self) -> None:
         """Force the endpoint closed (some milliseconds); afterwards UCX touches none of its buffers."""
@@ -198,4 +128,4 @@ class UcxPeer:
         self._endpoint = self._hello = None
         self._frames_out.clear()
         self._frames_in.clear()
-        self._kept.clear()
+        self.blocks.release()

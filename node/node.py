@@ -128,6 +128,7 @@ class Node:
         return UcxLink(
             self.host,
             settings.link_port,
+            listen=settings.host,
             transports=settings.ucx_transports,
             net_devices=settings.ucx_net_devices,
             cuda=device.type == "cuda",

@@ -125,7 +125,7 @@ class Worker:
         if isinstance(service, PrefillService):
             tables += [service._attempts, service._ships, {} if self.link_lost else service._sender._ships]
         else:
-            tables += [{} if self.link_lost else service._receiver._reservations]
+            tables += [{} if self.link_lost else service._receiver._grants]
         return self.node.engine.busy or service.busy() or any(tables)
 
 

@@ -89,3 +89,13 @@ def send_blocks(pipe, address: str, count: int, size: int, options: dict) -> Non
             wait_for(lambda n=command[1]: len(done) == n, 20, "sends")
             pipe.send([str(e) for e in done if e])
     link.stop()
+
+
+def listen(pipe, port: int) -> None:
+    """Child: listen on the port and pass on what is heard until killed."""
+    from kv_transfer.ucx import UcxLink
+
+    link = UcxLink("127.0.0.1", port)
+    link.start(Recorder(lambda peer, data: pipe.send(data)))
+    pipe.send("listening")
+    pipe.poll(60)

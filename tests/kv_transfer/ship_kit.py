@@ -229,3 +229,15 @@ class DecodeSide:
 def content(transfer: int, index: int) -> int:
     """The byte that fills a prompt block; never the canary, the filler or the late byte."""
     return 1 + (transfer * 31 + index * 7) % 80
+
+
+def check_moves(moves: dict, live: frozenset, failed) -> None:
+    """Every state reaches an end, and the live ones alone may fail."""
+    ends = {state for state, nexts in moves.items() if not nexts}
+    for state in moves:
+        reached, todo = set(), {state}
+        while todo:
+            reached |= todo
+            todo = {n for s in todo for n in moves[s]} - reached
+        assert reached & ends, state
+    assert {s for s in moves if failed in moves[s]} == live

@@ -159,7 +159,7 @@ class Ships(RuleBasedStateMachine):
         self.books_balance()
         assert self.prefill.pool.ledger.num_held == self.decode.pool.ledger.num_held == 0
         assert not self.prefill.sender._ships or self.lossy
-        assert not self.decode.receiver._reservations
+        assert not self.decode.receiver._grants
 
 
 Ships.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

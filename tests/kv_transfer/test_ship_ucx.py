@@ -30,10 +30,12 @@ class Decode:
         self.target = DecodeTarget("d", 1, self.link.address, "f")
         self.events: list[str] = []
         self.jobs: list[object] = []
+        self.keys: list[object] = []
         self.blocks = blocks
 
     def reserve(self, key, job):
         self.jobs.append(job)
+        self.keys.append(key)
         self.receiver.granted(key, 0, range(self.blocks))
 
     def ready(self, key, commit):
@@ -124,8 +126,7 @@ def test_cancel_by_decode_in_mid_ship_ends_both_sides(decode):
     with child(prefill_process, decode.target, BLOCKS, BLOCK, {}) as (_, pipe):
         started(pipe)
         ask(pipe, "ship", 0, 20)
-        key = next(iter(decode.receiver._reservations))
-        decode.receiver.cancel(key, Cancelled("test"))
+        decode.receiver.cancel(decode.keys[0], Cancelled("test"))
         name, error = event(pipe)
         assert (name, error) == ("failed", "cancelled: test")
         assert event(pipe)[0] == "quiet"

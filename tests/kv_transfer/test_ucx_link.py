@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from link_processes import Recorder, child, pattern, send_blocks, wait_for
+from link_processes import Recorder, child, listen, pattern, send_blocks, wait_for
 
 from kv_transfer.ucx import UcxLink
 from protocol.errors import ConfigError, NodeLost
@@ -86,7 +86,7 @@ def test_sigkill_of_the_sender_fails_all_receives_and_goes_quiet(links):
         pipe.send(("message", b"hello"))
         wait_for(lambda: recorder.messages)
         peer = recorder.messages[0][0]
-        blocks = np.zeros((64, BLOCK), dtype=np.uint8)
+        blocks = np.zeros((150, BLOCK), dtype=np.uint8)
         receive(link, peer, blocks, done)
         pipe.send(("send", 0, 40))
         wait_for(lambda: done, what="first block")
@@ -96,7 +96,7 @@ def test_sigkill_of_the_sender_fails_all_receives_and_goes_quiet(links):
         link.submit(lambda: link.disconnect(peer, lambda: quiet.append(blocks.copy())))
         wait_for(lambda: quiet, 2, "quiet")
         assert time.monotonic() - killed < 2
-        assert len(done) == 64
+        assert len(done) == 150
         assert sum(error is None for error in done) <= 40
         time.sleep(0.2)
         assert np.array_equal(quiet[0], blocks)
@@ -239,3 +239,52 @@ def test_stopped_links_give_their_descriptors_back():
     for _ in range(5):
         pair()
     assert descriptors() - before < 30
+
+
+def test_a_link_thread_that_ends_by_an_exception_says_so_once(links, caplog):
+    faults = []
+    link = links(Recorder(), on_fault=lambda fault: faults.append((fault, threading.current_thread().name)))
+    assert link.fault is None
+
+    def broken(progressed):
+        raise RuntimeError("broken round")
+
+    link._loop._poll = broken
+    link.submit(lambda: None)
+    wait_for(lambda: faults, 5, "fault")
+    assert faults == [("RuntimeError: broken round", "kv-link")]
+    assert link.fault == "RuntimeError: broken round"
+    assert "the link thread ends" in caplog.text
+
+
+def test_the_heartbeat_goes_on_when_idle_and_stands_still_in_a_hang(links):
+    link, held = links(Recorder(), ping_interval=0.1), threading.Event()
+    before = link.heartbeat
+    wait_for(lambda: link.heartbeat > before + 0.2, 5, "idle rounds")
+    entered = threading.Event()
+    link.submit(lambda: (entered.set(), held.wait(10)))
+    assert entered.wait(5)
+    stuck = link.heartbeat
+    assert not held.wait(0.3)
+    assert link.heartbeat == stuck
+    held.set()
+    wait_for(lambda: link.heartbeat > stuck, 5, "rounds again")
+
+
+def test_a_port_can_be_bound_again_at_once_after_a_kill():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for _ in range(3):
+        with child(listen, port) as (process, pipe):
+            assert pipe.poll(30)
+            assert pipe.recv() == "listening"
+            recorder, client = Recorder(), UcxLink("127.0.0.1")
+            client.start(recorder)
+            client.submit(lambda client=client: client.send(client.connect(f"127.0.0.1:{port}"), b"hi"))
+            assert pipe.poll(10)
+            assert pipe.recv() == b"hi"
+            os.kill(process.pid, signal.SIGKILL)
+            process.join(10)
+            wait_for(lambda recorder=recorder: recorder.lost, 5, "loss")
+            client.stop()

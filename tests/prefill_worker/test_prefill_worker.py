@@ -105,7 +105,7 @@ async def offered(router: Router, stack: contextlib.ExitStack, job: Job) -> Answ
     """The decode node has not answered the offer."""
     stack.enter_context(router.decode.frozen_engine())
     answer = router.post_prefill(job, router.decode.target)
-    await until(lambda: router.decode.service._receiver._reservations)
+    await until(lambda: router.decode.service._receiver._grants)
     return answer
 
 

@@ -1,0 +1,99 @@
+"""Control messages as they come off the wire: unpacked, with every field of the declared type and within its bounds
+before anyone acts on it. The codec checks the number of fields only, and a peer may be of another make or broken.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Hashable
+from dataclasses import fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from kv_transfer.checksum import UNVERIFIED
+from kv_transfer.tags import MAX_BLOCKS, MAX_NONCE
+from protocol.messages import Abort, Commit, CommitAck, Grant, GrantRequest, Job, Refusal
+from protocol.wire import WireError, unpack
+
+Check = Callable[[Any], bool]
+INTEGERS = range(-(1 << 63), 1 << 63)
+MAX_DEADLINE_S = 1e9
+
+
+def read(data: bytes, expected: Any) -> Any:
+    """The message, which is an `expected` (a class or a union of them). Raises WireError for everything else."""
+    message = unpack(data)
+    if not isinstance(message, expected):
+        raise WireError(f"a {type(message).__name__} is no message for this side")
+    if not (_checker(message.__class__)(message) and message.transfer > 0 and _within_bounds(message)):
+        raise WireError(f"a {type(message).__name__} with a field of the wrong type or out of bounds")
+    return message
+
+
+def _within_bounds(message: Any) -> bool:
+    match message:
+        case GrantRequest(job=job):
+            return _job_within_bounds(job)
+        case Grant(first_block=first, block_count=count, nonce=nonce):
+            return first >= 0 and count >= 0 and first + count <= MAX_BLOCKS and 0 < nonce <= MAX_NONCE
+        case Commit(block_count=count, checksums=checksums):
+            return 0 <= count <= MAX_BLOCKS and all(UNVERIFIED <= crc < 1 << 32 for crc in checksums)
+        case Refusal() | Abort() | CommitAck():
+            return True
+    return False
+
+
+def _job_within_bounds(job: Job) -> bool:
+    lengths = 0 < job.prompt_len <= len(job.token_ids)
+    return lengths and min(job.token_ids) >= 0 and 0 <= job.deadline_s <= MAX_DEADLINE_S
+
+
+@cache
+def _checker(kind: Hashable) -> Check:
+    """Whether a value is of a declared type: plain ones, tuples, unions, and frozen dataclasses of them."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = get_type_hints(kind)
+        checks = [(field.name, _checker(hints[field.name])) for field in fields(kind)]
+        return lambda value: isinstance(value, kind) and all(check(getattr(value, name)) for name, check in checks)
+    if isinstance(kind, UnionType):
+        members = [_checker(member) for member in get_args(kind)]
+        return lambda value: any(check(value) for check in members)
+    if get_origin(kind) is tuple:
+        return _tuple_checker(*get_args(kind))
+    return _PLAIN[kind]
+
+
+def _tuple_checker(*kinds: Any) -> Check:
+    if kinds == (int, ...):
+        return _are_integers
+    checks = [_checker(kind) for kind in kinds if kind is not Ellipsis]
+    if Ellipsis in kinds:
+        return lambda value: isinstance(value, tuple) and all(map(checks[0], value))
+    return lambda value: (
+        isinstance(value, tuple)
+        and len(value) == len(checks)
+        and all(check(item) for check, item in zip(checks, value, strict=True))
+    )
+
+
+def _are_integers(value: Any) -> bool:
+    """A prompt has up to hundreds of thousands of tokens: no Python code for each of them."""
+    try:
+        return isinstance(value, tuple) and array("q", value).itemsize == 8
+    except (TypeError, OverflowError):
+        return False
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+_PLAIN: dict[Any, Check] = {
+    int: lambda value: type(value) is int and value in INTEGERS,
+    float: _is_number,
+    bool: lambda value: type(value) is bool,
+    str: lambda value: isinstance(value, str),
+    NoneType: lambda value: value is None,
+}

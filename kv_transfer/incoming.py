@@ -1,0 +1,77 @@
+"""The blocks of one transfer on their way in. This module knows no job and no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kv_transfer.block_path import BlockPath
+from kv_transfer.checksum import UNVERIFIED, is_sampled
+from kv_transfer.link import Done, Peer
+from kv_transfer.tags import block_tag
+from protocol.messages import Grant
+
+
+class Incoming:
+    """Receives the prompt blocks of a grant into blocks of memory. Runs on the link thread.
+
+    in_flight  receives not completed; summing: checksums still being taken
+    moved()    runs after every block that landed and every checksum that ended
+    broken(e)  runs when a receive failed: the connection must be closed
+    """
+
+    def __init__(
+        self,
+        path: BlockPath,
+        grant: Grant,
+        peer: Peer,
+        moved: Callable[[], None],
+        broken: Callable[[Exception], None],
+    ):
+        self._path, self._grant, self._peer = path, grant, peer
+        self._moved, self._broken = moved, broken
+        self._crcs: dict[int, int] = {}
+        self._given_up = False
+        self.in_flight = self.summing = 0
+
+    @property
+    def count(self) -> int:
+        return self._grant.block_count
+
+    def post(self, block_ids: Sequence[int]) -> None:
+        """Post all receives, under the tags that the sender will use."""
+        transfer = self._grant.transfer
+        self.in_flight = self.count
+        for index, block_id in enumerate(block_ids, self._grant.first_block):
+            buffer = self._path.memory.block(block_id)
+            tag = block_tag(self._grant.nonce, transfer, index)
+            sampled = is_sampled(transfer, index, self._path.verify)
+            self._path.link.receive_block(self._peer, tag, buffer, self._landing(index, buffer if sampled else None))
+
+    def give_up(self) -> None:
+        """Take no more checksums: what lands now may be filler."""
+        self._given_up = True
+
+    def wrong(self, theirs: Sequence[int]) -> int | None:
+        """The first prompt block whose checksum is not the sender's, if any; `theirs` is empty where it took none."""
+        known = dict(enumerate(theirs, self._grant.first_block))
+        differing = (i for i, crc in self._crcs.items() if known.get(i, UNVERIFIED) not in (UNVERIFIED, crc))
+        return next(differing, None)
+
+    def _landing(self, index: int, sampled: Any) -> Done:
+        def landed(error: Exception | None) -> None:
+            if error is not None:
+                self._broken(error)
+                return
+            self.in_flight -= 1
+            if sampled is not None and not self._given_up:
+                self.summing += 1
+                self._path.checksums.take(sampled, lambda crc: self._summed(index, crc))
+            self._moved()
+
+        return landed
+
+    def _summed(self, index: int, crc: int) -> None:
+        self._crcs[index] = crc
+        self.summing -= 1
+        self._moved()
