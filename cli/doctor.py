@@ -9,6 +9,7 @@ from typing import Literal, TextIO
 
 from cli import preflight
 from cli.door import available_cores
+from process.address import host_port
 from protocol.errors import ConfigError
 from protocol.settings import ServeSettings
 
@@ -90,7 +91,7 @@ def memory(settings: ServeSettings) -> Result:
 
 def port(settings: ServeSettings) -> Result:
     """The router's port is free, or a router already answers there."""
-    place = f"{settings.host}:{settings.port}"
+    place = host_port(settings.host, settings.port)
     try:
         preflight.free_port(settings.host, settings.port)
     except ConfigError:
@@ -153,7 +154,6 @@ def _answers_health(host: str, port: int) -> bool:
     import httpx
 
     try:
-        name = f"[{host}]" if ":" in host else host
-        return httpx.get(f"http://{name}:{port}/health", timeout=2.0, trust_env=False).status_code == 200
+        return httpx.get(f"http://{host_port(host, port)}/health", timeout=2.0, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False

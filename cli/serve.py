@@ -23,6 +23,7 @@ from cli.door import worker_threads
 from cli.options import to_argv, variable
 from cli.progress import Progress, progress_on
 from cli.supervisor import Supervisor
+from process.address import host_port
 from protocol.errors import ConfigError
 from protocol.settings import CommonSettings, RouterSettings, ServeSettings, WorkerSettings
 
@@ -193,8 +194,8 @@ def _command(name: str, subcommand: str, settings: CommonSettings, program: Prog
 
 
 def _dialable(settings: ServeSettings) -> str:
-    host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(settings.host, settings.host)
-    return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{settings.port}"
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(settings.host, settings.host)
+    return f"http://{host_port(host, settings.port)}"
 
 
 def _show(progress: Progress, child: Child) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
@@ -51,7 +50,7 @@ class LeaseKeeper:
 
     make_lease    the lease as of now
     on_restored   the registry answers again after a failure, or lost our lease: what was published there may be gone
-    on_outcome    told "renewed", "created", "fenced" or "failed" after each try (also counted in `outcomes`)
+    on_outcome    told "renewed", "created", "fenced" or "failed" after each try
 
     Belongs to one asyncio loop; callbacks come on it.
     """
@@ -65,7 +64,6 @@ class LeaseKeeper:
         on_outcome: Callable[[str], None] = lambda outcome: None,
         period_s: float = RENEWAL_S,
     ) -> None:
-        self.outcomes: Counter[str] = Counter()
         self._registry, self._make_lease = registry, make_lease
         self._on_restored, self._on_outcome = on_restored, on_outcome
         self._period_s = period_s
@@ -76,11 +74,6 @@ class LeaseKeeper:
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def up(self) -> bool:
-        """Whether the last try reached the registry."""
-        return self._failures == 0
-
     async def start(self) -> None:
         """Announce once, then keep announcing until `stop`."""
         await self.announce_now()
@@ -90,7 +83,6 @@ class LeaseKeeper:
         """Announce outside the rhythm (the node's state changed). Returns whether the registry took it."""
         async with self._busy:
             outcome = await self._announce()
-        self.outcomes[outcome] += 1
         self._on_outcome(outcome)
         return outcome in (Announced.RENEWED, Announced.CREATED)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decode_worker.service import DecodeService
-from node.process import serve_node
+from node.serve import serve_node
 from protocol.settings import WorkerSettings
 
 

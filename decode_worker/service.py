@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request, Response
 
-from decode_worker.streams import TokenStreams, frames
+from decode_worker.streams import RouterStreams, frames
 from engine.events import Event, Failed, Generated, ReservationFailed, Reserved
 from kv_transfer.ports import TransferKey
 from kv_transfer.receiver import Receiver
@@ -29,7 +29,7 @@ class DecodeService:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._streams = TokenStreams(self._router_lost)
+        self._streams = RouterStreams(self._router_lost)
         self._link = node.make_link()
         self._receiver = Receiver(
             self._link,

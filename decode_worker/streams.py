@@ -12,7 +12,7 @@ MAX_QUEUED_FRAMES = 4096
 """A reader this far behind is taken for gone."""
 
 
-class TokenStreams:
+class RouterStreams:
     """Open streams by router id. A router's newest stream replaces its older one. Owned by the asyncio loop.
 
     on_lost(router_id): the router has no stream any more; whatever runs for it has no reader.

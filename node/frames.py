@@ -9,6 +9,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from process.disconnect import disconnected
 from protocol.wire import pack
 
 MEDIA_TYPE = "application/msgpack"
@@ -26,7 +27,7 @@ class FrameResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.create_task(self._pump(send))
-        watch = asyncio.create_task(_disconnected(receive))
+        watch = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -40,8 +41,3 @@ class FrameResponse(Response):
         async for message in self._messages:
             await send({"type": "http.response.body", "body": pack(message), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

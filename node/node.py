@@ -25,6 +25,7 @@ from engine.loop import EngineLoop
 from kv_transfer.ucx import UcxLink
 from node.assembly import Assembled, assemble
 from node.rates import RateMeter, warm_up
+from process.address import host_port
 from process.http import bind, make_app, make_server, serve_metrics
 from process.signals import Stop
 from process.status import Status
@@ -90,7 +91,7 @@ class Node:
 
     @property
     def http_url(self) -> str:
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        return f"http://{host_port(self.host, self.port)}"
 
     @property
     def was_ready(self) -> bool:

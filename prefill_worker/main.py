@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from node.process import serve_node
+from node.serve import serve_node
 from prefill_worker.service import PrefillService
 from protocol.settings import WorkerSettings
 

@@ -27,8 +27,8 @@ from protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, Pre
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
-    """One open `POST /attempts/prefill`. `outbox` feeds its response; None ends it."""
+class Answer:
+    """To one `POST /attempts/prefill`, as long as its attempt goes on. `outbox` feeds the response; None ends it."""
 
     job: Job
     transfer: int | None = None
@@ -40,8 +40,8 @@ class PrefillService:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._attempts: dict[Key, Attempt] = {}
-        self._ships: dict[int, Attempt] = {}
+        self._answers: dict[Key, Answer] = {}
+        self._ships: dict[int, Answer] = {}
         self._link = node.make_link()
         memory = PoolMemory(node.parts.kv)
         self._sender = Sender(
@@ -59,23 +59,23 @@ class PrefillService:
     async def post_prefill(self, request: Request) -> Response:
         """Begin an attempt; the response streams FirstToken, then ShipDone, or AttemptFailed."""
         self._node.require_ready()
-        attempt = self._begin(await read_message(request, PrefillRequest))
-        return FrameResponse(_drain(attempt), on_close=lambda: self._abandon(attempt))
+        answer = self._begin(await read_message(request, PrefillRequest))
+        return FrameResponse(_drain(answer), on_close=lambda: self._abandon(answer))
 
     async def post_cancel(self, request: Request) -> None:
         """Drop all attempts of a request up to the given one."""
         cancel = await read_message(request, CancelRequest)
         self._node.engine.submit(lambda engine: engine.cancel(cancel.request_id, cancel.attempt))
-        for attempt in list(self._attempts.values()):
-            if attempt.job.request_id == cancel.request_id and attempt.job.attempt <= cancel.attempt:
-                self._fail(attempt, Cancelled("the request was cancelled"))
+        for answer in list(self._answers.values()):
+            if answer.job.request_id == cancel.request_id and answer.job.attempt <= cancel.attempt:
+                self._fail(answer, Cancelled("the request was cancelled"))
 
     def busy(self) -> bool:
-        return bool(self._attempts or self._ships)
+        return bool(self._answers or self._ships)
 
     def stop(self) -> None:
-        for attempt in list(self._attempts.values()):
-            self._fail(attempt, Draining("the node is stopping"))
+        for answer in list(self._answers.values()):
+            self._fail(answer, Draining("the node is stopping"))
         self._link.stop()
 
     def on_events(self, events: Sequence[Event]) -> None:
@@ -86,15 +86,15 @@ class PrefillService:
             elif isinstance(event, Generated):
                 self._generated(event)
             elif isinstance(event, Failed):
-                attempt = self._attempts.get(event.key)
-                if attempt is not None:
-                    self._fail(attempt, event.error)
+                answer = self._answers.get(event.key)
+                if answer is not None:
+                    self._fail(answer, event.error)
 
     def granted(self, transfer: int, first_block: int) -> None:
         """Decode reserved its blocks: now the prompt may be computed."""
-        attempt = self._ships.get(transfer)
-        if attempt is not None and self._is_open(attempt):
-            job = attempt.job
+        answer = self._ships.get(transfer)
+        if answer is not None and self._is_open(answer):
+            job = answer.job
             self._node.engine.submit(
                 lambda engine: engine.add(job, transfer=transfer, first_block=first_block, prefill_only=True)
             )
@@ -104,79 +104,79 @@ class PrefillService:
         self._node.shipped(stats.bytes, stats.ship_s)
         self._node.metrics.ships["done"].inc()
         self._node.metrics.ship_exposed.inc(stats.exposed_s)
-        attempt = self._ships.get(transfer)
-        if attempt is not None and self._is_open(attempt):
-            job = attempt.job
-            del self._attempts[key_of(job)]
-            attempt.outbox.put_nowait(
+        answer = self._ships.get(transfer)
+        if answer is not None and self._is_open(answer):
+            job = answer.job
+            del self._answers[key_of(job)]
+            answer.outbox.put_nowait(
                 ShipDone(job.request_id, job.attempt, stats.blocks, stats.bytes, stats.ship_s, stats.exposed_s)
             )
-            self._end(attempt, "done")
+            self._end(answer, "done")
 
     def failed(self, transfer: int, error: KvferryError) -> None:
         """The ship broke, or was aborted by us (the attempt has ended already then)."""
-        attempt = self._ships.get(transfer)
-        broke = attempt is not None and self._is_open(attempt) and not isinstance(error, Cancelled)
+        answer = self._ships.get(transfer)
+        broke = answer is not None and self._is_open(answer) and not isinstance(error, Cancelled)
         self._node.metrics.ships["failed" if broke else "aborted"].inc()
-        if attempt is not None:
-            self._fail(attempt, error)
+        if answer is not None:
+            self._fail(answer, error)
 
     def quiet(self, transfer: int) -> None:
         """No send touches the ship's blocks any more."""
         self._ships.pop(transfer, None)
         self._node.engine.submit(lambda engine: engine.ship_quiet(transfer))
 
-    def _begin(self, message: PrefillRequest) -> Attempt:
+    def _begin(self, message: PrefillRequest) -> Answer:
         job = message.job
-        if key_of(job) in self._attempts:
+        if key_of(job) in self._answers:
             raise InvalidRequest(f"attempt {job.attempt} of {job.request_id} is already here", param="attempt")
         delivered = len(job.token_ids) - job.prompt_len
         if message.target is None and job.params.max_tokens - delivered > 1:
             raise InvalidRequest("a prefill without a decode target makes one token", param="max_tokens")
-        attempt = self._attempts[key_of(job)] = Attempt(job)
+        answer = self._answers[key_of(job)] = Answer(job)
         if message.target is None:
             self._node.engine.submit(lambda engine: engine.add(job, prefill_only=True))
         else:
-            attempt.transfer = self._sender.offer(message.target, job)
-            self._ships[attempt.transfer] = attempt
-        return attempt
+            answer.transfer = self._sender.offer(message.target, job)
+            self._ships[answer.transfer] = answer
+        return answer
 
     def _generated(self, event: Generated) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is None:
+        answer = self._answers.get(event.key)
+        if answer is None:
             return
-        attempt.outbox.put_nowait(FirstToken(event.delta, event.queue_s, event.compute_s))
+        answer.outbox.put_nowait(FirstToken(event.delta, event.queue_s, event.compute_s))
         if event.handover is not None:
             self._sender.commit(event.handover, replace(event.delta, prompt_logprobs=None))
             return
-        del self._attempts[event.key]
-        if attempt.transfer is not None:
-            self._sender.abort(attempt.transfer, "the request ended with its first token")
-        self._end(attempt, "done")
+        del self._answers[event.key]
+        if answer.transfer is not None:
+            self._sender.abort(answer.transfer, "the request ended with its first token")
+        self._end(answer, "done")
 
-    def _fail(self, attempt: Attempt, error: KvferryError) -> None:
+    def _fail(self, answer: Answer, error: KvferryError) -> None:
         """End an attempt, unless it has ended, with an error: tell the router, the engine and the sender."""
-        if not self._is_open(attempt):
+        if not self._is_open(answer):
             return
-        job = attempt.job
-        del self._attempts[key_of(job)]
-        attempt.outbox.put_nowait(AttemptFailed(job.request_id, job.attempt, error.code, error.message))
-        self._end(attempt, "cancelled" if isinstance(error, Cancelled) else "failed")
+        job = answer.job
+        del self._answers[key_of(job)]
+        answer.outbox.put_nowait(AttemptFailed(job.request_id, job.attempt, error.code, error.message))
+        self._end(answer, "cancelled" if isinstance(error, Cancelled) else "failed")
         self._node.engine.submit(lambda engine: engine.cancel(job.request_id, job.attempt))
-        if attempt.transfer is not None:
-            self._sender.abort(attempt.transfer, error.message)
+        if answer.transfer is not None:
+            self._sender.abort(answer.transfer, error.message)
 
-    def _is_open(self, attempt: Attempt) -> bool:
+    def _is_open(self, answer: Answer) -> bool:
         """Not ended. One that repeats its key is another."""
-        return self._attempts.get(key_of(attempt.job)) is attempt
+        return self._answers.get(key_of(answer.job)) is answer
 
-    def _end(self, attempt: Attempt, outcome: str) -> None:
+    def _end(self, answer: Answer, outcome: str) -> None:
         self._node.metrics.attempts[outcome].inc()
-        attempt.outbox.put_nowait(None)
+        answer.outbox.put_nowait(None)
 
-    def _abandon(self, attempt: Attempt) -> None:
+    def _abandon(self, answer: Answer) -> None:
         """The response ended; if the attempt has not, the router went away."""
-        self._fail(attempt, Cancelled("the router closed the connection"))
+        self._fail(answer, Cancelled("the router closed the connection"))
 
 
 class _OnLoop:
@@ -199,6 +199,6 @@ class _OnLoop:
         self._node.call_soon(lambda: self._service.quiet(transfer))
 
 
-async def _drain(attempt: Attempt) -> AsyncIterator[Any]:
-    while (message := await attempt.outbox.get()) is not None:
+async def _drain(answer: Answer) -> AsyncIterator[Any]:
+    while (message := await answer.outbox.get()) is not None:
         yield message

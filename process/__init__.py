@@ -1,1 +1,1 @@
-"""What any process of the cluster needs: an HTTP server, the status pipe, signals."""
+"""What any process of the cluster needs: an HTTP server, addresses, the status pipe, signals."""

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from process.address import host_port
 from protocol.errors import ConfigError, InvalidRequest, KvferryError
 from protocol.version import VERSION
 from protocol.wire import unpack
@@ -29,7 +30,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port", param="port"
+            f"cannot listen on {host_port(host, port)}: {error.strerror}; choose another --port", param="port"
         ) from error
     return sock
 

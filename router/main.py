@@ -11,6 +11,7 @@ from typing import Protocol
 import uvicorn
 
 from cluster_state.redis_store import RedisStore
+from process.address import host_port
 from process.http import Server, bind
 from process.signals import Stop
 from process.status import Status
@@ -69,7 +70,7 @@ async def run_router(settings: RouterSettings, store: Store, sock: socket.socket
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.01)
-        url = f"http://{f'[{settings.host}]' if ':' in settings.host else settings.host}:{sock.getsockname()[1]}"
+        url = f"http://{host_port(settings.host, sock.getsockname()[1])}"
         log.info("router ready at %s", url)
         status.ready(url)
         await _until_ended(server, serving, stop)

@@ -123,7 +123,7 @@ class Worker:
         engine, service = self.engine, self.service
         tables = [engine.lent.ships, engine.lent.grants, engine.scheduler._attempts]
         if isinstance(service, PrefillService):
-            tables += [service._attempts, service._ships, {} if self.link_lost else service._sender._ships]
+            tables += [service._answers, service._ships, {} if self.link_lost else service._sender._ships]
         else:
             tables += [{} if self.link_lost else service._receiver._grants]
         return self.node.engine.busy or service.busy() or any(tables)

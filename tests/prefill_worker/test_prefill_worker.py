@@ -273,7 +273,7 @@ async def test_a_late_end_of_a_ship_does_not_touch_the_attempt_that_repeats_it(r
         await router.cancel(job)
         await answer.ended()
         again = router.post_prefill(job, router.decode.target)
-        await until(lambda: router.prefill.service._attempts)
+        await until(lambda: router.prefill.service._answers)
     failed = (await again.ended())[-1]
     assert (type(failed), failed.code) == (AttemptFailed, "cancelled")
     await settle(router)

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from decode_worker.streams import MAX_QUEUED_FRAMES, TokenStreams, frames
+from decode_worker.streams import MAX_QUEUED_FRAMES, RouterStreams, frames
 from protocol.messages import StepFrame, TokenDelta
 
 FRAME = StepFrame((TokenDelta("r", 0, 0, (1,)),))
 
 
 async def test_a_frame_reaches_its_router_and_silence_is_a_heartbeat() -> None:
-    streams = TokenStreams(lambda router: None)
+    streams = RouterStreams(lambda router: None)
     reader = frames(streams.open("a"))
     assert await anext(reader) == StepFrame()
     streams.publish("a", FRAME)
@@ -24,7 +24,7 @@ async def test_a_frame_reaches_its_router_and_silence_is_a_heartbeat() -> None:
 
 async def test_output_without_a_reader_gives_the_router_up() -> None:
     lost: list[str] = []
-    streams = TokenStreams(lost.append)
+    streams = RouterStreams(lost.append)
     streams.publish("a", FRAME)
     queue = streams.open("a")
     streams.close("a", queue)
@@ -33,7 +33,7 @@ async def test_output_without_a_reader_gives_the_router_up() -> None:
 
 async def test_a_new_stream_replaces_the_old_one_without_loss_of_the_router() -> None:
     lost: list[str] = []
-    streams = TokenStreams(lost.append)
+    streams = RouterStreams(lost.append)
     old = streams.open("a")
     new = streams.open("a")
     assert [frame async for frame in frames(old)] == [StepFrame()]
@@ -45,7 +45,7 @@ async def test_a_new_stream_replaces_the_old_one_without_loss_of_the_router() ->
 
 async def test_a_reader_that_falls_too_far_behind_is_dropped() -> None:
     lost: list[str] = []
-    streams = TokenStreams(lost.append)
+    streams = RouterStreams(lost.append)
     streams.open("a")
     for _ in range(MAX_QUEUED_FRAMES):
         streams.publish("a", FRAME)
@@ -54,7 +54,7 @@ async def test_a_reader_that_falls_too_far_behind_is_dropped() -> None:
 
 @pytest.mark.parametrize("ticks", range(6))
 async def test_a_stream_ends_when_it_is_cancelled_as_a_frame_arrives(ticks: int) -> None:
-    queue = TokenStreams(lambda router: None).open("a")
+    queue = RouterStreams(lambda router: None).open("a")
 
     async def read(reader: AsyncIterator[StepFrame]) -> None:
         async for _ in reader:
