@@ -17,8 +17,8 @@ from engine.events import Event, Failed, Generated, ReservationFailed, Reserved
 from kv_transfer.ports import TransferKey
 from kv_transfer.receiver import Receiver
 from node.frames import FrameResponse
-from node.node import Node
 from node.pool_memory import PoolMemory
+from node.service import Base
 from process.http import read_message
 from protocol.errors import Cancelled, Draining, KvferryError
 from protocol.messages import AttemptFailed, CancelRequest, Commit, GenerateRequest, Job, StepFrame, TokenDelta
@@ -27,34 +27,33 @@ from protocol.messages import AttemptFailed, CancelRequest, Commit, GenerateRequ
 class DecodeService:
     """Joins the engine and the receiver of a decode node."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, base: Base) -> None:
+        self._base = base
         self._streams = RouterStreams(self._router_lost)
-        self._link = node.make_link()
+        self._link = base.link
         self._receiver = Receiver(
             self._link,
-            PoolMemory(node.parts.kv),
-            _Grants(self, node),
-            epoch=node.epoch,
-            fingerprint=node.parts.fingerprint,
-            verify=node.verify_checksums,
+            PoolMemory(base.parts.kv),
+            _Grants(self, base),
+            epoch=base.epoch,
+            fingerprint=base.parts.fingerprint,
+            verify=base.verify_checksums,
         )
         self._link.start(self._receiver)
-        self.link_address = self._link.address
-        node.app.post("/attempts/generate", status_code=202)(self.post_generate)
-        node.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
-        node.app.get("/streams/{router_id}")(self.get_stream)
+        base.app.post("/attempts/generate", status_code=202)(self.post_generate)
+        base.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
+        base.app.get("/streams/{router_id}")(self.get_stream)
 
     async def post_generate(self, request: Request) -> None:
         """Prefill an attempt locally and generate; its output goes to the router's stream."""
-        self._node.require_ready()
+        self._base.require_ready()
         job = (await read_message(request, GenerateRequest)).job
-        self._node.engine.submit(lambda engine: engine.add(job))
+        self._base.engine.submit(lambda engine: engine.add(job))
 
     async def post_cancel(self, request: Request) -> None:
         """Drop all attempts of a request up to the given one."""
         cancel = await read_message(request, CancelRequest)
-        self._node.engine.submit(lambda engine: engine.cancel(cancel.request_id, cancel.attempt))
+        self._base.engine.submit(lambda engine: engine.cancel(cancel.request_id, cancel.attempt))
 
     async def get_stream(self, router_id: str) -> Response:
         """The standing token stream of a router."""
@@ -62,7 +61,7 @@ class DecodeService:
         return FrameResponse(frames(queue), on_close=lambda: self._streams.close(router_id, queue))
 
     def busy(self) -> bool:
-        return bool(self._node.engine.load.open_grants)
+        return bool(self._base.engine.load.open_grants)
 
     def stop(self) -> None:
         self._streams.stop()
@@ -75,11 +74,11 @@ class DecodeService:
             if isinstance(event, Generated):
                 outputs[event.router_id].deltas.append(event.delta)
                 if event.delta.finish_reason is not None:
-                    self._node.metrics.attempts["done"].inc()
+                    self._base.metrics.attempts["done"].inc()
             elif isinstance(event, Failed):
                 outputs[event.router_id].failed.append(self._failure(event))
             elif isinstance(event, Reserved):
-                self._node.metrics.grants["granted"].inc()
+                self._base.metrics.grants["granted"].inc()
                 self._receiver.granted(event.owner, event.first_block, event.block_ids)  # type: ignore[arg-type]
             elif isinstance(event, ReservationFailed):
                 self._reservation_failed(event)
@@ -87,19 +86,19 @@ class DecodeService:
             self._streams.publish(router_id, StepFrame(tuple(output.deltas), tuple(output.failed)))
 
     def _failure(self, event: Failed) -> AttemptFailed:
-        self._node.metrics.attempts["cancelled" if event.error.code == "cancelled" else "failed"].inc()
+        self._base.metrics.attempts["cancelled" if event.error.code == "cancelled" else "failed"].inc()
         return AttemptFailed(*event.key, event.error.code, event.error.message)
 
     def _reservation_failed(self, event: ReservationFailed) -> None:
         key: TransferKey = event.owner  # type: ignore[assignment]
-        self._node.metrics.grants["aborted" if event.granted else "refused"].inc()
+        self._base.metrics.grants["aborted" if event.granted else "refused"].inc()
         if event.granted:
             self._receiver.cancel(key, event.error)
         else:
             self._receiver.refused(key, event.error)
 
     def _router_lost(self, router_id: str) -> None:
-        self._node.engine.submit(lambda engine: engine.cancel_router(router_id))
+        self._base.engine.submit(lambda engine: engine.cancel_router(router_id))
 
 
 @dataclass(slots=True)
@@ -113,29 +112,29 @@ class _Output:
 class _Grants:
     """The receiver's questions, on the link thread, for the engine's inbox."""
 
-    def __init__(self, service: DecodeService, node: Node) -> None:
+    def __init__(self, service: DecodeService, base: Base) -> None:
         self._service = service
-        self._node = node
+        self._base = base
 
     def reserve(self, key: TransferKey, job: Job) -> None:
         try:
-            self._node.require_ready()
+            self._base.require_ready()
         except Draining as error:
-            self._node.metrics.grants["refused"].inc()
+            self._base.metrics.grants["refused"].inc()
             self._service._receiver.refused(key, error)
             return
-        self._node.engine.submit(lambda engine: engine.reserve(key, job))
+        self._base.engine.submit(lambda engine: engine.reserve(key, job))
 
     def ready(self, key: TransferKey, commit: Commit) -> None:
-        metrics, block_bytes = self._node.metrics, self._node.parts.layout.block_bytes
+        metrics, block_bytes = self._base.metrics, self._base.parts.layout.block_bytes
         metrics.ships["done"].inc()
         metrics.ship_bytes.inc(commit.block_count * block_bytes)
-        self._node.engine.submit(lambda engine: engine.start(key, commit.first))
+        self._base.engine.submit(lambda engine: engine.start(key, commit.first))
 
     def failed(self, key: TransferKey, error: KvferryError) -> None:
         outcome = "aborted" if isinstance(error, Cancelled) else "failed"
-        self._node.metrics.ships[outcome].inc()
-        self._node.engine.submit(lambda engine: engine.withdraw(key, error))
+        self._base.metrics.ships[outcome].inc()
+        self._base.engine.submit(lambda engine: engine.withdraw(key, error))
 
     def quiet(self, key: TransferKey) -> None:
-        self._node.engine.submit(lambda engine: engine.grant_quiet(key))
+        self._base.engine.submit(lambda engine: engine.grant_quiet(key))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
-from node.node import Node, Service
+from node.node import Node
+from node.service import MakeService
 from process.signals import Stop
 from protocol.settings import WorkerSettings
 
 
-async def serve_node(settings: WorkerSettings, make_service: Callable[[Node], Service]) -> None:
+async def serve_node(settings: WorkerSettings, make_service: MakeService) -> None:
     """Run a node until SIGTERM or SIGINT, then drain. Raises ConfigError when it cannot start."""
     stop = Stop()
     stop.listen()
-    node = Node(settings, make_service)
-    await node.run(stop)
-    if not node.was_ready:
+    if not await Node(settings, make_service).run(stop):
         os._exit(0)  # the thread that loads the model cannot be ended otherwise

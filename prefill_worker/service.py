@@ -19,8 +19,8 @@ from engine.request import Key, key_of
 from kv_transfer.ports import ShipStats
 from kv_transfer.sender import Sender
 from node.frames import FrameResponse
-from node.node import Node
 from node.pool_memory import PoolMemory
+from node.service import Base
 from process.http import read_message
 from protocol.errors import Cancelled, Draining, InvalidRequest, KvferryError
 from protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, PrefillRequest, ShipDone
@@ -38,34 +38,33 @@ class Answer:
 class PrefillService:
     """Joins the engine and the sender of a prefill node."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, base: Base) -> None:
+        self._base = base
         self._answers: dict[Key, Answer] = {}
         self._ships: dict[int, Answer] = {}
-        self._link = node.make_link()
-        memory = PoolMemory(node.parts.kv)
+        self._link = base.link
+        memory = PoolMemory(base.parts.kv)
         self._sender = Sender(
             self._link,
             memory,
-            _OnLoop(self, node),
-            grant_timeout=node.settings.grant_timeout,
-            verify=node.verify_checksums,
+            _OnLoop(self, base),
+            grant_timeout=base.settings.grant_timeout,
+            verify=base.verify_checksums,
         )
         self._link.start(self._sender)
-        self.link_address = self._link.address
-        node.app.post("/attempts/prefill")(self.post_prefill)
-        node.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
+        base.app.post("/attempts/prefill")(self.post_prefill)
+        base.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
 
     async def post_prefill(self, request: Request) -> Response:
         """Begin an attempt; the response streams FirstToken, then ShipDone, or AttemptFailed."""
-        self._node.require_ready()
+        self._base.require_ready()
         answer = self._begin(await read_message(request, PrefillRequest))
         return FrameResponse(_drain(answer), on_close=lambda: self._abandon(answer))
 
     async def post_cancel(self, request: Request) -> None:
         """Drop all attempts of a request up to the given one."""
         cancel = await read_message(request, CancelRequest)
-        self._node.engine.submit(lambda engine: engine.cancel(cancel.request_id, cancel.attempt))
+        self._base.engine.submit(lambda engine: engine.cancel(cancel.request_id, cancel.attempt))
         for answer in list(self._answers.values()):
             if answer.job.request_id == cancel.request_id and answer.job.attempt <= cancel.attempt:
                 self._fail(answer, Cancelled("the request was cancelled"))
@@ -95,15 +94,15 @@ class PrefillService:
         answer = self._ships.get(transfer)
         if answer is not None and self._is_open(answer):
             job = answer.job
-            self._node.engine.submit(
+            self._base.engine.submit(
                 lambda engine: engine.add(job, transfer=transfer, first_block=first_block, prefill_only=True)
             )
 
     def done(self, transfer: int, stats: ShipStats) -> None:
         """Decode has everything and owns the request now."""
-        self._node.shipped(stats.bytes, stats.ship_s)
-        self._node.metrics.ships["done"].inc()
-        self._node.metrics.ship_exposed.inc(stats.exposed_s)
+        self._base.shipped(stats.bytes, stats.ship_s)
+        self._base.metrics.ships["done"].inc()
+        self._base.metrics.ship_exposed.inc(stats.exposed_s)
         answer = self._ships.get(transfer)
         if answer is not None and self._is_open(answer):
             job = answer.job
@@ -117,14 +116,14 @@ class PrefillService:
         """The ship broke, or was aborted by us (the attempt has ended already then)."""
         answer = self._ships.get(transfer)
         broke = answer is not None and self._is_open(answer) and not isinstance(error, Cancelled)
-        self._node.metrics.ships["failed" if broke else "aborted"].inc()
+        self._base.metrics.ships["failed" if broke else "aborted"].inc()
         if answer is not None:
             self._fail(answer, error)
 
     def quiet(self, transfer: int) -> None:
         """No send touches the ship's blocks any more."""
         self._ships.pop(transfer, None)
-        self._node.engine.submit(lambda engine: engine.ship_quiet(transfer))
+        self._base.engine.submit(lambda engine: engine.ship_quiet(transfer))
 
     def _begin(self, message: PrefillRequest) -> Answer:
         job = message.job
@@ -135,7 +134,7 @@ class PrefillService:
             raise InvalidRequest("a prefill without a decode target makes one token", param="max_tokens")
         answer = self._answers[key_of(job)] = Answer(job)
         if message.target is None:
-            self._node.engine.submit(lambda engine: engine.add(job, prefill_only=True))
+            self._base.engine.submit(lambda engine: engine.add(job, prefill_only=True))
         else:
             answer.transfer = self._sender.offer(message.target, job)
             self._ships[answer.transfer] = answer
@@ -162,7 +161,7 @@ class PrefillService:
         del self._answers[key_of(job)]
         answer.outbox.put_nowait(AttemptFailed(job.request_id, job.attempt, error.code, error.message))
         self._end(answer, "cancelled" if isinstance(error, Cancelled) else "failed")
-        self._node.engine.submit(lambda engine: engine.cancel(job.request_id, job.attempt))
+        self._base.engine.submit(lambda engine: engine.cancel(job.request_id, job.attempt))
         if answer.transfer is not None:
             self._sender.abort(answer.transfer, error.message)
 
@@ -171,7 +170,7 @@ class PrefillService:
         return self._answers.get(key_of(answer.job)) is answer
 
     def _end(self, answer: Answer, outcome: str) -> None:
-        self._node.metrics.attempts[outcome].inc()
+        self._base.metrics.attempts[outcome].inc()
         answer.outbox.put_nowait(None)
 
     def _abandon(self, answer: Answer) -> None:
@@ -182,21 +181,21 @@ class PrefillService:
 class _OnLoop:
     """Passes the sender's news from the link thread to the asyncio loop, in order."""
 
-    def __init__(self, service: PrefillService, node: Node) -> None:
+    def __init__(self, service: PrefillService, base: Base) -> None:
         self._service = service
-        self._node = node
+        self._base = base
 
     def granted(self, transfer: int, first_block: int) -> None:
-        self._node.call_soon(lambda: self._service.granted(transfer, first_block))
+        self._base.call_soon(lambda: self._service.granted(transfer, first_block))
 
     def done(self, transfer: int, stats: ShipStats) -> None:
-        self._node.call_soon(lambda: self._service.done(transfer, stats))
+        self._base.call_soon(lambda: self._service.done(transfer, stats))
 
     def failed(self, transfer: int, error: KvferryError) -> None:
-        self._node.call_soon(lambda: self._service.failed(transfer, error))
+        self._base.call_soon(lambda: self._service.failed(transfer, error))
 
     def quiet(self, transfer: int) -> None:
-        self._node.call_soon(lambda: self._service.quiet(transfer))
+        self._base.call_soon(lambda: self._service.quiet(transfer))
 
 
 async def _drain(answer: Answer) -> AsyncIterator[Any]:

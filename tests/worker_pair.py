@@ -20,6 +20,7 @@ from cluster_state.memory_store import MemoryStore
 from decode_worker.service import DecodeService
 from engine.engine import Engine
 from node.assembly import Assembled
+from node.loaded import Loaded
 from node.node import Node
 from prefill_worker.service import PrefillService
 from process.signals import Stop
@@ -58,12 +59,17 @@ class Worker:
         engine.runner.run = self._run_step  # type: ignore[method-assign]
 
     @property
+    def loaded(self) -> Loaded:
+        assert self.node.loaded
+        return self.node.loaded
+
+    @property
     def service(self) -> Any:
-        return self.node._service
+        return self.loaded.service
 
     @property
     def target(self) -> DecodeTarget:
-        return self.node.lease().target
+        return self.loaded.lease().target
 
     def pause_at(self, step: int) -> None:
         self._go.clear()
@@ -85,7 +91,7 @@ class Worker:
     @contextlib.contextmanager
     def frozen_engine(self) -> Iterator[None]:
         """The engine thread takes no command and runs no step."""
-        with _frozen(lambda call: self.node.engine.submit(lambda engine: call())):
+        with _frozen(lambda call: self.loaded.engine.submit(lambda engine: call())):
             yield
 
     @contextlib.contextmanager
@@ -111,12 +117,12 @@ class Worker:
                 result: BaseException | None = None
             except AssertionError as error:
                 result = error
-            self.node.call_soon(lambda: done.set_exception(result) if result else done.set_result(None))
+            self.loaded.call_soon(lambda: done.set_exception(result) if result else done.set_result(None))
 
-        self.node.engine.submit(check)
+        self.loaded.engine.submit(check)
         await asyncio.wait_for(done, PATIENCE_S)
         assert self.engine.pool.available == self.engine.pool.num_blocks
-        load = self.node.engine.load
+        load = self.loaded.engine.load
         assert load.free_blocks + load.cached_blocks == load.total_blocks
 
     def _remains(self) -> object:
@@ -126,7 +132,7 @@ class Worker:
             tables += [service._answers, service._ships, {} if self.link_lost else service._sender._ships]
         else:
             tables += [{} if self.link_lost else service._receiver._grants]
-        return self.node.engine.busy or service.busy() or any(tables)
+        return self.loaded.engine.busy or service.busy() or any(tables)
 
 
 @contextlib.contextmanager
@@ -211,10 +217,10 @@ class Router:
         return any(d.request_id == request_id and d.finish_reason for d in self.deltas)
 
     async def _post(self, worker: Worker, path: str, message: Any) -> httpx.Response:
-        return await self._http.post(f"{worker.node.http_url}/attempts/{path}", content=pack(message))
+        return await self._http.post(f"{worker.node.face.url}/attempts/{path}", content=pack(message))
 
     async def _read_answer(self, answer: Answer, request: PrefillRequest) -> None:
-        url = f"{self.prefill.node.http_url}/attempts/prefill"
+        url = f"{self.prefill.node.face.url}/attempts/prefill"
         async with self._http.stream("POST", url, content=pack(request)) as response:
             answer.status = response.status_code
             if response.status_code != 200:
@@ -226,7 +232,7 @@ class Router:
                 answer.messages += reader.feed(data)
 
     async def _read_stream(self) -> None:
-        url = f"{self.decode.node.http_url}/streams/{self.name}"
+        url = f"{self.decode.node.face.url}/streams/{self.name}"
         async with self._http.stream("GET", url) as response:
             reader = FrameReader()
             async for data in response.aiter_raw():
@@ -250,7 +256,7 @@ async def worker(role: str, engine: Engine, **settings: Any) -> AsyncIterator[Wo
     ):
         node = Node(WorkerSettings(role=role, **settings), SERVICES[role])
         run = asyncio.create_task(node.run(stop))
-        await until(lambda: node._state == "ready" or run.done())
+        await until(lambda: node.state == "ready" or run.done())
     try:
         yield (running := Worker(node, engine, run, stop))
     finally:

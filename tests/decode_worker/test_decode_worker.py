@@ -161,7 +161,7 @@ async def test_a_drain_lets_requests_finish_to_the_last_token(router: Router) ->
     await router.generate(make_job("a", prompt()))
     await until(lambda: router.decode.paused)
     router.decode.stop.ask(signal.SIGTERM)
-    await until(lambda: router.decode.node._state == "draining")
+    await until(lambda: router.decode.node.state == "draining")
     assert (await router.generate(make_job("b", prompt()))).status_code == 503
     router.decode.resume()
     await asyncio.wait_for(asyncio.shield(router.decode.run), 5)
@@ -173,7 +173,7 @@ async def test_a_drain_waits_for_what_was_only_just_accepted(router: Router) -> 
     with router.decode.frozen_engine():
         await router.generate(make_job("a", prompt()))
         router.decode.stop.ask(signal.SIGTERM)
-        await until(lambda: router.decode.node._state == "draining")
+        await until(lambda: router.decode.node.state == "draining")
         await asyncio.sleep(0.15)
     await asyncio.wait_for(asyncio.shield(router.decode.run), 5)
     await until(lambda: router.finished("a"))
@@ -192,5 +192,5 @@ async def test_a_hurried_end_takes_seconds_with_requests_running(router: Router)
 async def test_a_message_of_the_wrong_kind_is_refused(router: Router) -> None:
     async with httpx.AsyncClient(trust_env=False) as client:
         for path in ("generate", "cancel"):
-            response = await client.post(f"{router.decode.node.http_url}/attempts/{path}", content=b"\x01")
+            response = await client.post(f"{router.decode.node.face.url}/attempts/{path}", content=b"\x01")
             assert response.status_code == 400

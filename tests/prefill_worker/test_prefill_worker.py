@@ -113,10 +113,10 @@ async def waiting_for_room(router: Router, stack: contextlib.ExitStack, job: Job
     """The reservation is queued behind a full pool."""
     router.decode.engine.pool.acquire("hog", "test", [], 60)
     stack.callback(
-        router.decode.node.engine.submit, lambda e: e.pool.release("hog", "test", blocks(e.pool.holds, "hog", "test"))
+        router.decode.loaded.engine.submit, lambda e: e.pool.release("hog", "test", blocks(e.pool.holds, "hog", "test"))
     )
     answer = router.post_prefill(job, router.decode.target)
-    await until(lambda: router.decode.node.engine.load.waiting_requests)
+    await until(lambda: router.decode.loaded.engine.load.waiting_requests)
     return answer
 
 
@@ -124,7 +124,7 @@ async def granted(router: Router, stack: contextlib.ExitStack, job: Job) -> Answ
     """The prefill engine has not looked at the granted request."""
     stack.enter_context(router.prefill.frozen_engine())
     answer = router.post_prefill(job, router.decode.target)
-    await until(lambda: router.decode.node.engine.load.open_grants)
+    await until(lambda: router.decode.loaded.engine.load.open_grants)
     return answer
 
 
@@ -231,7 +231,7 @@ async def test_decode_refuses_what_it_cannot_take(router: Router) -> None:
     for code, wrong in cases.items():
         (failed,) = await router.post_prefill(make_job(code, prompt()), wrong).ended()
         assert (type(failed), failed.code) == (AttemptFailed, code)
-    router.decode.node._state = "draining"
+    router.decode.loaded.draining = True
     (failed,) = await router.post_prefill(make_job("draining", prompt()), target).ended()
     assert failed.code == "draining"
     await settle(router)
@@ -285,7 +285,7 @@ async def test_a_drain_lets_attempts_finish_and_takes_no_new_ones(router: Router
     answer = router.post_prefill(job, router.decode.target)
     await until(lambda: router.prefill.paused)
     router.prefill.stop.ask(signal.SIGTERM)
-    await until(lambda: router.prefill.node._state == "draining")
+    await until(lambda: router.prefill.node.state == "draining")
     refused = router.post_prefill(make_job("b", prompt()), router.decode.target)
     await refused.ended()
     assert (refused.status, refused.error["code"]) == (503, "draining")
@@ -312,6 +312,6 @@ async def test_a_hurried_end_fails_what_runs_within_seconds(router: Router) -> N
 async def test_a_message_of_the_wrong_kind_is_refused() -> None:
     async with worker("prefill", make_engine()) as prefill, httpx.AsyncClient(trust_env=False) as client:
         for path in ("prefill", "cancel"):
-            response = await client.post(f"{prefill.node.http_url}/attempts/{path}", content=b"\x01")
+            response = await client.post(f"{prefill.node.face.url}/attempts/{path}", content=b"\x01")
             assert response.status_code == 400
         await prefill.settle()

@@ -39,18 +39,18 @@ class Engine:
 
 
 def service_on(app: FastAPI, engine: Engine) -> PrefillService:
-    node: Any = SimpleNamespace(
+    base: Any = SimpleNamespace(
         settings=SimpleNamespace(role="prefill", grant_timeout=30.0),
         parts=SimpleNamespace(kv=torch.zeros(2, 4)),
         metrics=WorkerMetrics("prefill"),
         verify_checksums=0.0,
         app=app,
         engine=engine,
-        make_link=lambda: LoopbackNetwork().link("here:1"),
+        link=LoopbackNetwork().link("here:1"),
         require_ready=lambda: None,
         call_soon=lambda call: call(),
     )
-    return PrefillService(node)
+    return PrefillService(base)
 
 
 def job(delivered: int, max_tokens: int) -> Job:

@@ -1,0 +1,75 @@
+"""What the engine tells, passed on to those who wait for it, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.events import Admitted, BlocksChanged, Event, Stepped
+from node.rates import RateMeter
+from node.service import Service
+from protocol.messages import Load
+from protocol.metrics import WorkerMetrics
+
+
+class News:
+    """From the engine's outbox to the service, the metrics, the learned rates and the block index (`note`)."""
+
+    def __init__(
+        self,
+        service: Service,
+        metrics: WorkerMetrics,
+        rates: RateMeter,
+        note: Callable[[Sequence[bytes], Sequence[bytes]], None],
+    ) -> None:
+        self._service, self._metrics, self._rates, self._note = service, metrics, rates, note
+
+    def take(self, events: Sequence[Event]) -> None:
+        """On the asyncio loop. The service comes first: tokens are waited for."""
+        self._service.on_events(events)
+        for event in events:
+            if isinstance(event, Stepped):
+                self._stepped(event)
+            elif isinstance(event, BlocksChanged):
+                self._note(event.stored, event.removed)
+            elif isinstance(event, Admitted):
+                self._admitted(event)
+
+    def _stepped(self, event: Stepped) -> None:
+        m = self._metrics
+        self._rates.stepped(event)
+        m.step.observe(event.seconds)
+        for counter, count in (
+            (m.step_tokens["prefill"], event.prefill_tokens),
+            (m.step_tokens["decode"], event.decode_tokens),
+            (m.preemptions, event.preempted),
+            (m.evictions, event.evicted),
+        ):
+            if count:
+                counter.inc(count)
+
+    def _admitted(self, event: Admitted) -> None:
+        m = self._metrics
+        m.queue.observe(event.queue_s)
+        m.prefix_queries.inc(event.queried)
+        m.prefix_hits.inc(event.hit)
+
+
+def set_load_gauges(metrics: WorkerMetrics, load: Load) -> None:
+    """Mirror the engine's books."""
+    metrics.requests_waiting.set(load.waiting_requests)
+    metrics.waiting_tokens.set(load.waiting_tokens)
+    metrics.requests_running.set(load.running_requests)
+    metrics.kv_blocks_total.set(load.total_blocks)
+    metrics.grants_open.set(load.open_grants)
+    for state, count in block_books(load).items():
+        metrics.kv_blocks[state].set(count)
+
+
+def block_books(load: Load) -> dict[str, int]:
+    """Blocks by state; they add up to the pool's size."""
+    return {
+        "free": load.free_blocks,
+        "active": load.active_blocks,
+        "cached": load.cached_blocks,
+        "granted": load.granted_blocks,
+    }
