@@ -1,7 +1,7 @@
 """The decode role: grants blocks to prefill nodes, takes over their requests, generates, streams tokens to routers.
 
-It prefills locally what a router asks it to. The receiver calls from the link thread and goes straight to the engine's
-inbox; everything else here belongs to the asyncio loop.
+It prefills locally what a router asks it to. Engine and receiver talk to each other directly (`grants`); everything
+here belongs to the asyncio loop.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ from dataclasses import dataclass, field
 
 from fastapi import Request, Response
 
+from decode_worker.grants import Grants
 from decode_worker.streams import RouterStreams, frames
-from engine.events import Event, Failed, Generated, ReservationFailed, Reserved
-from kv_transfer.ports import TransferKey
-from kv_transfer.receiver import Receiver
+from engine.events import Event, Failed, Generated
 from node.frames import FrameResponse
-from node.pool_memory import PoolMemory
 from node.service import Base
 from process.http import read_message
-from protocol.errors import Cancelled, Draining, KvferryError
-from protocol.messages import AttemptFailed, CancelRequest, Commit, GenerateRequest, Job, StepFrame, TokenDelta
+from protocol.messages import AttemptFailed, CancelRequest, GenerateRequest, StepFrame, TokenDelta
 
 
 class DecodeService:
@@ -30,16 +27,8 @@ class DecodeService:
     def __init__(self, base: Base) -> None:
         self._base = base
         self._streams = RouterStreams(self._router_lost)
-        self._link = base.link
-        self._receiver = Receiver(
-            self._link,
-            PoolMemory(base.parts.kv),
-            _Grants(self, base),
-            epoch=base.epoch,
-            fingerprint=base.parts.fingerprint,
-            verify=base.verify_checksums,
-        )
-        self._link.start(self._receiver)
+        self._grants = Grants(base)
+        base.link.start(self._grants.receiver)
         base.app.post("/attempts/generate", status_code=202)(self.post_generate)
         base.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
         base.app.get("/streams/{router_id}")(self.get_stream)
@@ -65,10 +54,13 @@ class DecodeService:
 
     def stop(self) -> None:
         self._streams.stop()
-        self._link.stop()
+        self._base.link.stop()
 
-    def on_events(self, events: Sequence[Event]) -> None:
-        """News from the engine. What it made for one router goes out as one frame."""
+    def to_link(self, events: Sequence[Event]) -> None:
+        self._grants.take(events)
+
+    def to_routers(self, events: Sequence[Event]) -> None:
+        """What the engine made for one router goes out as one frame."""
         outputs: defaultdict[str, _Output] = defaultdict(_Output)
         for event in events:
             if isinstance(event, Generated):
@@ -77,25 +69,12 @@ class DecodeService:
                     self._base.metrics.attempts["done"].inc()
             elif isinstance(event, Failed):
                 outputs[event.router_id].failed.append(self._failure(event))
-            elif isinstance(event, Reserved):
-                self._base.metrics.grants["granted"].inc()
-                self._receiver.granted(event.owner, event.first_block, event.block_ids)  # type: ignore[arg-type]
-            elif isinstance(event, ReservationFailed):
-                self._reservation_failed(event)
         for router_id, output in outputs.items():
             self._streams.publish(router_id, StepFrame(tuple(output.deltas), tuple(output.failed)))
 
     def _failure(self, event: Failed) -> AttemptFailed:
         self._base.metrics.attempts["cancelled" if event.error.code == "cancelled" else "failed"].inc()
         return AttemptFailed(*event.key, event.error.code, event.error.message)
-
-    def _reservation_failed(self, event: ReservationFailed) -> None:
-        key: TransferKey = event.owner  # type: ignore[assignment]
-        self._base.metrics.grants["aborted" if event.granted else "refused"].inc()
-        if event.granted:
-            self._receiver.cancel(key, event.error)
-        else:
-            self._receiver.refused(key, event.error)
 
     def _router_lost(self, router_id: str) -> None:
         self._base.engine.submit(lambda engine: engine.cancel_router(router_id))
@@ -107,34 +86,3 @@ class _Output:
 
     deltas: list[TokenDelta] = field(default_factory=list)
     failed: list[AttemptFailed] = field(default_factory=list)
-
-
-class _Grants:
-    """The receiver's questions, on the link thread, for the engine's inbox."""
-
-    def __init__(self, service: DecodeService, base: Base) -> None:
-        self._service = service
-        self._base = base
-
-    def reserve(self, key: TransferKey, job: Job) -> None:
-        try:
-            self._base.require_ready()
-        except Draining as error:
-            self._base.metrics.grants["refused"].inc()
-            self._service._receiver.refused(key, error)
-            return
-        self._base.engine.submit(lambda engine: engine.reserve(key, job))
-
-    def ready(self, key: TransferKey, commit: Commit) -> None:
-        metrics, block_bytes = self._base.metrics, self._base.parts.layout.block_bytes
-        metrics.ships["done"].inc()
-        metrics.ship_bytes.inc(commit.block_count * block_bytes)
-        self._base.engine.submit(lambda engine: engine.start(key, commit.first))
-
-    def failed(self, key: TransferKey, error: KvferryError) -> None:
-        outcome = "aborted" if isinstance(error, Cancelled) else "failed"
-        self._base.metrics.ships[outcome].inc()
-        self._base.engine.submit(lambda engine: engine.withdraw(key, error))
-
-    def quiet(self, key: TransferKey) -> None:
-        self._base.engine.submit(lambda engine: engine.grant_quiet(key))

@@ -49,9 +49,7 @@ class Loaded:
         self._settings, self._face, self._metrics, self._parts = settings, face, metrics, parts
         self._loop = asyncio.get_running_loop()
         self._rates = RateMeter(seed)
-        self.engine = EngineLoop(
-            parts.engine, lambda events: self.call_soon(lambda: news.take(events)), self._enter_thread
-        )
+        self.engine = EngineLoop(parts.engine, lambda events: news.take(events), self._enter_thread)
         self.link = self._make_link()
         self.service = make_service(
             Base(
@@ -68,7 +66,7 @@ class Loaded:
             )
         )
         self._membership = Membership(store, self.lease, parts.engine.pool.findable, metrics)
-        news = News(self.service, metrics, self._rates, self._membership.note)
+        news = News(self.service, metrics, self._rates, self._membership.note, self.call_soon)
         self.engine.start()
 
     @property

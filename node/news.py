@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from engine.events import Admitted, BlocksChanged, Event, Stepped
@@ -10,9 +11,12 @@ from node.service import Service
 from protocol.messages import Load
 from protocol.metrics import WorkerMetrics
 
+log = logging.getLogger("kvferry.node")
+
 
 class News:
-    """From the engine's outbox to the service, the metrics, the learned rates and the block index (`note`)."""
+    """From the engine's outbox to the link and, over the asyncio loop (`call_soon`), to routers, the metrics, the
+    learned rates and the block index (`note`)."""
 
     def __init__(
         self,
@@ -20,12 +24,23 @@ class News:
         metrics: WorkerMetrics,
         rates: RateMeter,
         note: Callable[[Sequence[bytes], Sequence[bytes]], None],
+        call_soon: Callable[[Callable[[], None]], None],
     ) -> None:
         self._service, self._metrics, self._rates, self._note = service, metrics, rates, note
+        self._call_soon = call_soon
 
     def take(self, events: Sequence[Event]) -> None:
-        """On the asyncio loop. The service comes first: tokens are waited for."""
-        self._service.on_events(events)
+        """On the engine thread. The loop is told first, so that it hears of a first token before it hears that decode
+        acknowledged its commit; the link does not wait for it."""
+        self._call_soon(lambda: self._take_on_loop(events))
+        try:
+            self._service.to_link(events)
+        except Exception:
+            log.exception("the link did not take the engine's news")
+
+    def _take_on_loop(self, events: Sequence[Event]) -> None:
+        """The service comes first: tokens are waited for."""
+        self._service.to_routers(events)
         for event in events:
             if isinstance(event, Stepped):
                 self._stepped(event)

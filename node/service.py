@@ -18,10 +18,14 @@ from protocol.settings import WorkerSettings
 
 
 class Service(Protocol):
-    """The role's half of a node. `on_events` is called on the asyncio loop, with all news of a turn of the engine; what
-    only the node counts is among it."""
+    """The role's half of a node. Both get all news of a turn of the engine, in order; what is no news to them is among
+    it."""
 
-    def on_events(self, events: Sequence[Event]) -> None: ...
+    def to_link(self, events: Sequence[Event]) -> None:
+        """On the engine thread: blocks, grants and hand-overs go to the link. Must not block."""
+
+    def to_routers(self, events: Sequence[Event]) -> None:
+        """On the asyncio loop: tokens and ends of attempts go to their routers."""
 
     def busy(self) -> bool:
         """Whether attempts are under way (a draining node waits for them)."""

@@ -97,13 +97,13 @@ class Worker:
     @contextlib.contextmanager
     def frozen_link(self) -> Iterator[None]:
         """The link thread neither sends nor receives."""
-        with _frozen(self.service._link.submit):
+        with _frozen(self.loaded.link.submit):
             yield
 
     async def lose_link(self) -> None:
         """Every connection breaks, as when the process dies, and none comes again."""
         self.link_lost = True
-        await asyncio.to_thread(self.service._link.stop)
+        await asyncio.to_thread(self.loaded.link.stop)
 
     async def settle(self) -> None:
         """Nothing is under way and every block is back. Fails if that does not come about."""
@@ -129,9 +129,9 @@ class Worker:
         engine, service = self.engine, self.service
         tables = [engine.lent.ships, engine.lent.grants, engine.scheduler._attempts]
         if isinstance(service, PrefillService):
-            tables += [service._answers, service._ships, {} if self.link_lost else service._sender._ships]
+            tables += [service._answers, service._ships._offers, {} if self.link_lost else service._ships.sender._ships]
         else:
-            tables += [{} if self.link_lost else service._receiver._grants]
+            tables += [{} if self.link_lost else service._grants.receiver._grants]
         return self.loaded.engine.busy or service.busy() or any(tables)
 
 

@@ -7,8 +7,10 @@ import contextlib
 import dataclasses
 import random
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -93,8 +95,11 @@ async def test_a_request_that_ends_with_its_first_token_gives_its_grant_back(rou
 
 async def test_prompt_logprobs_go_to_the_router_and_not_over_the_link(router: Router) -> None:
     committed = []
-    commit = router.prefill.service._sender.commit
-    router.prefill.service._sender.commit = lambda transfer, first: (committed.append(first), commit(transfer, first))
+    commit = router.prefill.service._ships.sender.commit
+    router.prefill.service._ships.sender.commit = lambda transfer, first: (
+        committed.append(first),
+        commit(transfer, first),
+    )
     first, _ = await complete(router, make_job("a", prompt(), prompt_logprobs=3, logprobs=1))
     assert len(first.delta.prompt_logprobs) == LENGTH
     assert committed[0].prompt_logprobs is None
@@ -105,7 +110,7 @@ async def offered(router: Router, stack: contextlib.ExitStack, job: Job) -> Answ
     """The decode node has not answered the offer."""
     stack.enter_context(router.decode.frozen_engine())
     answer = router.post_prefill(job, router.decode.target)
-    await until(lambda: router.decode.service._receiver._grants)
+    await until(lambda: router.decode.service._grants.receiver._grants)
     return answer
 
 
@@ -315,3 +320,40 @@ async def test_a_message_of_the_wrong_kind_is_refused() -> None:
             response = await client.post(f"{prefill.node.face.url}/attempts/{path}", content=b"\x01")
             assert response.status_code == 400
         await prefill.settle()
+
+
+async def test_no_step_from_grant_to_hand_over_waits_for_a_busy_loop(router: Router) -> None:
+    """While the loop of both nodes stands still: reserve, grant, compute, ship, commit, start, quiet."""
+    started = threading.Event()
+    start = router.decode.engine.start
+
+    def told(*args: Any) -> None:
+        start(*args)
+        started.set()
+
+    router.decode.engine.start = told  # type: ignore[method-assign]
+    with contextlib.ExitStack() as stack:
+        answer = await offered(router, stack, make_job("a", prompt()))
+        stack.close()
+        assert started.wait(2.0)
+        deadline = time.monotonic() + 2.0
+        while router.prefill.engine._ships and time.monotonic() < deadline:
+            time.sleep(0.002)  # noqa: ASYNC251 - the loop is to stand still
+        assert not router.prefill.engine._ships
+    assert [type(m) for m in await answer.ended()] == [FirstToken, ShipDone]
+    await until(lambda: router.finished("a"))
+    assert router.tokens("a") == expected(prompt(), 8)[1:]
+    await settle(router)
+
+
+async def test_a_grant_withdrawn_by_the_engine_reaches_prefill_past_a_busy_loop(router: Router) -> None:
+    with contextlib.ExitStack() as stack:
+        answer = await waiting_for_room(router, stack, make_job("a", prompt()))
+        router.decode.loaded.engine.submit(lambda engine: engine.cancel("a", 0))
+        deadline = time.monotonic() + 2.0
+        while router.prefill.service._ships.sender._ships and time.monotonic() < deadline:
+            time.sleep(0.002)  # noqa: ASYNC251 - the loop is to stand still
+        assert not router.prefill.service._ships.sender._ships
+    failed = (await answer.ended())[-1]
+    assert (type(failed), failed.code) == (AttemptFailed, "cancelled")
+    await settle(router)

@@ -70,7 +70,7 @@ async def test_the_last_token_of_a_retried_request_needs_no_decode_node() -> Non
         while not engine.jobs:  # noqa: ASYNC110
             await asyncio.sleep(0)
     delta = TokenDelta("r", 1, 4, (7,), finish_reason="length")
-    service.on_events([Generated(key_of(last), "router", delta)])
+    service.to_routers([Generated(key_of(last), "router", delta)])
     response = await answer
     assert response.status_code == 200
     (first,) = FrameReader().feed(response.content)
