@@ -7,8 +7,10 @@ nothing else; every call may be repeated.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
+import time
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
@@ -51,8 +53,10 @@ class LeaseKeeper:
     make_lease    the lease as of now
     on_restored   the registry answers again after a failure, or lost our lease: what was published there may be gone
     on_outcome    told "renewed", "created", "fenced" or "failed" after each try
+    lease_s       life of a lease in this registry
 
-    Belongs to one asyncio loop; callbacks come on it.
+    Belongs to one asyncio loop; callbacks come on it. The log has one line per outage, and one more if it outlives the
+    lease.
     """
 
     def __init__(
@@ -63,10 +67,14 @@ class LeaseKeeper:
         on_restored: Callable[[], None] = lambda: None,
         on_outcome: Callable[[str], None] = lambda outcome: None,
         period_s: float = RENEWAL_S,
+        lease_s: float = LEASE_S,
     ) -> None:
         self._registry, self._make_lease = registry, make_lease
         self._on_restored, self._on_outcome = on_restored, on_outcome
-        self._period_s = period_s
+        self._period_s, self._lease_s = period_s, lease_s
+        self._held_until = 0.0
+        self._lapse_told = False
+        self._held_once = asyncio.Event()
         self._failures = 0
         self._fenced = False
         self._announced: tuple[str, int] | None = None
@@ -74,10 +82,18 @@ class LeaseKeeper:
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Announce once, then keep announcing until `stop`."""
-        await self.announce_now()
+    @property
+    def held(self) -> bool:
+        """Whether the registry has our lease: it said so, less than the lease's life ago."""
+        return time.monotonic() < self._held_until
+
+    def start(self) -> None:
+        """Announce now, and go on until `stop`."""
         self._task = asyncio.create_task(self._keep(), name="lease-keeper")
+
+    async def first_held(self) -> None:
+        """Returns once the registry has taken a lease of ours."""
+        await self._held_once.wait()
 
     async def announce_now(self) -> bool:
         """Announce outside the rhythm (the node's state changed). Returns whether the registry took it."""
@@ -91,6 +107,7 @@ class LeaseKeeper:
         self._stopping.set()
         if self._task is not None:
             await self._task
+        self._held_until = 0.0
         if self._announced is not None:
             try:
                 await self._registry.withdraw(*self._announced)
@@ -99,11 +116,10 @@ class LeaseKeeper:
 
     async def _keep(self) -> None:
         while not self._stopping.is_set():
-            try:
+            await self.announce_now()
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._delay_s()):
                     await self._stopping.wait()
-            except TimeoutError:
-                await self.announce_now()
 
     def _delay_s(self) -> float:
         """The period; after failures soon again, then less often, spread so that nodes do not return all at once."""
@@ -112,21 +128,32 @@ class LeaseKeeper:
         return min(self._period_s * 0.1 * 2.0**self._failures, 2 * self._period_s) * random.uniform(0.5, 1.0)
 
     async def _announce(self) -> str:
+        began = time.monotonic()
         try:
             lease = self._make_lease()
             outcome = await self._registry.announce(lease)
         except Exception as error:
-            self._failures = min(self._failures + 1, 10)
-            if self._failures == 1:
-                known = isinstance(error, KvferryError)
-                log.warning("lease not renewed: %s", error, exc_info=None if known else error)
+            self._note_failure(error)
             return "failed"
+        self._held_until = 0.0 if outcome is Announced.FENCED else began + self._lease_s
         if outcome is Announced.FENCED and not self._fenced:
             log.error("node id %s is taken by a newer process: this one gets no work", lease.node_id)
         self._fenced = outcome is Announced.FENCED
         restored = self._failures > 0 or (outcome is Announced.CREATED and self._announced is not None)
         self._failures, self._announced = 0, (lease.node_id, lease.epoch)
+        self._lapse_told = False
+        if self.held:
+            self._held_once.set()
         if restored:
             log.info("lease of %s restored", lease.node_id)
             self._on_restored()
         return outcome.value
+
+    def _note_failure(self, error: Exception) -> None:
+        self._failures = min(self._failures + 1, 10)
+        if self._failures == 1:
+            known = isinstance(error, KvferryError)
+            log.warning("lease not written: %s", error, exc_info=None if known else error)
+        elif self._announced is not None and not self.held and not self._lapse_told:
+            self._lapse_told = True
+            log.warning("the lease of %s has lapsed: not ready until the registry answers", self._announced[0])

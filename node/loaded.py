@@ -108,8 +108,14 @@ class Loaded:
             rates=self._rates.rates,
         )
 
+    @property
+    def registered(self) -> bool:
+        """Whether routers can find the node: a lease was written, and renewed within its life since. Work from routers
+        that know the node already is taken without it."""
+        return self._membership.held
+
     async def join(self) -> None:
-        """Enter the cluster."""
+        """Enter the cluster; returns once the node is registered."""
         await self._membership.join()
 
     async def drain(self, stop: Stop) -> None:

@@ -39,10 +39,16 @@ class Membership:
         )
         self.note = self._writer.note
 
+    @property
+    def held(self) -> bool:
+        """Whether the registry has the node's lease, as far as can be known."""
+        return self._keeper.held
+
     async def join(self) -> None:
-        """Announce the node, and go on announcing it and its blocks."""
+        """Begin to announce the node and its blocks; returns once the registry has its lease."""
         await self._writer.start()
-        await self._keeper.start()
+        self._keeper.start()
+        await self._keeper.first_held()
 
     async def announce(self) -> None:
         """The node's state changed: tell it now."""

@@ -1,4 +1,8 @@
-"""One node, from its settings to its end: loading, ready, draining."""
+"""One node, from its settings to its end: loading, joining, ready, draining.
+
+Ready means that routers can find it: a node whose lease has lapsed, since Redis was away for longer, is joining again.
+It is alive then, and goes on serving those who know it.
+"""
 
 from __future__ import annotations
 
@@ -37,34 +41,34 @@ class Node:
 
     @property
     def state(self) -> str:
-        return self.loaded.state if self.loaded else "loading"
+        if self.loaded is None:
+            return "loading"
+        return "joining" if self.loaded.state == "ready" and not self.loaded.registered else self.loaded.state
 
     async def run(self, stop: Stop) -> bool:
-        """Load, serve until asked to stop, drain. Asked while still loading it returns False at once, and leaves the
-        thread that loads behind. Raises ConfigError when the node cannot start."""
+        """Load, join, serve until asked to stop, drain. Asked while still loading it returns False at once, and leaves
+        the thread that loads behind. Raises ConfigError when the node cannot start."""
         serve_metrics(self.face.app, self.metrics.registry, self._set_gauges)
         self.face.start()
-        loading, asked = asyncio.create_task(self._load()), asyncio.create_task(stop.asked.wait())
+        asked = asyncio.create_task(stop.asked.wait())
         try:
-            await asyncio.wait({loading, asked}, return_when=asyncio.FIRST_COMPLETED)
-            if not loading.done():
+            if not await _first(asyncio.create_task(self._load()), asked):
                 return False
-            loaded = loading.result()
-            log.info("%s ready at %s, link %s", self.face.node_id, self.face.url, loaded.link.address)
-            self._status.ready(self.face.url)
-            await asked
-            await loaded.drain(stop)
+            assert self.loaded
+            if await _first(asyncio.create_task(self.loaded.join()), asked):
+                log.info("%s ready at %s, link %s", self.face.node_id, self.face.url, self.loaded.link.address)
+                self._status.ready(self.face.url)
+                await asked
+            await self.loaded.drain(stop)
             return True
         finally:
             asked.cancel()
             await self.face.stop()
             log.info("%s has ended", self.face.node_id)
 
-    async def _load(self) -> Loaded:
+    async def _load(self) -> None:
         parts, seed = await asyncio.to_thread(self._build)
         self.loaded = Loaded(self._settings, self.face, self.metrics, self._store, parts, seed, self._make_service)
-        await self.loaded.join()
-        return self.loaded
 
     def _build(self) -> tuple[Assembled, Rates]:
         parts = assemble(self._settings, self._on_progress)
@@ -82,3 +86,13 @@ class Node:
     def _set_gauges(self) -> None:
         if self.loaded:
             self.loaded.set_gauges()
+
+
+async def _first(work: asyncio.Task[None], asked: asyncio.Task[bool]) -> bool:
+    """Whether the work is done before the node is asked to stop; raises what it raised."""
+    await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
+    if work.done():
+        work.result()
+        return True
+    work.cancel()
+    return False

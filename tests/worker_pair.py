@@ -244,19 +244,21 @@ class Router:
 
 
 @contextlib.asynccontextmanager
-async def worker(role: str, engine: Engine, **settings: Any) -> AsyncIterator[Worker]:
-    """A node of its own registry, ready; ended with SIGINT."""
+async def worker(
+    role: str, engine: Engine, *, store: MemoryStore | None = None, state: str = "ready", **settings: Any
+) -> AsyncIterator[Worker]:
+    """A node of its own registry, once it is in this state; ended with SIGINT."""
     layout = ToyModel.info.layout(ToyModel.dtype, engine.config.block_size)
     kv: torch.Tensor = engine.runner.kv
     parts = Assembled(engine, kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
     stop = Stop()
     with (
         patch.object(node_module, "assemble", lambda settings, progress: parts),
-        patch.object(node_module, "RedisStore", lambda url, cluster: MemoryStore()),
+        patch.object(node_module, "RedisStore", lambda url, cluster: store or MemoryStore()),
     ):
         node = Node(WorkerSettings(role=role, **settings), SERVICES[role])
         run = asyncio.create_task(node.run(stop))
-        await until(lambda: node.state == "ready" or run.done())
+        await until(lambda: node.state == state or run.done())
     try:
         yield (running := Worker(node, engine, run, stop))
     finally:

@@ -24,6 +24,8 @@ LEASE = NodeLease(
     block_bytes=368_640,
     load=Load(free_blocks=7, total_blocks=7),
 )
+LIFE_S = 0.5
+"""Of leases that a keeper of these tests renews."""
 NEWER = replace(LEASE, epoch=LEASE.epoch + 1)
 
 
@@ -78,11 +80,16 @@ class _Keeping:
     """A LeaseKeeper on a memory store, renewing every 20 ms, with its callbacks recorded."""
 
     def __init__(self, lease: NodeLease = LEASE) -> None:
-        self.store = MemoryStore(lease_s=5.0)
+        self.store = MemoryStore(lease_s=LIFE_S)
         self.lease, self.made, self.restored = lease, 0, 0
         self.outcomes: list[str] = []
         self.keeper = LeaseKeeper(
-            self.store, self._make, on_restored=self._restored, on_outcome=self.outcomes.append, period_s=0.02
+            self.store,
+            self._make,
+            on_restored=self._restored,
+            on_outcome=self.outcomes.append,
+            period_s=0.02,
+            lease_s=LIFE_S,
         )
 
     def _make(self) -> NodeLease:
@@ -93,7 +100,8 @@ class _Keeping:
         self.restored += 1
 
     async def __aenter__(self) -> "_Keeping":
-        await self.keeper.start()
+        self.keeper.start()
+        await self.keeper.first_held()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -139,8 +147,10 @@ async def test_keeper_notices_that_the_registry_lost_its_data():
 async def test_keeper_starts_without_a_registry_and_stops_without_one():
     k = _Keeping()
     k.store.available = False
-    await k.keeper.start()
-    assert k.outcomes == ["failed"]
+    k.keeper.start()
+    await _until(lambda: k.outcomes)
+    assert k.outcomes[0] == "failed"
+    assert not k.keeper.held
     k.store.available = True
     await _until(lambda: k.restored == 1)
     k.store.available = False
@@ -149,11 +159,29 @@ async def test_keeper_starts_without_a_registry_and_stops_without_one():
         await k.store.nodes()
 
 
+async def test_a_lease_is_held_for_its_life_after_the_last_answer(caplog):
+    async with _Keeping() as k:
+        assert k.keeper.held
+        k.store.available = False
+        await _until(lambda: k.outcomes[-1] == "failed")
+        assert k.keeper.held
+        await _until(lambda: not k.keeper.held)
+        await _until(lambda: any("lapsed" in record.message for record in caplog.records))
+        failures = k.outcomes.count("failed")
+        await _until(lambda: k.outcomes.count("failed") >= failures + 3)
+        k.store.available = True
+        await _until(lambda: k.keeper.held)
+    assert not k.keeper.held
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [message.split()[1] for message in told] == ["not", "lease"], told
+
+
 async def test_keeper_of_an_older_process_leaves_the_newer_alone():
     async with _Keeping() as k:
         await k.store.announce(NEWER)
         await _until(lambda: k.outcomes.count("fenced") >= 2)
         assert not await k.keeper.announce_now()
+        assert not k.keeper.held
         assert await k.store.nodes() == [NEWER]
     assert await k.store.nodes() == [NEWER]
 
