@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import monotonic
 
 from engine.engine import Engine
 from engine.events import Event
@@ -17,17 +18,20 @@ log = logging.getLogger("kvferry.engine")
 class EngineLoop:
     """Owns an engine on a thread of its own. `on_events` is called on that thread with each batch of news, in order; it
     must not block. `prepare` is the thread's first call. `load` is the engine's load after the last step; `fault` says
-    what a self-check found wrong, or what ended the thread."""
+    what a self-check found wrong, or what ended the thread; `on_fault` is called once with the latter, on the dying
+    thread: nothing that was submitted will be done any more, so the process must end."""
 
     def __init__(
         self,
         engine: Engine,
         on_events: Callable[[Sequence[Event]], None],
         prepare: Callable[[], None] = lambda: None,
+        on_fault: Callable[[str], None] = lambda fault: None,
     ) -> None:
         self._engine = engine
         self._on_events = on_events
         self._prepare = prepare
+        self._on_fault = on_fault
         self._inbox: deque[Callable[[Engine], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -35,6 +39,7 @@ class EngineLoop:
         self._self_check = SelfCheck(engine)
         self.load = engine.load()
         self.fault: str | None = None
+        self._turn_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -60,6 +65,12 @@ class EngineLoop:
         with self._wake:
             return self._turning or bool(self._inbox) or self._engine.has_work()
 
+    @property
+    def turn_s(self) -> float:
+        """Seconds that the turn under way has taken so far; 0 between turns. From any thread."""
+        began = self._turn_began
+        return 0.0 if began is None else monotonic() - began
+
     def _run(self) -> None:
         try:
             self._prepare()
@@ -69,6 +80,7 @@ class EngineLoop:
         except Exception as error:
             self.fault = f"the engine thread ended: {error}"
             log.critical(self.fault, exc_info=True)
+            self._on_fault(self.fault)
 
     def _next_calls(self, stuck: bool) -> list[Callable[[Engine], None]] | None:
         """Wait until there is something to do, and check the books meanwhile; None: stop."""
@@ -92,6 +104,7 @@ class EngineLoop:
 
     def _turn(self, calls: Sequence[Callable[[Engine], None]]) -> bool:
         """One round: inbox, step, outbox. False when nothing could run."""
+        self._turn_began = monotonic()
         for call in calls:
             self._guarded(call)
         ran = False
@@ -100,6 +113,7 @@ class EngineLoop:
         self._self_check.changed()
         self.load = self._engine.load()
         self._flush()
+        self._turn_began = None
         return ran
 
     def _guarded(self, call: Callable[[Engine], None]) -> None:

@@ -22,6 +22,7 @@ from node.membership import Membership
 from node.news import News, set_load_gauges
 from node.rates import RateMeter
 from node.service import Base, MakeService
+from node.vitals import Vitals
 from process.signals import Stop
 from protocol.errors import Draining
 from protocol.messages import NodeLease, Rates
@@ -29,6 +30,9 @@ from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
+
+ABANDON_S = 0.5
+"""What withdrawing the lease may take when a thread has ended: the supervisor is to restart the process at once."""
 
 
 class Loaded:
@@ -45,11 +49,12 @@ class Loaded:
         make_service: MakeService,
     ) -> None:
         self.draining = False
+        self.broken = asyncio.Event()
         self.epoch = time.time_ns() // 1000
         self._settings, self._face, self._metrics, self._parts = settings, face, metrics, parts
         self._loop = asyncio.get_running_loop()
         self._rates = RateMeter(seed)
-        self.engine = EngineLoop(parts.engine, lambda events: news.take(events), self._enter_thread)
+        self.engine = EngineLoop(parts.engine, lambda events: news.take(events), self._enter_thread, self._thread_ended)
         self.link = self._make_link()
         self.service = make_service(
             Base(
@@ -66,6 +71,7 @@ class Loaded:
             )
         )
         self._membership = Membership(store, self.lease, parts.engine.pool.findable, metrics)
+        self._vitals = Vitals(self.engine, self.link, parts.engine.config.limits.max_num_batched_tokens, self._rates)
         news = News(self.service, metrics, self._rates, self._membership.note, self.call_soon)
         self.engine.start()
 
@@ -76,8 +82,9 @@ class Loaded:
 
     @property
     def fault(self) -> str | None:
-        """What broke here for good, if anything did."""
-        return self.engine.fault
+        """Why the process should be restarted, if it should: a thread ended (`broken` is set then) or hangs, or the
+        books do not balance."""
+        return self._vitals.fault
 
     def require_ready(self) -> None:
         """Raise Draining unless new work may begin. From any thread."""
@@ -133,6 +140,12 @@ class Loaded:
         self.service.stop()
         await self._membership.close()
 
+    async def abandon(self) -> None:
+        """A thread has ended: nothing here can be brought to an end. Take the node out of the cluster, if Redis answers
+        at once; its process ends next, which its peers and routers notice."""
+        log.critical("%s ends: %s", self._face.node_id, self.fault)
+        await self._membership.leave(ABANDON_S)
+
     def set_gauges(self) -> None:
         set_load_gauges(self._metrics, self.engine.load)
         self._membership.set_gauges()
@@ -150,7 +163,12 @@ class Loaded:
             net_devices=settings.ucx_net_devices,
             cuda=self._parts.kv.device.type == "cuda",
             prepare=self._enter_thread,
+            on_fault=self._thread_ended,
         )
+
+    def _thread_ended(self, fault: str) -> None:
+        """On the thread that ends."""
+        self.call_soon(self.broken.set)
 
     def _enter_thread(self) -> None:
         """First call on a thread that touches the device."""

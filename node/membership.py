@@ -54,9 +54,9 @@ class Membership:
         """The node's state changed: tell it now."""
         await _within(LEAVE_S, self._keeper.announce_now())
 
-    async def leave(self) -> None:
+    async def leave(self, limit_s: float = LEAVE_S) -> None:
         """Withdraw the lease; rows end with it."""
-        await _within(LEAVE_S, self._keeper.stop(), self._writer.stop())
+        await _within(limit_s, self._keeper.stop(), self._writer.stop())
 
     async def close(self) -> None:
         """Close the connections to Redis."""

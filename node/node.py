@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from enum import Enum, auto
 
 from cluster_state.redis_store import RedisStore
 from node.assembly import Assembled, assemble
@@ -23,6 +24,15 @@ from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
+
+
+class Ending(Enum):
+    """How a node's life ended: drained as asked; asked before its model was loaded, with the thread that loads left
+    behind; or broken, with threads, connections and requests left as they were."""
+
+    DRAINED = auto()
+    UNLOADED = auto()
+    BROKEN = auto()
 
 
 class Node:
@@ -45,26 +55,39 @@ class Node:
             return "loading"
         return "joining" if self.loaded.state == "ready" and not self.loaded.registered else self.loaded.state
 
-    async def run(self, stop: Stop) -> bool:
-        """Load, join, serve until asked to stop, drain. Asked while still loading it returns False at once, and leaves
-        the thread that loads behind. Raises ConfigError when the node cannot start."""
+    async def run(self, stop: Stop) -> Ending:
+        """Load, join, serve until asked to stop, drain. Raises ConfigError when the node cannot start."""
         serve_metrics(self.face.app, self.metrics.registry, self._set_gauges)
         self.face.start()
         asked = asyncio.create_task(stop.asked.wait())
+        ending = Ending.UNLOADED
         try:
-            if not await _first(asyncio.create_task(self._load()), asked):
-                return False
-            assert self.loaded
-            if await _first(asyncio.create_task(self.loaded.join()), asked):
-                log.info("%s ready at %s, link %s", self.face.node_id, self.face.url, self.loaded.link.address)
-                self._status.ready(self.face.url)
-                await asked
-            await self.loaded.drain(stop)
-            return True
+            if await _first(asyncio.create_task(self._load()), asked):
+                assert self.loaded
+                ending = await self._live(self.loaded, asked, stop)
         finally:
             asked.cancel()
-            await self.face.stop()
+            if ending is not Ending.BROKEN:
+                await self.face.stop()
             log.info("%s has ended", self.face.node_id)
+        return ending
+
+    async def _live(self, loaded: Loaded, asked: asyncio.Task[bool], stop: Stop) -> Ending:
+        """From the moment that the model is loaded."""
+        broken = asyncio.create_task(loaded.broken.wait())
+        joining = asyncio.create_task(self._join(loaded))
+        await asyncio.wait({asked, broken}, return_when=asyncio.FIRST_COMPLETED)
+        joining.cancel()
+        if not broken.done() and await _first(asyncio.create_task(loaded.drain(stop)), broken):
+            broken.cancel()
+            return Ending.DRAINED
+        await loaded.abandon()
+        return Ending.BROKEN
+
+    async def _join(self, loaded: Loaded) -> None:
+        await loaded.join()
+        log.info("%s ready at %s, link %s", self.face.node_id, self.face.url, loaded.link.address)
+        self._status.ready(self.face.url)
 
     async def _load(self) -> None:
         parts, seed = await asyncio.to_thread(self._build)
@@ -88,9 +111,9 @@ class Node:
             self.loaded.set_gauges()
 
 
-async def _first(work: asyncio.Task[None], asked: asyncio.Task[bool]) -> bool:
-    """Whether the work is done before the node is asked to stop; raises what it raised."""
-    await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
+async def _first(work: asyncio.Task[None], other: asyncio.Task[bool]) -> bool:
+    """Whether the work is done before the other is; if not, it is given up. Raises what it raised."""
+    await asyncio.wait({work, other}, return_when=asyncio.FIRST_COMPLETED)
     if work.done():
         work.result()
         return True

@@ -1,18 +1,22 @@
-"""A node as a process: runs until a signal asks it to drain."""
+"""A node as a process: runs until a signal asks it to drain, or until it breaks."""
 
 from __future__ import annotations
 
+import logging
 import os
 
-from node.node import Node
+from node.node import Ending, Node
 from node.service import MakeService
 from process.signals import Stop
 from protocol.settings import WorkerSettings
 
 
 async def serve_node(settings: WorkerSettings, make_service: MakeService) -> None:
-    """Run a node until SIGTERM or SIGINT, then drain. Raises ConfigError when it cannot start."""
+    """Run a node until SIGTERM or SIGINT, then drain. A thread that ends by itself takes the process with it, with exit
+    status 1. Raises ConfigError when the node cannot start."""
     stop = Stop()
     stop.listen()
-    if not await Node(settings, make_service).run(stop):
-        os._exit(0)  # the thread that loads the model cannot be ended otherwise
+    ending = await Node(settings, make_service).run(stop)
+    if ending is not Ending.DRAINED:
+        logging.shutdown()
+        os._exit(1 if ending is Ending.BROKEN else 0)  # the threads that are left cannot be ended otherwise

@@ -10,12 +10,13 @@ import signal
 from unittest.mock import patch
 
 import httpx
+import pytest
 from toy import expected, make_engine, make_job
 from worker_pair import Router, Worker, until, worker
 
 from cluster_state.memory_store import MemoryStore
 from cluster_state.registry import LeaseKeeper
-from node import membership
+from node import membership, vitals
 
 PROMPT = list(range(20))
 
@@ -71,3 +72,20 @@ async def test_a_node_that_joins_ends_when_asked() -> None:
     async with worker("prefill", make_engine(), store=store, state="joining") as node:
         node.stop.ask(signal.SIGTERM)
         assert await asyncio.wait_for(asyncio.shield(node.run), 5)
+
+
+@pytest.mark.parametrize("thread", ["engine", "link"])
+async def test_a_thread_that_hangs_is_a_fault_until_it_moves_again(
+    thread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vitals, "HANG_S", 1.5)
+    monkeypatch.setattr(vitals, "SLOW", 0.0)
+    async with worker("decode", make_engine()) as node:
+        assert await answers(node) == (200, 200, "ready")
+        with getattr(node, f"frozen_{thread}")():
+            await until(lambda: node.loaded.fault is not None)
+            assert thread in (node.loaded.fault or "")
+            assert await answers(node) == (200, 503, "ready")
+        await until(lambda: node.loaded.fault is None)
+        assert await answers(node) == (200, 200, "ready")
+        await node.settle()

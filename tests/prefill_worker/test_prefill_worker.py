@@ -117,9 +117,8 @@ async def offered(router: Router, stack: contextlib.ExitStack, job: Job) -> Answ
 async def waiting_for_room(router: Router, stack: contextlib.ExitStack, job: Job) -> Answer:
     """The reservation is queued behind a full pool."""
     router.decode.engine.pool.acquire("hog", "test", [], 60)
-    stack.callback(
-        router.decode.loaded.engine.submit, lambda e: e.pool.release("hog", "test", blocks(e.pool.holds, "hog", "test"))
-    )
+    loop = router.decode.loaded.engine
+    stack.callback(loop.submit, lambda e: e.pool.release("hog", "test", blocks(e.pool.holds, "hog", "test")))
     answer = router.post_prefill(job, router.decode.target)
     await until(lambda: router.decode.loaded.engine.load.waiting_requests)
     return answer
