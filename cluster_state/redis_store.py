@@ -51,6 +51,7 @@ class RedisStore:
         prefix = f"kvferry:{cluster}:"
         self._members, self._leases, self._rows = prefix + "nodes", prefix + "node:", prefix + "b:"
         self._lookup_s = lookup_s
+        self._told_unreadable = False
         self._lease_ms, self._row_ttl_ms = int(lease_s * 1000), int(row_ttl_s * 1000)
         try:
             pool = redis.BlockingConnectionPool.from_url(
@@ -92,15 +93,18 @@ class RedisStore:
 
     async def nodes(self) -> list[NodeLease]:
         """Leases that this version cannot read are left out: an incompatible node may share the registry."""
-        leases = []
+        leases, unreadable = [], ""
         for packed in await _run(self._nodes, [self._members, self._leases], []):
             try:
                 lease = unpack(packed)
             except WireError as error:
-                log.warning("a lease cannot be read: %s", error)
+                unreadable = str(error)
                 continue
             if isinstance(lease, NodeLease):
                 leases.append(lease)
+        if unreadable and not self._told_unreadable:
+            log.warning("a lease cannot be read, its node is not used: %s", unreadable)
+        self._told_unreadable = bool(unreadable)
         return leases
 
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
