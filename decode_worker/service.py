@@ -15,6 +15,7 @@ from fastapi import Request, Response
 from decode_worker.grants import Grants
 from decode_worker.streams import RouterStreams, frames
 from engine.events import Event, Failed, Generated
+from node.accounts import audit
 from node.frames import FrameResponse
 from node.service import Base
 from process.http import read_message
@@ -64,6 +65,8 @@ class DecodeService:
         outputs: defaultdict[str, _Output] = defaultdict(_Output)
         for event in events:
             if isinstance(event, Generated):
+                if event.delta.reuse is not None:
+                    audit(event.delta, self._base.metrics)
                 outputs[event.router_id].deltas.append(event.delta)
                 if event.delta.finish_reason is not None:
                     self._base.metrics.attempts["done"].inc()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from process.disconnect import disconnected
 from protocol.wire import pack
+
+log = logging.getLogger("kvferry.node")
 
 MEDIA_TYPE = "application/msgpack"
 
@@ -34,7 +37,9 @@ class FrameResponse(Response):
             self._on_close()
             pump.cancel()
             watch.cancel()
-            await asyncio.gather(pump, watch, return_exceptions=True)
+            ended, _ = await asyncio.gather(pump, watch, return_exceptions=True)
+            if isinstance(ended, Exception) and not isinstance(ended, OSError):
+                log.error("a stream broke off", exc_info=ended)
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -17,6 +17,7 @@ from fastapi import Request, Response
 from engine.events import Event, Failed, Generated
 from engine.request import Key, key_of
 from kv_transfer.ports import ShipStats
+from node.accounts import audit
 from node.frames import FrameResponse
 from node.service import Base
 from prefill_worker.ships import Ships
@@ -97,6 +98,7 @@ class PrefillService:
         answer = self._answers.get(event.key)
         if answer is None:
             return
+        audit(event.delta, self._base.metrics, len(answer.job.token_ids))
         answer.outbox.put_nowait(FirstToken(event.delta, event.queue_s, event.compute_s))
         if event.handover is not None:
             return

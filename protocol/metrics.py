@@ -159,6 +159,9 @@ class WorkerMetrics:
             "kvferry_grants", "Grants by outcome: granted, refused, aborted.", "outcome", GRANT_OUTCOMES
         )
         self.grants_open = gauge("kvferry_grants_open", "Grants whose blocks are reserved and not yet committed.")
+        self.account_violations = counter(
+            "kvferry_account_violations", "Prompts whose account of reused and computed tokens was wrong: a bug."
+        )
         self.lease_renewals = counters(
             "kvferry_lease_renewals",
             "Lease renewals by outcome (renewed, created, fenced, failed).",

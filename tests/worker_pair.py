@@ -122,6 +122,7 @@ class Worker:
         self.loaded.engine.submit(check)
         await asyncio.wait_for(done, PATIENCE_S)
         assert self.engine.pool.available == self.engine.pool.num_blocks
+        assert not self.node.metrics.account_violations._value.get()
         load = self.loaded.engine.load
         assert load.free_blocks + load.cached_blocks == load.total_blocks
 

@@ -13,8 +13,9 @@ import pytest
 from toy import VOCAB, expected, make_engine, make_job
 from worker_pair import Router, until, worker
 
+from engine.events import Generated
 from protocol.errors import NodeLost
-from protocol.messages import Job, TokenDelta
+from protocol.messages import Job, Reuse, TokenDelta
 
 
 def prompt(length: int = 40, seed: int = 0) -> list[int]:
@@ -47,6 +48,14 @@ async def test_a_prompt_is_computed_here_and_reused(router: Router) -> None:
     assert (first.reuse.reused_decode, first.reuse.computed) == (40, 1)
     assert all(delta.reuse is None for delta in others)
     await router.decode.settle()
+
+
+async def test_an_account_that_does_not_add_up_is_counted_and_its_token_delivered(router: Router) -> None:
+    delta = TokenDelta("a", 0, 0, (7,), reuse=Reuse(40, reused_decode=16, computed=20))
+    router.decode.service.to_routers([Generated(("a", 0), "router", delta)])
+    await until(lambda: router.deltas)
+    assert router.deltas == [delta]
+    assert router.decode.node.metrics.account_violations._value.get() == 1
 
 
 async def test_a_step_is_one_frame(router: Router) -> None:

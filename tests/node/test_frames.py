@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
 from node.frames import FrameResponse
 from protocol.messages import CancelRequest
 from protocol.wire import FrameReader
@@ -43,6 +45,16 @@ async def test_messages_arrive_packed_and_the_end_closes() -> None:
     assert list(FrameReader().feed(body)) == [CancelRequest("a", 0), CancelRequest("b", 1)]
     assert closed == [1]
     assert b"content-length" not in dict(connection.sent[0]["headers"])
+
+
+async def test_a_message_that_cannot_be_packed_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def unpackable() -> AsyncIterator[Any]:
+        yield object()
+
+    connection, closed = Connection(), []
+    await FrameResponse(unpackable(), lambda: closed.append(1))({}, connection.receive, connection.send)
+    assert closed == [1]
+    assert [record.message for record in caplog.records] == ["a stream broke off"]
 
 
 async def test_a_reader_that_leaves_before_the_first_message_is_noticed() -> None:

@@ -17,7 +17,7 @@ from engine.request import key_of
 from kv_transfer.loopback import LoopbackNetwork
 from prefill_worker.service import PrefillService
 from process.http import make_app
-from protocol.messages import FirstToken, Job, PrefillRequest, TokenDelta
+from protocol.messages import FirstToken, Job, PrefillRequest, Reuse, TokenDelta
 from protocol.metrics import WorkerMetrics
 from protocol.sampling import SamplingParams
 from protocol.wire import FrameReader, pack
@@ -76,6 +76,20 @@ async def test_the_last_token_of_a_retried_request_needs_no_decode_node() -> Non
     (first,) = FrameReader().feed(response.content)
     assert first == FirstToken(delta, 0.0, 0.0)
     assert not service.busy()
+
+
+async def test_an_account_of_another_prompt_is_counted_and_its_token_delivered() -> None:
+    engine, app = Engine(), make_app(lambda: (200, {}), lambda: True)
+    service, last = service_on(app, engine), job(delivered=0, max_tokens=1)
+    answer = asyncio.create_task(post(app, PrefillRequest(last)))
+    async with asyncio.timeout(5):
+        while not engine.jobs:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    delta = TokenDelta("r", 1, 0, (7,), finish_reason="length", reuse=Reuse(9, computed=9))
+    service.to_routers([Generated(key_of(last), "router", delta)])
+    (first,) = FrameReader().feed((await answer).content)
+    assert first.delta == delta
+    assert service._base.metrics.account_violations._value.get() == 1
 
 
 @pytest.mark.parametrize(("delivered", "max_tokens"), [(0, 2), (4, 6)])
