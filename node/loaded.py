@@ -50,7 +50,7 @@ class Loaded:
     ) -> None:
         self.draining = False
         self.broken = asyncio.Event()
-        self.epoch = time.time_ns() // 1000
+        self._epoch = time.time_ns() // 1000
         self._settings, self._face, self._metrics, self._parts = settings, face, metrics, parts
         self._loop = asyncio.get_running_loop()
         self._rates = RateMeter(seed)
@@ -59,7 +59,7 @@ class Loaded:
         self.service = make_service(
             Base(
                 settings=settings,
-                epoch=self.epoch,
+                epoch=self._epoch,
                 app=face.app,
                 metrics=metrics,
                 parts=parts,
@@ -102,7 +102,7 @@ class Loaded:
         return NodeLease(
             node_id=self._face.node_id,
             role=self._settings.role,
-            epoch=self.epoch,
+            epoch=self._epoch,
             state=self.state,
             http_url=self._face.url,
             link_address=self.link.address,
