@@ -11,9 +11,10 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.requests import ClientDisconnect
 
 from process.address import host_port
-from protocol.errors import ConfigError, InvalidRequest, KvferryError
+from protocol.errors import Cancelled, ConfigError, InvalidRequest, KvferryError
 from protocol.version import VERSION
 from protocol.wire import unpack
 
@@ -82,8 +83,11 @@ def serve_metrics(app: FastAPI, registry: CollectorRegistry, refresh: Callable[[
 
 
 async def read_message(request: Request, cls: type[T]) -> T:
-    """The message in a request's body. Raises InvalidRequest."""
-    message = unpack(await request.body())
+    """The message in a request's body. Raises InvalidRequest, Cancelled when its sender leaves meanwhile."""
+    try:
+        message = unpack(await request.body())
+    except ClientDisconnect as error:
+        raise Cancelled("the sender went away before its message was read") from error
     if not isinstance(message, cls):
         raise InvalidRequest(f"the body must be a {cls.__name__}, got a {type(message).__name__}", param="body")
     return message
