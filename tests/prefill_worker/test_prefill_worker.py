@@ -335,10 +335,10 @@ async def test_no_step_from_grant_to_hand_over_waits_for_a_busy_loop(router: Rou
         answer = await offered(router, stack, make_job("a", prompt()))
         stack.close()
         assert started.wait(2.0)
-        deadline = time.monotonic() + 2.0
-        while router.prefill.engine._ships and time.monotonic() < deadline:
+        pool, deadline = router.prefill.engine.pool, time.monotonic() + 2.0
+        while pool.available < pool.num_blocks and time.monotonic() < deadline:
             time.sleep(0.002)  # noqa: ASYNC251 - the loop is to stand still
-        assert not router.prefill.engine._ships
+        assert pool.available == pool.num_blocks
     assert [type(m) for m in await answer.ended()] == [FirstToken, ShipDone]
     await until(lambda: router.finished("a"))
     assert router.tokens("a") == expected(prompt(), 8)[1:]
