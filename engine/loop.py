@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import monotonic
 
 from engine.engine import Engine
 from engine.events import Event
@@ -69,7 +69,7 @@ class EngineLoop:
     def turn_s(self) -> float:
         """Seconds that the turn under way has taken so far; 0 between turns. From any thread."""
         began = self._turn_began
-        return 0.0 if began is None else monotonic() - began
+        return 0.0 if began is None else time.monotonic() - began
 
     def _run(self) -> None:
         try:
@@ -104,7 +104,7 @@ class EngineLoop:
 
     def _turn(self, calls: Sequence[Callable[[Engine], None]]) -> bool:
         """One round: inbox, step, outbox. False when nothing could run."""
-        self._turn_began = monotonic()
+        self._turn_began = time.monotonic()
         for call in calls:
             self._guarded(call)
         ran = False

@@ -14,7 +14,7 @@ EVENTS: list[Event] = [
     Computed(1, ((0, 7),)),
     Admitted(("a", 0), 0.5, 40, 16),
     BlocksChanged((b"new",), (b"old",)),
-    Stepped(0.25, prefill_tokens=40, decode_tokens=0, sequences=1, preempted=0, evicted=2),
+    Stepped(0.25, prefill_tokens=40, decode_tokens=0, preempted=0, evicted=2),
 ]
 
 

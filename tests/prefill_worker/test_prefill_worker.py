@@ -18,6 +18,7 @@ from ledger_books import blocks
 from toy import VOCAB, expected, make_engine, make_job
 from worker_pair import Answer, Router, pair, until, worker
 
+from engine.engine import Engine
 from protocol.messages import AttemptFailed, FirstToken, Job, ShipDone
 
 LENGTH = 40
@@ -356,3 +357,47 @@ async def test_a_grant_withdrawn_by_the_engine_reaches_prefill_past_a_busy_loop(
     failed = (await answer.ended())[-1]
     assert (type(failed), failed.code) == (AttemptFailed, "cancelled")
     await settle(router)
+
+
+def broken_once(engine: Engine) -> None:
+    """The scheduler breaks on the next attempt or reservation that it is to queue."""
+    enqueue = engine.scheduler.enqueue
+
+    def broken(entry: object) -> None:
+        engine.scheduler.enqueue = enqueue  # type: ignore[method-assign]
+        raise RuntimeError("injected")
+
+    engine.scheduler.enqueue = broken  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_command_that_breaks_an_engine_answers_its_attempt(router: Router, side: str) -> None:
+    broken_once(getattr(router, side).engine)
+    (failed,) = await router.post_prefill(make_job("a", prompt()), router.decode.target).ended()
+    assert (type(failed), failed.code) == (AttemptFailed, "node_lost")
+    await complete(router, make_job("b", prompt()))
+    await settle(router)
+
+
+async def test_a_hand_over_that_breaks_the_engine_ends_on_the_stream(router: Router) -> None:
+    register = router.decode.engine.pool.register
+
+    def broken(*_: object) -> None:
+        router.decode.engine.pool.register = register  # type: ignore[method-assign]
+        raise RuntimeError("injected")
+
+    router.decode.engine.pool.register = broken  # type: ignore[method-assign, assignment]
+    answer = router.post_prefill(make_job("a", prompt()), router.decode.target)
+    assert [type(m) for m in await answer.ended()] == [FirstToken, ShipDone]
+    await until(lambda: router.failed)
+    assert [(f.request_id, f.code) for f in router.failed] == [("a", "node_lost")]
+    await complete(router, make_job("b", prompt()))
+    await settle(router)
+
+
+async def test_a_local_attempt_that_breaks_the_engine_ends_on_the_stream(router: Router) -> None:
+    broken_once(router.decode.engine)
+    assert (await router.generate(make_job("a", prompt()))).status_code == 202
+    await until(lambda: router.failed)
+    assert [(f.request_id, f.code) for f in router.failed] == [("a", "node_lost")]
+    await router.decode.settle()
