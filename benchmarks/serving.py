@@ -33,7 +33,8 @@ from benchmarks.load import LoadError
 from benchmarks.models import SOURCE, find_models, on_path
 from benchmarks.subjects import ENGINES, SUBJECTS, Installed, Subject, missing
 from benchmarks.workloads import FIGURES, WORKLOADS, Figures, Workload
-from cli.door import available_cores, set_threads
+from cli.door import set_threads
+from process.limits import available_cores
 from protocol.errors import ConfigError
 
 BUSY = 0.03

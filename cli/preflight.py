@@ -12,6 +12,7 @@ import socket
 import stat
 from pathlib import Path
 
+from process.limits import available_memory
 from protocol.errors import ConfigError
 from protocol.settings import CPU_POOL_GIB, ServeSettings
 
@@ -56,9 +57,7 @@ def readable(path: str, name: str) -> None:
 def pool_memory(settings: ServeSettings) -> str:
     """Whether the KV pools of all workers fit into this machine together: each of them sees only what is free as it
     starts. Returns what was found. Pools on a GPU and those counted in blocks are left to the workers."""
-    import psutil
-
-    available = psutil.virtual_memory().available / GIB
+    available = available_memory() / GIB
     free = f"{available:.1f} GiB are available"
     on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and NVIDIA_DRIVER.exists())
     if on_gpu or settings.kv_blocks:

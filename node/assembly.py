@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from engine.block_pool import BlockPool
@@ -22,6 +21,7 @@ from kernels.cpu.dense import PackedLinear
 from kernels.ops import Ops, select
 from model_files.source import resolve
 from node.pool_memory import make_pool
+from process.limits import available_memory
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.settings import CPU_POOL_GIB, WorkerSettings
@@ -133,7 +133,7 @@ def available_bytes(device: torch.device) -> int:
     """Memory that the pool could take on the device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return available_memory()
 
 
 def pool_blocks(settings: WorkerSettings, layout: KVLayout, device: torch.device) -> int:
