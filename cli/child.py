@@ -53,6 +53,7 @@ class Child:
         self.ready = asyncio.Event()
         self.ever_ready = False
         self.complaint = ""
+        self.last_words = ""
         self._echo = echo
         self._changed = changed
         self._process: Popen[bytes] | None = None
@@ -68,8 +69,9 @@ class Child:
 
     async def run_once(self) -> int:
         """Start the command and wait for its end. Returns the exit status, negative for a signal. `complaint` then is
-        the line that explains status 2; it is not echoed. Cancelling kills the process."""
-        self.progress, self.url, self.complaint = 0.0, None, ""
+        the line that explains status 2, which is not echoed, and `last_words` the last line that was. Cancelling kills
+        the process."""
+        self.progress, self.url, self.complaint, self.last_words = 0.0, None, "", ""
         self.ready.clear()
         process, output, reports = self._spawn()
         ears = [
@@ -135,7 +137,8 @@ class Child:
     def _take_output(self, text: str) -> None:
         if text.startswith(ERROR_PREFIX) and not self.ever_ready:
             self.complaint = text.removeprefix(ERROR_PREFIX)
-        else:
+        elif text:
+            self.last_words = text
             self._echo(f"[{self.name}] {text}")
 
     def _take_report(self, text: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from cli import preflight
-from cli.door import available_cores
+from process.limits import available_cores
 from protocol.errors import ConfigError
 from protocol.settings import ServeSettings
 
@@ -77,9 +77,11 @@ def threads(settings: ServeSettings) -> Result:
 
 
 def model(settings: ServeSettings) -> Result:
+    from model_files.refusals import require_runnable
     from model_files.source import read_facts, resolve
 
     source = resolve(settings.model)
+    require_runnable(source)
     facts = read_facts(source)
     return Result("ok", "model", f"{source.name}, {facts.architecture}, {facts.max_model_len} tokens, {source.path}")
 

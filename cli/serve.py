@@ -51,6 +51,7 @@ def kvferry_program(subcommand: str) -> list[str]:
 def check(settings: ServeSettings) -> ServeSettings:
     """Everything that can fail before a process is started. Returns the settings with the port that the router will
     have. Raises ConfigError."""
+    from model_files.refusals import require_runnable
     from model_files.source import resolve
 
     port = preflight.free_port(settings.host, settings.port)
@@ -60,7 +61,7 @@ def check(settings: ServeSettings) -> ServeSettings:
         preflight.redis_answers(settings.redis_url)
     else:
         preflight.valkey_binary()
-    resolve(settings.model)
+    require_runnable(resolve(settings.model))
     preflight.pool_memory(settings)
     return dataclasses.replace(settings, port=port)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from model_files.gguf import GGUFFile, read_gguf
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, reason
 
 DEMO_MODEL = "smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
@@ -62,7 +62,10 @@ def resolve(model: str, *, weights: bool = True) -> ModelSource:
 
 def read_facts(source: ModelSource) -> ModelFacts:
     """Facts from config.json and generation_config.json, or from GGUF metadata. Raises ConfigError."""
-    return gguf_facts(read_gguf(source.path)) if source.kind == "gguf" else _hf_facts(source.path)
+    try:
+        return gguf_facts(read_gguf(source.path)) if source.kind == "gguf" else _hf_facts(source.path)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(f"the config of {source.name} makes no sense: {reason(error)}", param="model") from error
 
 
 def gguf_facts(file: GGUFFile) -> ModelFacts:
@@ -180,8 +183,7 @@ def _download(repo: str, weights: bool) -> Path:
             param="model",
         ) from error
     except (OSError, ValueError, RuntimeError, HFValidationError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError(f"cannot get {repo} from the Hugging Face hub: {reason}", param="model") from error
+        raise ConfigError(f"cannot get {repo} from the Hugging Face hub: {reason(error)}", param="model") from error
 
 
 def _hf_revision(path: Path, files: Iterable[Path]) -> str:

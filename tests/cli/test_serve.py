@@ -175,9 +175,21 @@ def test_a_refusal_at_start_ends_the_cluster_with_its_line(start, tmp_path):
 def test_a_child_that_never_starts_is_given_up(start, tmp_path):
     (tmp_path / "decode-0.mode").write_text("crash")
     cluster = start()
-    assert cluster.process.wait(20) == 1
-    assert "kvferry: error: decode-0 does not start: exit status 3, 3 times" in cluster.stderr
+    assert cluster.process.wait(20) == 3
+    assert "kvferry: error: decode-0 ended 3 times before it was ready (exit status 3): too deep" in cluster.stderr
     assert len(cluster.pids("decode-0")) == 3
+
+
+def test_a_model_that_cannot_run_is_refused_before_anything_starts(start, tmp_path):
+    model = tmp_path / "deep"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "vocab_size": 9, "kv_lora_rank": 512}))
+    (model / "model.safetensors").write_bytes(b"\0" * 9)
+    cluster = start("--model", str(model))
+    assert cluster.process.wait(20) == 2
+    (line,) = cluster.stderr.splitlines()
+    assert line.startswith("kvferry: error: deep (deepseek_v3) cannot be served: its attention (MLA)")
+    assert not list(tmp_path.glob("*.pids"))
 
 
 def test_mistakes_are_one_line_and_status_2_before_anything_starts(tmp_path):
