@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from cli import preflight
+from cli.seats import gpus, require_memory, take_seats
+from model_files.needs import model_needs
+from model_files.refusals import require_runnable
+from model_files.source import ModelSource, read_facts, resolve
 from process.limits import available_cores
 from protocol.errors import ConfigError
 from protocol.settings import ServeSettings
@@ -77,17 +81,16 @@ def threads(settings: ServeSettings) -> Result:
 
 
 def model(settings: ServeSettings) -> Result:
-    from model_files.refusals import require_runnable
-    from model_files.source import read_facts, resolve
-
-    source = resolve(settings.model)
+    source = _source(settings)
     require_runnable(source)
     facts = read_facts(source)
     return Result("ok", "model", f"{source.name}, {facts.architecture}, {facts.max_model_len} tokens, {source.path}")
 
 
 def memory(settings: ServeSettings) -> Result:
-    return Result("ok", "memory", preflight.pool_memory(settings))
+    """Weights and KV pools of all workers fit, each where it will compute."""
+    needs = model_needs(_source(settings))
+    return Result("ok", "memory", require_memory(settings, needs, take_seats(settings, needs, gpus())))
 
 
 def port(settings: ServeSettings) -> Result:
@@ -148,6 +151,11 @@ def report(results: Iterable[Result], stream: TextIO | None = None) -> int:
         remedy = f" -> {result.remedy}" if result.remedy else ""
         print(f"{result.level:<4} {result.name:<12} {result.found}{remedy}", file=stream, flush=True)
     return 1 if failed else 0
+
+
+def _source(settings: ServeSettings) -> ModelSource:
+    """The model without its weights, unless they are here anyway: the doctor downloads none."""
+    return resolve(settings.model, weights=Path(settings.model).expanduser().is_dir())
 
 
 def _answers_health(host: str, port: int) -> bool:

@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from cli.child import Child, Command
 from cli.door import worker_threads
 from cli.options import to_argv, variable
 from cli.progress import Progress, progress_on
+from cli.seats import UNKNOWN, Seat, gpus, require_memory, take_seats
 from cli.supervisor import Supervisor
 from protocol.errors import ConfigError
 from protocol.settings import CommonSettings, RouterSettings, ServeSettings, WorkerSettings
@@ -48,9 +50,18 @@ def kvferry_program(subcommand: str) -> list[str]:
     return [str(script), subcommand] if script.exists() else [sys.executable, "-m", "cli.main", subcommand]
 
 
-def check(settings: ServeSettings) -> ServeSettings:
-    """Everything that can fail before a process is started. Returns the settings with the port that the router will
-    have. Raises ConfigError."""
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A cluster that may be started. settings: with the port that the router will have; seats: of the prefill workers,
+    then of the decode workers."""
+
+    settings: ServeSettings
+    seats: tuple[Seat, ...]
+
+
+def check(settings: ServeSettings) -> Checked:
+    """Everything that can fail before a process is started. Raises ConfigError."""
+    from model_files.needs import model_needs
     from model_files.refusals import require_runnable
     from model_files.source import resolve
 
@@ -61,9 +72,16 @@ def check(settings: ServeSettings) -> ServeSettings:
         preflight.redis_answers(settings.redis_url)
     else:
         preflight.valkey_binary()
-    require_runnable(resolve(settings.model))
-    preflight.pool_memory(settings)
-    return dataclasses.replace(settings, port=port)
+    source = resolve(settings.model)
+    require_runnable(source)
+    try:
+        needs = model_needs(source)
+    except ConfigError as error:
+        log.debug("%s", error.message)
+        needs = UNKNOWN
+    seats = take_seats(settings, needs, gpus())
+    require_memory(settings, needs, seats)
+    return Checked(dataclasses.replace(settings, port=port), tuple(seats))
 
 
 def valkey_command(port: int, log_level: str = "info") -> Command:
@@ -74,13 +92,14 @@ def valkey_command(port: int, log_level: str = "info") -> Command:
     return Command("valkey", (str(preflight.valkey_binary()), *words), reports=False, ends_last=True)
 
 
-def cluster_commands(settings: ServeSettings, program: Program) -> list[Command]:
+def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Program) -> list[Command]:
     """Router, prefill and decode processes. `settings.redis_url` must be set; only the router listens beyond this
     machine, and only if --host says so."""
+    free_seats = iter(seats)
     router = _narrow(RouterSettings, settings)
     commands = [_command("router", "router", router, program)]
     for role, count in (("prefill", settings.prefill), ("decode", settings.decode)):
-        for index in range(count):
+        for index, seat in zip(range(count), free_seats, strict=False):
             worker = dataclasses.replace(
                 _narrow(WorkerSettings, settings),
                 role=role,
@@ -88,13 +107,15 @@ def cluster_commands(settings: ServeSettings, program: Program) -> list[Command]
                 host=LOOPBACK,
                 port=0,
                 threads=worker_threads(settings.threads),
+                device=seat.device,
+                kv_cache_gib=seat.kv_cache_gib,
                 drain_timeout=min(settings.drain_timeout, DRAIN_S),
             )
             commands.append(_command(f"{role}-{index}", role, worker, program))
     return commands
 
 
-async def serve_cluster(settings: ServeSettings, program: Program = kvferry_program) -> None:
+async def serve_cluster(checked: Checked, program: Program = kvferry_program) -> None:
     """Run the cluster that `check` allowed until SIGINT, SIGTERM or SIGHUP. When this returns or raises, no child runs.
     Raises ConfigError or KvferryError when the cluster cannot be had."""
     progress = progress_on()
@@ -102,7 +123,7 @@ async def serve_cluster(settings: ServeSettings, program: Program = kvferry_prog
     ending = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, ending.set)
-    life = asyncio.create_task(_live(supervisor, settings, program, progress))
+    life = asyncio.create_task(_live(supervisor, checked, program, progress))
     signalled = asyncio.create_task(ending.wait())
     try:
         fates: list[asyncio.Future[Any]] = [life, signalled, supervisor.failure]
@@ -116,13 +137,14 @@ async def serve_cluster(settings: ServeSettings, program: Program = kvferry_prog
         await supervisor.stop()
 
 
-async def _live(supervisor: Supervisor, settings: ServeSettings, program: Program, progress: Progress) -> None:
+async def _live(supervisor: Supervisor, checked: Checked, program: Program, progress: Progress) -> None:
+    settings = checked.settings
     given = bool(settings.redis_url)
     if not given:
         port = preflight.free_port(LOOPBACK, 0)
         settings = dataclasses.replace(settings, redis_url=f"redis://{LOOPBACK}:{port}/0")
         supervisor.start(valkey_command(port, settings.log_level))
-    children = [supervisor.start(command) for command in cluster_commands(settings, program)]
+    children = [supervisor.start(command) for command in cluster_commands(settings, checked.seats, program)]
     for child in children:
         _show(progress, child)
     if not given:

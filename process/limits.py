@@ -1,7 +1,8 @@
 """What this process may use of the machine: its cores and its memory, as far as a container's cgroups allow.
 
 Every cgroup from the process's own up to the root of what is mounted may set a limit, in version 2 (one tree with
-`cpu.max` and `memory.max`) or 1 (a tree per controller: `cpu.cfs_quota_us`, `memory.limit_in_bytes`); the tightest counts.
+`cpu.max` and `memory.max`) or 1 (a tree per controller, with `cpu.cfs_quota_us` and `memory.limit_in_bytes`). The
+tightest counts.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cli.seats import Seat
 from cli.serve import cluster_commands, kvferry_program, ready_line
 from protocol.settings import ServeSettings
 
@@ -234,7 +235,8 @@ def test_children_get_only_what_differs_from_their_defaults():
     settings = ServeSettings(
         redis_url="redis://127.0.0.1:1/0", prefill=1, decode=2, port=8123, host="0.0.0.0", threads=3, kv_blocks=9
     )
-    router, prefill, first, second = cluster_commands(settings, lambda subcommand: ["kvferry", subcommand])
+    seats = [Seat("cpu"), Seat("cuda:0", 1.5), Seat("cuda:1")]
+    router, prefill, first, second = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand])
     assert router.argv == (
         "kvferry",
         "router",
@@ -249,6 +251,9 @@ def test_children_get_only_what_differs_from_their_defaults():
     assert "0.0.0.0" not in prefill.argv, "workers of a local cluster are not reachable from outside"
     assert {"--threads", "3", "--kv-blocks", "9", "--drain-timeout", "2.0"} <= set(prefill.argv)
     assert (first.name, second.name) == ("decode-0", "decode-1")
+    assert {"--device", "cuda:0", "--kv-cache-gib", "1.5"} <= set(first.argv)
+    assert "cuda:1" in second.argv
+    assert "--kv-cache-gib" not in second.argv
     assert prefill.niceness > 0, "running streams come before prompts"
     assert {router.niceness, first.niceness, second.niceness} == {0}
     assert second.argv[second.argv.index("--node-id") + 1] == "decode-1"
