@@ -42,14 +42,16 @@ class Command:
 
 
 class Child:
-    """A command that runs, or ran, or runs again. `changed(child)` is called when progress or readiness changes, and
-    `echo(line)` for each line of its output, which carries the child's name."""
+    """A command that runs, or ran, or runs again; `facts` is what it told of itself when it was ready.
+    `changed(child)` is called when progress or readiness changes, and `echo(line)` for each line of its output, which
+    carries the child's name."""
 
     def __init__(self, command: Command, echo: Callable[[str], None], changed: Callable[[Child], None]) -> None:
         self.command = command
         self.name = command.name
         self.progress = 0.0
         self.url: str | None = None
+        self.facts: dict[str, str] = {}
         self.ready = asyncio.Event()
         self.ever_ready = False
         self.complaint = ""
@@ -146,6 +148,7 @@ class Child:
             report = json.loads(text)
             if report["status"] == "ready":
                 self.url, self.progress, self._ready_at = str(report["url"]), 1.0, time.monotonic()
+                self.facts = {name: str(fact) for name, fact in dict(report.get("facts", {})).items()}
                 self.ever_ready = True
                 self.ready.set()
             else:

@@ -8,7 +8,7 @@ import dataclasses
 import http.client
 import json
 import logging
-import shlex
+import os
 import signal
 import sys
 import time
@@ -22,7 +22,8 @@ from cli import preflight
 from cli.child import Child, Command
 from cli.door import worker_threads
 from cli.options import to_argv, variable
-from cli.progress import Progress, progress_on
+from cli.overview import overview, ready_line, stop_line
+from cli.progress import Progress, log_through, progress_on
 from cli.seats import UNKNOWN, Seat, gpus, require_memory, take_seats
 from cli.supervisor import Supervisor
 from protocol.errors import ConfigError
@@ -119,6 +120,7 @@ async def serve_cluster(checked: Checked, program: Program = kvferry_program) ->
     """Run the cluster that `check` allowed until SIGINT, SIGTERM or SIGHUP. When this returns or raises, no child runs.
     Raises ConfigError or KvferryError when the cluster cannot be had."""
     progress = progress_on()
+    log_through(progress)
     supervisor = Supervisor(progress.echo, lambda child: _show(progress, child))
     ending = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -154,17 +156,11 @@ async def _live(supervisor: Supervisor, checked: Checked, program: Program, prog
     assert url is not None
     model = await _until_router_serves(url, settings)
     progress.close()
+    for line in overview(supervisor.children):
+        progress.echo(line)
     print(ready_line(_dialable(settings), model, settings.api_key), flush=True)
+    progress.echo(stop_line(os.getpid()))
     await asyncio.Event().wait()
-
-
-def ready_line(url: str, model: str, api_key: str) -> str:
-    """The one line that says where the cluster is and how to talk to it."""
-    question = [{"role": "user", "content": "Why is the sky blue?"}]
-    body = json.dumps({"model": model, "temperature": 0.2, "messages": question})
-    key = ["-H", "Authorization: Bearer YOUR_API_KEY"] if api_key else []
-    curl = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json", *key, "-d", body]
-    return f"kvferry is ready at {url}/v1 - try: {shlex.join(curl)}"
 
 
 async def _until_redis_answers(port: int, tries: int = 100) -> None:

@@ -53,6 +53,11 @@ class Supervisor:
         self._tasks: dict[Child, asyncio.Task[None]] = {}
         self._stopping = False
 
+    @property
+    def children(self) -> list[Child]:
+        """In the order in which they were started."""
+        return list(self._tasks)
+
     def start(self, command: Command) -> Child:
         """Keep this command running until `stop`."""
         child = Child(command, self._echo, self._changed)

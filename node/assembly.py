@@ -91,6 +91,18 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     return Assembled(engine, kv, model.info, layout, fingerprint, max_model_len)
 
 
+def describe(parts: Assembled) -> dict[str, str]:
+    """Where the node computes and how large its pool is, for a person."""
+    ops, pool = parts.engine.runner.model.ops, parts.engine.pool
+    threads = ops.threads if isinstance(ops, CpuOps) else torch.get_num_threads()
+    on_cpu = parts.kv.device.type == "cpu"
+    gib, tokens = pool.num_blocks * parts.layout.block_bytes / GIB, pool.num_blocks * parts.layout.block_size
+    return {
+        "device": f"cpu, threads: {threads}" if on_cpu else str(parts.kv.device),
+        "kv_pool": f"{gib:.2f} GiB, {tokens} tokens",
+    }
+
+
 def choose_device(name: str) -> torch.device:
     """auto: CUDA if there is a device, else CPU. Raises ConfigError."""
     if name == "auto":

@@ -23,7 +23,7 @@ from cluster_state.registry import LeaseKeeper
 from engine.events import Admitted, BlocksChanged, Event, Stepped
 from engine.loop import EngineLoop
 from kv_transfer.ucx import UcxLink
-from node.assembly import Assembled, assemble
+from node.assembly import Assembled, assemble, describe
 from node.rates import RateMeter, warm_up
 from process.http import bind, make_app, make_server, serve_metrics
 from process.signals import Stop
@@ -113,7 +113,7 @@ class Node:
                 return
             loading.result()
             log.info("%s ready at %s, link %s", self.node_id, self.http_url, self.lease().link_address)
-            self._status.ready(self.http_url)
+            self._status.ready(self.http_url, **describe(self.parts), link=self.lease().link_address)
             await asked
             await self._drain(stop)
         finally:

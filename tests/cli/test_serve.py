@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ import psutil
 import pytest
 
 from cli.seats import Seat
-from cli.serve import cluster_commands, kvferry_program, ready_line
+from cli.serve import cluster_commands, kvferry_program
 from protocol.settings import ServeSettings
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +106,12 @@ def test_one_ready_line_then_a_clean_end(start, tmp_path):
     assert '"model": "fake-model"' in line
     assert "s3cret" not in line
     assert "[prefill-1] prefill-1 says hello" in cluster.stderr
-    assert "decode-0: ready" in cluster.stderr
+    assert "decode-0: ready after" in cluster.stderr
+    shown = cluster.stderr[cluster.stderr.index("computes on") :].splitlines()
+    (row,) = [line for line in shown if line.startswith("prefill-1")]
+    assert row.split()[1] == str(cluster.pids("prefill-1")[-1])
+    assert "abacus, 3 beads  0.50 GiB  127.0.0.1:7" in row
+    assert f"(elsewhere: kill {cluster.process.pid})" in shown[-1]
     names = [" ".join(process.cmdline()) for process in cluster.family]
     assert len([name for name in names if "fake_child.py" in name]) == 4
     assert any("valkey-server" in name for name in names)
@@ -224,7 +228,7 @@ def test_ready_is_said_when_the_router_sees_every_node(start, tmp_path):
     """A prompt that comes a moment earlier would be computed on decode, as if there were no prefill node."""
     (tmp_path / "router.mode").write_text("unaware")
     cluster = start()
-    eventually(lambda: "prefill-0: ready" in cluster.stderr and "decode-0: ready" in cluster.stderr, 20)
+    eventually(lambda: "prefill-0: ready after" in cluster.stderr and "decode-0: ready after" in cluster.stderr, 20)
     time.sleep(0.5)
     assert not cluster.stdout
     (tmp_path / "prefill.seen").touch()
@@ -264,11 +268,3 @@ def test_the_program_is_the_console_script_where_there_is_one(tmp_path, monkeypa
     assert kvferry_program("router") == [str(tmp_path / "python"), "-m", "cli.main", "router"]
     (tmp_path / "kvferry").touch()
     assert kvferry_program("router") == [str(tmp_path / "kvferry"), "router"]
-
-
-def test_the_ready_line_is_a_command_to_paste():
-    line = ready_line("http://127.0.0.1:1", "it's", "key")
-    assert "\n" not in line
-    words = shlex.split(line.split(" - try: ")[1])
-    assert json.loads(words[-1])["model"] == "it's"
-    assert "Authorization: Bearer YOUR_API_KEY" in words
