@@ -49,7 +49,7 @@ def set_up_log(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", stream=sys.stderr, force=True
     )
-    for noisy in ("httpx", "httpcore", "urllib3", "filelock", "uvicorn"):
+    for noisy in ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock", "uvicorn"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
