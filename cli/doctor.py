@@ -93,6 +93,17 @@ def memory(settings: ServeSettings) -> Result:
     return Result("ok", "memory", require_memory(settings, needs, take_seats(settings, needs, gpus())))
 
 
+def speed(settings: ServeSettings) -> Result:
+    """What the model would do here at most, by limits that are measured now."""
+    from cli.speed import expected, measure
+
+    needs, found = model_needs(_source(settings)), gpus()
+    seat = take_seats(settings, needs, found)[-1]
+    gpu_bytes = found[int(seat.device.partition(":")[2])] if seat.device.startswith("cuda:") else 0
+    limits = measure(seat.device, settings.threads)
+    return Result("ok", "speed", expected(settings, needs, seat, gpu_bytes, limits).describe(limits))
+
+
 def port(settings: ServeSettings) -> Result:
     """The router's port is free, or a router already answers there."""
     place = f"{settings.host}:{settings.port}"
@@ -124,6 +135,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("redis", redis),
     ("port", port),
     ("memory", memory),
+    ("speed", speed),
     ("threads", threads),
     ("instructions", instructions),
     ("gpu", gpu),

@@ -96,7 +96,17 @@ def weight_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> flo
     return needs.memory(itemsize, as_stored=on_cpu and settings.quantization == "auto")
 
 
+def step_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> float:
+    """Bytes of weights that a step with one token reads there."""
+    itemsize = _FULL_BYTES[settings.dtype]
+    on_cpu = device == "cpu" and itemsize == 2
+    if on_cpu and settings.quantization == "int8":
+        return needs.step_bytes(itemsize) - needs.dense.active * (itemsize - 1)
+    return needs.step_bytes(itemsize, as_stored=on_cpu and settings.quantization == "auto")
+
+
 def kv_dtype(settings: ServeSettings) -> str:
+    """Number format of K and V, as in `KVLayout`."""
     if settings.kv_cache_dtype == "int8":
         return "int8"
     return "bfloat16" if settings.dtype == "auto" else settings.dtype
