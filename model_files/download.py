@@ -23,7 +23,9 @@ def download(repo: str, patterns: list[str]) -> Path:
     """The folder of the repository's files that match, from the cache as far as they are there. Raises ConfigError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.utils.logging import disable_propagation
 
+    disable_propagation()
     bar = None if sys.stderr.isatty() else _lines_about(repo)
     try:
         return Path(snapshot_download(repo, allow_patterns=patterns, tqdm_class=bar))

@@ -1,4 +1,4 @@
-"""The README's table of models: what is published of them, and what the same function makes of it as the doctor uses."""
+"""The README's table of models: published shapes, and what the function that the doctor uses makes of them."""
 
 from __future__ import annotations
 
