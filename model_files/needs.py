@@ -89,7 +89,7 @@ class ModelNeeds:
 def model_needs(source: ModelSource) -> ModelNeeds:
     """Raises ConfigError: the files do not tell."""
     try:
-        return _gguf_needs(read_gguf(source.path)) if source.kind == "gguf" else _hf_needs(source)
+        return gguf_needs(read_gguf(source.path)) if source.kind == "gguf" else _hf_needs(source)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"the config of {source.name} makes no sense: {reason(error)}", param="model") from error
 
@@ -153,7 +153,8 @@ def _safetensors(path: Path) -> Iterator[Tensor]:
         raise ConfigError(f"cannot read the header of {path}; download it again", param="model") from error
 
 
-def _gguf_needs(file: GGUFFile) -> ModelNeeds:
+def gguf_needs(file: GGUFFile) -> ModelNeeds:
+    """Of a GGUF header that is already read. Raises ConfigError."""
     import gguf
 
     def tensor(name: str, shape: tuple[int, ...], kind: int) -> Tensor:

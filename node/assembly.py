@@ -113,6 +113,9 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}", param="device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("no CUDA device is available; use --device cpu", param="device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise ConfigError(f"there is no {name}; the last GPU is cuda:{last}", param="device")
     return device
 
 

@@ -80,3 +80,12 @@ def test_a_node_tells_a_person_where_it_computes_and_how_large_its_pool_is() -> 
     parts = SimpleNamespace(engine=engine, layout=LAYOUT, kv=torch.zeros(1))
     facts = describe(cast(Assembled, parts))
     assert facts == {"device": f"cpu, threads: {torch.get_num_threads()}", "kv_pool": "4.00 GiB, 16777216 tokens"}
+
+
+def test_a_gpu_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    assert choose_device("auto").type == choose_device("cuda").type == "cuda"
+    with pytest.raises(ConfigError, match="there is no cuda:2; the last GPU is cuda:1"):
+        choose_device("cuda:2")
