@@ -85,3 +85,13 @@ def test_what_cannot_be_told_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(ConfigError, match=r"header of .*model\.safetensors; download it again"):
         model_needs(resolve(str(tmp_path)))
+
+
+def test_the_block_formats_are_as_large_as_their_library_says():
+    import gguf
+
+    from model_files.needs import _STORED
+
+    names = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
+    sizes = {kind: size / per for kind, (per, size) in gguf.GGML_QUANT_SIZES.items() if kind.name in names}
+    assert sizes == _STORED
