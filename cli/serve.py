@@ -63,8 +63,7 @@ class Checked:
 def check(settings: ServeSettings) -> Checked:
     """Everything that can fail before a process is started. Raises ConfigError."""
     from model_files.needs import model_needs
-    from model_files.refusals import require_runnable
-    from model_files.source import resolve
+    from model_files.refusals import resolve_runnable
 
     port = preflight.free_port(settings.host, settings.port)
     preflight.worker_packages()
@@ -73,8 +72,7 @@ def check(settings: ServeSettings) -> Checked:
         preflight.redis_answers(settings.redis_url)
     else:
         preflight.valkey_binary()
-    source = resolve(settings.model)
-    require_runnable(source)
+    source = resolve_runnable(settings.model)
     try:
         needs = model_needs(source)
     except ConfigError as error:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from model_files.gguf import read_gguf
-from model_files.source import ModelSource, read_json, text_config
+from model_files.source import ModelSource, read_json, resolve, text_config
 from protocol.errors import ConfigError
 
 _LATENT = "its attention (MLA) caches one compressed vector per token in place of keys and values"
 _CHUNKED = "its layers attend in chunks, which no kernel here does"
 _ENCODER = "it is an encoder and a decoder; decoders alone are served"
 _COMPOSITE = "it is multimodal; checkpoints of text alone are served, so name one of the family"
+
+
+def resolve_runnable(model: str) -> ModelSource:
+    """`resolve` with weights, unless the config already refuses them: then none are downloaded. Raises ConfigError."""
+    require_runnable(resolve(model, weights=False))
+    return resolve(model)
 
 
 def require_runnable(source: ModelSource) -> None:

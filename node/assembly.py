@@ -19,7 +19,7 @@ from engine.scheduler import Limits
 from kernels.cpu import CpuOps
 from kernels.cpu.dense import PackedLinear
 from kernels.ops import Ops, select
-from model_files.source import resolve
+from model_files.refusals import resolve_runnable
 from node.pool_memory import make_pool
 from process.limits import available_memory
 from protocol.errors import ConfigError
@@ -51,7 +51,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     device = choose_device(settings.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    source = resolve(settings.model)
+    source = resolve_runnable(settings.model)
     wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant)
     if settings.kv_cache_dtype == "int8" and ops.name == "triton":

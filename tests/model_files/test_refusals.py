@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from model_files.refusals import require_runnable
+from model_files.refusals import require_runnable, resolve_runnable
 from model_files.source import resolve
 from protocol.errors import ConfigError
 
@@ -55,3 +55,21 @@ def test_a_gguf_is_refused_by_its_header(tmp_path):
     writer.close()
     with pytest.raises(ConfigError, match=r"deep \(deepseek2\) cannot be served"):
         require_runnable(resolve(str(path)))
+
+
+def test_of_a_hub_s_model_that_cannot_run_no_weights_are_downloaded(tmp_path, monkeypatch):
+    directory(tmp_path, TEXT | {"kv_lora_rank": 512})
+    asked: list[str] = []
+
+    def download(repo, patterns):
+        asked.extend(patterns)
+        return tmp_path
+
+    monkeypatch.setattr("model_files.source.download", download)
+    with pytest.raises(ConfigError, match=r"org/deep .* cannot be served"):
+        resolve_runnable("org/deep")
+    assert "*.json" in asked
+    assert "*.safetensors" not in asked
+    directory(tmp_path, TEXT)
+    assert resolve_runnable("org/fine").revision
+    assert "*.safetensors" in asked
