@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from cli import preflight
-from cli.seats import gpus, require_memory, take_seats
-from model_files.needs import model_needs
+from cli.seats import UNKNOWN, gpus, require_memory, take_seats
+from model_files.needs import ModelNeeds, model_needs
 from model_files.refusals import require_runnable
 from model_files.source import ModelSource, read_facts, resolve
 from process.limits import available_cores
@@ -89,7 +89,7 @@ def model(settings: ServeSettings) -> Result:
 
 def memory(settings: ServeSettings) -> Result:
     """Weights and KV pools of all workers fit, each where it will compute."""
-    needs = model_needs(_source(settings))
+    needs = _needs(settings) or UNKNOWN
     return Result("ok", "memory", require_memory(settings, needs, take_seats(settings, needs, gpus())))
 
 
@@ -97,7 +97,9 @@ def speed(settings: ServeSettings) -> Result:
     """What the model would do here at most, by limits that are measured now."""
     from cli.speed import expected, measure
 
-    needs, found = model_needs(_source(settings)), gpus()
+    needs, found = _needs(settings), gpus()
+    if needs is None:
+        return Result("warn", "speed", "unknown: the model's config does not tell its shape", "nothing; measure it")
     seat = take_seats(settings, needs, found)[-1]
     gpu_bytes = found[int(seat.device.partition(":")[2])] if seat.device.startswith("cuda:") else 0
     limits = measure(seat.device, settings.threads)
@@ -168,6 +170,14 @@ def report(results: Iterable[Result], stream: TextIO | None = None) -> int:
 def _source(settings: ServeSettings) -> ModelSource:
     """The model without its weights, unless they are here anyway: the doctor downloads none."""
     return resolve(settings.model, weights=Path(settings.model).expanduser().is_dir())
+
+
+def _needs(settings: ServeSettings) -> ModelNeeds | None:
+    """None where the model's files do not tell, or there is no model: the check of the model says so."""
+    try:
+        return model_needs(_source(settings))
+    except ConfigError:
+        return None
 
 
 def _answers_health(host: str, port: int) -> bool:

@@ -92,13 +92,12 @@ def valkey_command(port: int, log_level: str = "info") -> Command:
 
 
 def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Program) -> list[Command]:
-    """Router, prefill and decode processes. `settings.redis_url` must be set; only the router listens beyond this
-    machine, and only if --host says so."""
-    free_seats = iter(seats)
+    """Router, prefill and decode processes, a worker for each seat. `settings.redis_url` must be set; only the router
+    listens beyond this machine, and only if --host says so."""
     router = _narrow(RouterSettings, settings)
     commands = [_command("router", "router", router, program)]
-    for role, count in (("prefill", settings.prefill), ("decode", settings.decode)):
-        for index, seat in zip(range(count), free_seats, strict=False):
+    for role, taken in (("prefill", seats[: settings.prefill]), ("decode", seats[settings.prefill :])):
+        for index, seat in enumerate(taken):
             worker = dataclasses.replace(
                 _narrow(WorkerSettings, settings),
                 role=role,

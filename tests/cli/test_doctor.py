@@ -66,6 +66,13 @@ def test_weights_and_pools_must_fit_together(monkeypatch):
     assert "lower --kv-cache-gib to less than 1.7" in failure.found
 
 
+def test_without_a_model_memory_is_checked_and_speed_is_unknown():
+    assert one(doctor.memory, device="cpu", kv_cache_gib=1e6).level == "fail"
+    nowhere = {"device": "cpu", "model": "/no/such/model.gguf"}
+    assert one(doctor.memory, **nowhere).level == "ok"
+    assert "unknown" in one(doctor.speed, **nowhere).found
+
+
 def test_redis():
     assert one(doctor.redis).found.endswith("valkey-server")
     result = one(doctor.redis, redis_url="redis://127.0.0.1:1/0")
