@@ -30,6 +30,7 @@ class Command:
 
     reports       the command writes its status as process/status.py does
     ends_last     the others need it until they have ended; it gets no SIGINT, which a terminal sends to all at once
+    address       where it will be found, if it does not report that itself
     niceness      added to the supervisor's own: the higher, the less of a core that another process wants as well
     """
 
@@ -38,6 +39,7 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
     reports: bool = True
     ends_last: bool = False
+    address: str = ""
     niceness: int = 0
 
 

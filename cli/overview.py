@@ -38,4 +38,4 @@ def stop_line(pid: int) -> str:
 def _row(child: Child) -> tuple[str, ...]:
     facts = child.facts
     named = (facts.get(name, "") for name in ("device", "kv_pool", "link"))
-    return (child.name, str(child.pid or ""), child.url or "", *named)
+    return (child.name, str(child.pid or ""), child.url or child.command.address, *named)

@@ -88,7 +88,8 @@ def valkey_command(port: int, log_level: str = "info") -> Command:
     loglevel = "notice" if log_level == "debug" else "nothing"
     options = {"--port": port, "--bind": LOOPBACK, "--save": "", "--appendonly": "no", "--loglevel": loglevel}
     words = [str(word) for option in options.items() for word in option]
-    return Command("valkey", (str(preflight.valkey_binary()), *words), reports=False, ends_last=True)
+    argv = (str(preflight.valkey_binary()), *words)
+    return Command("valkey", argv, reports=False, ends_last=True, address=f"redis://{LOOPBACK}:{port}/0")
 
 
 def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Program) -> list[Command]:
@@ -141,8 +142,9 @@ async def _live(supervisor: Supervisor, checked: Checked, program: Program, prog
     given = bool(settings.redis_url)
     if not given:
         port = preflight.free_port(LOOPBACK, 0)
-        settings = dataclasses.replace(settings, redis_url=f"redis://{LOOPBACK}:{port}/0")
-        supervisor.start(valkey_command(port, settings.log_level))
+        valkey = valkey_command(port, settings.log_level)
+        settings = dataclasses.replace(settings, redis_url=valkey.address)
+        supervisor.start(valkey)
     children = [supervisor.start(command) for command in cluster_commands(settings, checked.seats, program)]
     for child in children:
         _show(progress, child)
