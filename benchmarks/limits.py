@@ -1,4 +1,4 @@
-"""What this machine can do at most and what a model needs at least: together, a ceiling in tokens per second."""
+"""What this machine can do at most: with what a model needs at least (`model_files.needs`), ceilings in tokens/s."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from model_files.gguf import read_gguf
 
 if TYPE_CHECKING:
     from kernels.cpu import CpuOps
@@ -70,53 +67,3 @@ class Meter:
         """Values by READ and PRODUCTS, each the median of three."""
         read, multiply = interleaved([self._limits.read, self._limits.multiply], 3)
         return dict(zip((READ, PRODUCTS), self._limits.shares(read, multiply), strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a Llama-like model needs. The embedding is read as the vocabulary projection where the two are tied, and
-    not at all where they are not.
-
-    dense, head    weights of all layers, of the vocabulary projection
-    bytes          of the file's tensors that one token reads
-    attention      multiplications for each pair of a query and a key, all layers
-    """
-
-    dense: int
-    head: int
-    bytes: int
-    attention: int
-
-    def decode_ceiling(self, read: float, bytes_per_weight: float | None = None) -> float:
-        """Tokens per second of one stream that reads GB/s `read`; weights as in the file, or of another size."""
-        size = self.bytes if bytes_per_weight is None else (self.dense + self.head) * bytes_per_weight
-        return read * 1e9 / size
-
-    def prefill_ceiling(self, gflops: float, length: int) -> float:
-        """Prompt tokens per second: dense layers, causal attention, and one row of the vocabulary projection."""
-        pairs = length * (length + 1) / 2
-        work = 2 * self.dense * length + 4 * self.attention * pairs + 2 * self.head
-        return gflops * 1e9 / (work / length)
-
-
-def model_cost(path: Path) -> Cost:
-    """Of a GGUF file. Raises ConfigError."""
-    import gguf
-
-    file, dense, head, size = read_gguf(path), 0, 0, 0
-    projection = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
-    for tensor in file.tensors.values():
-        if tensor.name in ("output.weight", "token_embd.weight") and tensor.name != projection:
-            continue
-        count = 1
-        for extent in tensor.shape:
-            count *= extent
-        per, stored = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
-        size += count // per * stored
-        if tensor.name == projection:
-            head = count
-        elif len(tensor.shape) == 2:
-            dense += count
-    heads = int(file.get("attention.head_count", 1))
-    dim = int(file.get("attention.key_length", 0)) or int(file.get("embedding_length", 0)) // heads
-    return Cost(dense, head, size, int(file.get("block_count", 0)) * heads * dim)

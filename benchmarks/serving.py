@@ -33,7 +33,10 @@ from benchmarks.load import LoadError
 from benchmarks.models import SOURCE, find_models, on_path
 from benchmarks.subjects import ENGINES, SUBJECTS, Installed, Subject, missing
 from benchmarks.workloads import FIGURES, WORKLOADS, Figures, Workload
-from cli.door import available_cores, set_threads
+from cli.door import set_threads
+from model_files.gguf import read_gguf
+from model_files.needs import gguf_needs
+from process.limits import available_cores
 from protocol.errors import ConfigError
 
 BUSY = 0.03
@@ -191,11 +194,11 @@ def _meter(threads: int) -> limits.Meter | None:
 def _ceilings(group: str, results: table.Results, models: dict[str, Path]) -> dict[tuple[str, str], float]:
     """By (group, workload), in tokens/s."""
     read, gflops = (statistics.median(results.limits[group, name]) for name in (limits.READ, limits.PRODUCTS))
-    cost = limits.model_cost(models.get(group, models[SOURCE]))
+    needs = gguf_needs(read_gguf(models.get(group, models[SOURCE])))
     return {
-        (group, "single"): cost.decode_ceiling(read, 2 if group == "bf16" else None),
-        (group, "prefill512"): cost.prefill_ceiling(gflops, 512),
-        (group, "prefill2048"): cost.prefill_ceiling(gflops, 2048),
+        (group, "single"): read * 1e9 / needs.step_bytes(2, as_stored=group != "bf16"),
+        (group, "prefill512"): gflops * 1e9 / needs.prompt_work(512),
+        (group, "prefill2048"): gflops * 1e9 / needs.prompt_work(2048),
     }
 
 

@@ -30,6 +30,7 @@ class Command:
 
     reports       the command writes its status as process/status.py does
     ends_last     the others need it until they have ended; it gets no SIGINT, which a terminal sends to all at once
+    address       where it will be found, if it does not report that itself
     niceness      added to the supervisor's own: the higher, the less of a core that another process wants as well
     """
 
@@ -38,21 +39,25 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
     reports: bool = True
     ends_last: bool = False
+    address: str = ""
     niceness: int = 0
 
 
 class Child:
-    """A command that runs, or ran, or runs again. `changed(child)` is called when progress or readiness changes, and
-    `echo(line)` for each line of its output, which carries the child's name."""
+    """A command that runs, or ran, or runs again; `facts` is what it told of itself when it was ready.
+    `changed(child)` is called when progress or readiness changes, and `echo(line)` for each line of its output, which
+    carries the child's name."""
 
     def __init__(self, command: Command, echo: Callable[[str], None], changed: Callable[[Child], None]) -> None:
         self.command = command
         self.name = command.name
         self.progress = 0.0
         self.url: str | None = None
+        self.facts: dict[str, str] = {}
         self.ready = asyncio.Event()
         self.ever_ready = False
         self.complaint = ""
+        self.last_words = ""
         self._echo = echo
         self._changed = changed
         self._process: Popen[bytes] | None = None
@@ -68,8 +73,9 @@ class Child:
 
     async def run_once(self) -> int:
         """Start the command and wait for its end. Returns the exit status, negative for a signal. `complaint` then is
-        the line that explains status 2; it is not echoed. Cancelling kills the process."""
-        self.progress, self.url, self.complaint = 0.0, None, ""
+        the line that explains status 2, which is not echoed, and `last_words` the last line that was. Cancelling kills
+        the process."""
+        self.progress, self.url, self.complaint, self.last_words = 0.0, None, "", ""
         self.ready.clear()
         process, output, reports = self._spawn()
         ears = [
@@ -135,7 +141,8 @@ class Child:
     def _take_output(self, text: str) -> None:
         if text.startswith(ERROR_PREFIX) and not self.ever_ready:
             self.complaint = text.removeprefix(ERROR_PREFIX)
-        else:
+        elif text:
+            self.last_words = text
             self._echo(f"[{self.name}] {text}")
 
     def _take_report(self, text: str) -> None:
@@ -143,6 +150,7 @@ class Child:
             report = json.loads(text)
             if report["status"] == "ready":
                 self.url, self.progress, self._ready_at = str(report["url"]), 1.0, time.monotonic()
+                self.facts = {name: str(fact) for name, fact in dict(report.get("facts", {})).items()}
                 self.ever_ready = True
                 self.ready.set()
             else:

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from cli import preflight
-from cli.door import available_cores
+from cli.seats import UNKNOWN, gpus, require_memory, take_seats
+from model_files.needs import ModelNeeds, model_needs
+from model_files.refusals import require_runnable
+from model_files.source import ModelSource, read_facts, resolve
 from process.address import host_port
+from process.limits import available_cores
 from protocol.errors import ConfigError
 from protocol.settings import ServeSettings
 
@@ -78,15 +82,29 @@ def threads(settings: ServeSettings) -> Result:
 
 
 def model(settings: ServeSettings) -> Result:
-    from model_files.source import read_facts, resolve
-
-    source = resolve(settings.model)
+    source = _source(settings)
+    require_runnable(source)
     facts = read_facts(source)
     return Result("ok", "model", f"{source.name}, {facts.architecture}, {facts.max_model_len} tokens, {source.path}")
 
 
 def memory(settings: ServeSettings) -> Result:
-    return Result("ok", "memory", preflight.pool_memory(settings))
+    """Weights and KV pools of all workers fit, each where it will compute."""
+    needs = _needs(settings) or UNKNOWN
+    return Result("ok", "memory", require_memory(settings, needs, take_seats(settings, needs, gpus())))
+
+
+def speed(settings: ServeSettings) -> Result:
+    """What the model would do here at most, by limits that are measured now."""
+    from cli.speed import expected, measure
+
+    needs, found = _needs(settings), gpus()
+    if needs is None:
+        return Result("warn", "speed", "unknown: the model's config does not tell its shape", "nothing; measure it")
+    seat = take_seats(settings, needs, found)[-1]
+    gpu_bytes = found[int(seat.device.partition(":")[2])] if seat.device.startswith("cuda:") else 0
+    limits = measure(seat.device, settings.threads)
+    return Result("ok", "speed", expected(settings, needs, seat, gpu_bytes, limits).describe(limits))
 
 
 def port(settings: ServeSettings) -> Result:
@@ -120,6 +138,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("redis", redis),
     ("port", port),
     ("memory", memory),
+    ("speed", speed),
     ("threads", threads),
     ("instructions", instructions),
     ("gpu", gpu),
@@ -147,6 +166,19 @@ def report(results: Iterable[Result], stream: TextIO | None = None) -> int:
         remedy = f" -> {result.remedy}" if result.remedy else ""
         print(f"{result.level:<4} {result.name:<12} {result.found}{remedy}", file=stream, flush=True)
     return 1 if failed else 0
+
+
+def _source(settings: ServeSettings) -> ModelSource:
+    """The model without its weights, unless they are here anyway: the doctor downloads none."""
+    return resolve(settings.model, weights=Path(settings.model).expanduser().is_dir())
+
+
+def _needs(settings: ServeSettings) -> ModelNeeds | None:
+    """None where the model's files do not tell, or there is no model: the check of the model says so."""
+    try:
+        return model_needs(_source(settings))
+    except ConfigError:
+        return None
 
 
 def _answers_health(host: str, port: int) -> bool:

@@ -6,26 +6,25 @@ Everything that comes from the environment or goes into it passes here or throug
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
-from pathlib import Path
+
+from process.limits import available_cores
+from protocol.errors import KvferryError
 
 ERROR_PREFIX = "kvferry: error: "
 """Starts the one line on stderr that explains exit status 2; the supervisor looks for it in its children's output."""
 
+
+class GivenUp(KvferryError):
+    """A process that this one started does not run, however often; `exit_status` is what this one ends with."""
+
+    def __init__(self, message: str, exit_status: int) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
-
-def available_cores(quota_file: Path = _CPU_QUOTA) -> int:
-    """Cores this process may use: its affinity, or less where a container's quota says so (cgroup v2 `cpu.max`)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = quota_file.read_text().split()
-        return max(1, min(cores, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):
-        return cores
 
 
 def worker_threads(requested: int) -> int:
@@ -50,7 +49,7 @@ def set_up_log(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", stream=sys.stderr, force=True
     )
-    for noisy in ("httpx", "httpcore", "urllib3", "filelock", "uvicorn"):
+    for noisy in ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock", "uvicorn"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 

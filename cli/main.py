@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from cli.door import complain, set_threads, set_up_log, worker_threads
+from cli.door import GivenUp, complain, set_threads, set_up_log, worker_threads
 from cli.options import settings_options
 from protocol.errors import ConfigError, KvferryError
 from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
@@ -102,6 +102,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         complain(f"{error.format_message()} (see kvferry {_command_of(error)}--help)")
         return error.exit_code
+    except GivenUp as error:
+        complain(error.message)
+        return error.exit_status
     except KvferryError as error:
         complain(error.message)
         return 2 if isinstance(error, ConfigError) else 1

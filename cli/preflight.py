@@ -13,11 +13,9 @@ import stat
 from pathlib import Path
 
 from protocol.errors import ConfigError
-from protocol.settings import CPU_POOL_GIB, ServeSettings
 
 WORKER_PACKAGES = ("torch", "transformers", "safetensors", "ucxx")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-GIB = 1024**3
 
 
 def free_port(host: str, port: int) -> int:
@@ -51,24 +49,6 @@ def readable(path: str, name: str) -> None:
     """Whether the file that the flag `name` points to can be read; an empty path is no file and passes."""
     if path and not os.access(path, os.R_OK):
         raise ConfigError(f"--{name} {path}: no such file, or not readable", param=name)
-
-
-def pool_memory(settings: ServeSettings) -> str:
-    """Whether the KV pools of all workers fit into this machine together: each of them sees only what is free as it
-    starts. Returns what was found. Pools on a GPU and those counted in blocks are left to the workers."""
-    import psutil
-
-    available = psutil.virtual_memory().available / GIB
-    free = f"{available:.1f} GiB are available"
-    on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and NVIDIA_DRIVER.exists())
-    if on_gpu or settings.kv_blocks:
-        return f"{free}; each worker checks the size of its KV pool as it starts"
-    workers, each = settings.prefill + settings.decode, settings.kv_cache_gib or CPU_POOL_GIB
-    pools = f"{workers} KV pools of {each:g} GiB"
-    if workers * each > available:
-        remedy = f"lower --kv-cache-gib to less than {available / workers:.1f}, or start fewer workers"
-        raise ConfigError(f"{pools} do not fit: {free}; {remedy}", param="kv_cache_gib")
-    return f"{pools} fit: {free}"
 
 
 def valkey_binary() -> Path:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
+from collections.abc import Callable
 from typing import Protocol, TextIO
 
 from tqdm import tqdm
+
+LINE_S = 10.0
 
 
 class Progress(Protocol):
@@ -40,8 +45,10 @@ class Bars:
 
     def close(self) -> None:
         self._open = False
-        for bar in self._bars.values():
+        for bar in reversed(self._bars.values()):
             bar.close()
+        self._stream.write("\r")
+        self._stream.flush()
 
     def _add(self, name: str) -> tqdm[None]:
         bar = self._bars[name] = tqdm(
@@ -56,23 +63,54 @@ class Bars:
 
 
 class Lines:
-    """For a log: a line when a process begins, at every quarter, and when it serves."""
+    """For a log: a line when a process serves, and meanwhile how far it is, every LINE_S seconds at most."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
-        self._said: dict[str, str] = {}
+        self._clock = clock
+        self._began: dict[str, float] = {}
+        self._said: dict[str, float] = {}
+        self._serves: set[str] = set()
 
     def update(self, name: str, share: float, ready: bool) -> None:
-        text = f"{name}: ready" if ready else f"{name}: loading, {int(4 * share) * 25} %"
-        if self._said.get(name) != text:
-            self._said[name] = text
-            self.echo(text)
+        now = self._clock()
+        if name not in self._began or (name in self._serves and not ready):
+            self._began[name] = self._said[name] = now
+            self._serves.discard(name)
+        if ready and name not in self._serves:
+            self._serves.add(name)
+            self.echo(f"{name}: ready after {now - self._began[name]:.1f} s")
+        elif not ready and now - self._said[name] >= LINE_S:
+            self._said[name] = now
+            self.echo(f"{name}: loading, {100 * share:.0f} %")
 
     def echo(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
         pass
+
+
+class EchoHandler(logging.Handler):
+    """Log records as lines of output that leave the drawing alone."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._progress.echo(self.format(record))
+
+
+def log_through(progress: Progress) -> None:
+    """From now on this process's log goes through `echo`, in the format that it has."""
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        if isinstance(handler, logging.StreamHandler):
+            echoing = EchoHandler(progress)
+            echoing.setFormatter(handler.formatter)
+            root.removeHandler(handler)
+            root.addHandler(echoing)
 
 
 def progress_on(stream: TextIO | None = None) -> Progress:

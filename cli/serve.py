@@ -8,12 +8,13 @@ import dataclasses
 import http.client
 import json
 import logging
-import shlex
+import os
 import signal
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,9 @@ from cli import preflight
 from cli.child import Child, Command
 from cli.door import worker_threads
 from cli.options import to_argv, variable
-from cli.progress import Progress, progress_on
+from cli.overview import overview, ready_line, stop_line
+from cli.progress import Progress, log_through, progress_on
+from cli.seats import UNKNOWN, Seat, gpus, require_memory, take_seats
 from cli.supervisor import Supervisor
 from process.address import host_port
 from protocol.errors import ConfigError
@@ -49,10 +52,19 @@ def kvferry_program(subcommand: str) -> list[str]:
     return [str(script), subcommand] if script.exists() else [sys.executable, "-m", "cli.main", subcommand]
 
 
-def check(settings: ServeSettings) -> ServeSettings:
-    """Everything that can fail before a process is started. Returns the settings with the port that the router will
-    have. Raises ConfigError."""
-    from model_files.source import resolve
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A cluster that may be started. settings: with the port that the router will have; seats: of the prefill workers,
+    then of the decode workers."""
+
+    settings: ServeSettings
+    seats: tuple[Seat, ...]
+
+
+def check(settings: ServeSettings) -> Checked:
+    """Everything that can fail before a process is started. Raises ConfigError."""
+    from model_files.needs import model_needs
+    from model_files.refusals import resolve_runnable
 
     port = preflight.free_port(settings.host, settings.port)
     preflight.worker_packages()
@@ -61,9 +73,15 @@ def check(settings: ServeSettings) -> ServeSettings:
         preflight.redis_answers(settings.redis_url)
     else:
         preflight.valkey_binary()
-    resolve(settings.model)
-    preflight.pool_memory(settings)
-    return dataclasses.replace(settings, port=port)
+    source = resolve_runnable(settings.model)
+    try:
+        needs = model_needs(source)
+    except ConfigError as error:
+        log.debug("%s", error.message)
+        needs = UNKNOWN
+    seats = take_seats(settings, needs, gpus())
+    require_memory(settings, needs, seats)
+    return Checked(dataclasses.replace(settings, port=port), tuple(seats))
 
 
 def valkey_command(port: int, log_level: str = "info") -> Command:
@@ -71,16 +89,17 @@ def valkey_command(port: int, log_level: str = "info") -> Command:
     loglevel = "notice" if log_level == "debug" else "nothing"
     options = {"--port": port, "--bind": LOOPBACK, "--save": "", "--appendonly": "no", "--loglevel": loglevel}
     words = [str(word) for option in options.items() for word in option]
-    return Command("valkey", (str(preflight.valkey_binary()), *words), reports=False, ends_last=True)
+    argv = (str(preflight.valkey_binary()), *words)
+    return Command("valkey", argv, reports=False, ends_last=True, address=f"redis://{LOOPBACK}:{port}/0")
 
 
-def cluster_commands(settings: ServeSettings, program: Program) -> list[Command]:
-    """Router, prefill and decode processes. `settings.redis_url` must be set; only the router listens beyond this
-    machine, and only if --host says so."""
+def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Program) -> list[Command]:
+    """Router, prefill and decode processes, a worker for each seat. `settings.redis_url` must be set; only the router
+    listens beyond this machine, and only if --host says so."""
     router = _narrow(RouterSettings, settings)
     commands = [_command("router", "router", router, program)]
-    for role, count in (("prefill", settings.prefill), ("decode", settings.decode)):
-        for index in range(count):
+    for role, taken in (("prefill", seats[: settings.prefill]), ("decode", seats[settings.prefill :])):
+        for index, seat in enumerate(taken):
             worker = dataclasses.replace(
                 _narrow(WorkerSettings, settings),
                 role=role,
@@ -88,21 +107,24 @@ def cluster_commands(settings: ServeSettings, program: Program) -> list[Command]
                 host=LOOPBACK,
                 port=0,
                 threads=worker_threads(settings.threads),
+                device=seat.device,
+                kv_cache_gib=seat.kv_cache_gib,
                 drain_timeout=min(settings.drain_timeout, DRAIN_S),
             )
             commands.append(_command(f"{role}-{index}", role, worker, program))
     return commands
 
 
-async def serve_cluster(settings: ServeSettings, program: Program = kvferry_program) -> None:
+async def serve_cluster(checked: Checked, program: Program = kvferry_program) -> None:
     """Run the cluster that `check` allowed until SIGINT, SIGTERM or SIGHUP. When this returns or raises, no child runs.
     Raises ConfigError or KvferryError when the cluster cannot be had."""
     progress = progress_on()
+    log_through(progress)
     supervisor = Supervisor(progress.echo, lambda child: _show(progress, child))
     ending = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, ending.set)
-    life = asyncio.create_task(_live(supervisor, settings, program, progress))
+    life = asyncio.create_task(_live(supervisor, checked, program, progress))
     signalled = asyncio.create_task(ending.wait())
     try:
         fates: list[asyncio.Future[Any]] = [life, signalled, supervisor.failure]
@@ -116,13 +138,15 @@ async def serve_cluster(settings: ServeSettings, program: Program = kvferry_prog
         await supervisor.stop()
 
 
-async def _live(supervisor: Supervisor, settings: ServeSettings, program: Program, progress: Progress) -> None:
+async def _live(supervisor: Supervisor, checked: Checked, program: Program, progress: Progress) -> None:
+    settings = checked.settings
     given = bool(settings.redis_url)
     if not given:
         port = preflight.free_port(LOOPBACK, 0)
-        settings = dataclasses.replace(settings, redis_url=f"redis://{LOOPBACK}:{port}/0")
-        supervisor.start(valkey_command(port, settings.log_level))
-    children = [supervisor.start(command) for command in cluster_commands(settings, program)]
+        valkey = valkey_command(port, settings.log_level)
+        settings = dataclasses.replace(settings, redis_url=valkey.address)
+        supervisor.start(valkey)
+    children = [supervisor.start(command) for command in cluster_commands(settings, checked.seats, program)]
     for child in children:
         _show(progress, child)
     if not given:
@@ -132,17 +156,11 @@ async def _live(supervisor: Supervisor, settings: ServeSettings, program: Progra
     assert url is not None
     model = await _until_router_serves(url, settings)
     progress.close()
+    for line in overview(supervisor.children):
+        progress.echo(line)
     print(ready_line(_dialable(settings), model, settings.api_key), flush=True)
+    progress.echo(stop_line(os.getpid()))
     await asyncio.Event().wait()
-
-
-def ready_line(url: str, model: str, api_key: str) -> str:
-    """The one line that says where the cluster is and how to talk to it."""
-    question = [{"role": "user", "content": "Why is the sky blue?"}]
-    body = json.dumps({"model": model, "temperature": 0.2, "messages": question})
-    key = ["-H", "Authorization: Bearer YOUR_API_KEY"] if api_key else []
-    curl = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json", *key, "-d", body]
-    return f"kvferry is ready at {url}/v1 - try: {shlex.join(curl)}"
 
 
 async def _until_redis_answers(port: int, tries: int = 100) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cli.child import Child, Command
-from protocol.errors import ConfigError, KvferryError
+from cli.door import GivenUp
+from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Backoff:
 
 class Supervisor:
     """Owner of all children. `failure` gets the exception for which the cluster cannot be had: ConfigError when a child
-    ended with status 2 before it was ever ready, KvferryError when its start failed START_TRIES times."""
+    ended with status 2 before it was ever ready, GivenUp when its start failed START_TRIES times."""
 
     def __init__(
         self,
@@ -51,6 +52,11 @@ class Supervisor:
         self._backoff = backoff
         self._tasks: dict[Child, asyncio.Task[None]] = {}
         self._stopping = False
+
+    @property
+    def children(self) -> list[Child]:
+        """In the order in which they were started."""
+        return list(self._tasks)
 
     def start(self, command: Command) -> Child:
         """Keep this command running until `stop`."""
@@ -118,10 +124,16 @@ def describe(status: int) -> str:
 
 def _check_start(child: Child, status: int, tries: int) -> None:
     if status == 2:
-        raise ConfigError(f"{child.name}: {child.complaint or 'ended with exit status 2; see its output above'}")
+        raise ConfigError(f"{child.name}: {child.complaint or child.last_words or 'ended with exit status 2'}")
     if tries >= START_TRIES:
-        reason = f" ({child.complaint})" if child.complaint else ""
-        raise KvferryError(f"{child.name} does not start: {describe(status)}{reason}, {tries} times; see above")
+        said = child.complaint or child.last_words
+        story = f"ended {tries} times before it was ready ({describe(status)})"
+        raise GivenUp(f"{child.name} {story}{f': {said}' if said else ''}", _shell_status(status))
+
+
+def _shell_status(status: int) -> int:
+    """What a shell would make of a child's end: never 0, since it was to run on; 128 and the number of a signal."""
+    return 128 - status if status < 0 else status or 1
 
 
 async def _settle(tasks: Sequence[asyncio.Task[None]], timeout_s: float) -> None:

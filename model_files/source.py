@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from model_files.download import download
 from model_files.gguf import GGUFFile, read_gguf
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, reason
 
 DEMO_MODEL = "smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
@@ -62,7 +63,10 @@ def resolve(model: str, *, weights: bool = True) -> ModelSource:
 
 def read_facts(source: ModelSource) -> ModelFacts:
     """Facts from config.json and generation_config.json, or from GGUF metadata. Raises ConfigError."""
-    return gguf_facts(read_gguf(source.path)) if source.kind == "gguf" else _hf_facts(source.path)
+    try:
+        return gguf_facts(read_gguf(source.path)) if source.kind == "gguf" else _hf_facts(source.path)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(f"the config of {source.name} makes no sense: {reason(error)}", param="model") from error
 
 
 def gguf_facts(file: GGUFFile) -> ModelFacts:
@@ -162,26 +166,10 @@ def _directory_source(path: Path, name: str, weights: bool) -> ModelSource:
 
 
 def _download(repo: str, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
-    try:
-        path = Path(snapshot_download(repo, allow_patterns=patterns))
-        if weights and not weight_files(path):
-            snapshot_download(repo, allow_patterns=["pytorch_model*.bin"])
-        return path
-    except GatedRepoError as error:
-        raise ConfigError(f"{repo} is gated; accept its terms, then run: hf auth login", param="model") from error
-    except LocalEntryNotFoundError as error:
-        raise ConfigError(
-            f"{repo} is no path here, not in the Hugging Face cache, and the hub cannot be reached; name a local "
-            "directory or .gguf file, or download it where there is a network",
-            param="model",
-        ) from error
-    except (OSError, ValueError, RuntimeError, HFValidationError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError(f"cannot get {repo} from the Hugging Face hub: {reason}", param="model") from error
+    path = download(repo, [*_SMALL_FILES, *(["*.safetensors"] if weights else [])])
+    if weights and not weight_files(path):
+        download(repo, ["pytorch_model*.bin"])
+    return path
 
 
 def _hf_revision(path: Path, files: Iterable[Path]) -> str:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from engine.block_pool import BlockPool
@@ -20,8 +19,9 @@ from engine.scheduler import Limits
 from kernels.cpu import CpuOps
 from kernels.cpu.dense import PackedLinear
 from kernels.ops import Ops, select
-from model_files.source import resolve
+from model_files.refusals import resolve_runnable
 from node.pool_memory import make_pool
+from process.limits import available_memory
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.settings import CPU_POOL_GIB, WorkerSettings
@@ -51,7 +51,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     device = choose_device(settings.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    source = resolve(settings.model)
+    source = resolve_runnable(settings.model)
     wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant)
     if settings.kv_cache_dtype == "int8" and ops.name == "triton":
@@ -91,6 +91,18 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     return Assembled(engine, kv, model.info, layout, fingerprint, max_model_len)
 
 
+def describe(parts: Assembled) -> dict[str, str]:
+    """Where the node computes and how large its pool is, for a person."""
+    ops, pool = parts.engine.runner.model.ops, parts.engine.pool
+    threads = ops.threads if isinstance(ops, CpuOps) else torch.get_num_threads()
+    on_cpu = parts.kv.device.type == "cpu"
+    gib, tokens = pool.num_blocks * parts.layout.block_bytes / GIB, pool.num_blocks * parts.layout.block_size
+    return {
+        "device": f"cpu, threads: {threads}" if on_cpu else str(parts.kv.device),
+        "kv_pool": f"{gib:.2f} GiB, {tokens} tokens",
+    }
+
+
 def choose_device(name: str) -> torch.device:
     """auto: CUDA if there is a device, else CPU. Raises ConfigError."""
     if name == "auto":
@@ -101,6 +113,9 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}", param="device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("no CUDA device is available; use --device cpu", param="device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise ConfigError(f"there is no {name}; the last GPU is cuda:{last}", param="device")
     return device
 
 
@@ -133,7 +148,7 @@ def available_bytes(device: torch.device) -> int:
     """Memory that the pool could take on the device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return available_memory()
 
 
 def pool_blocks(settings: WorkerSettings, layout: KVLayout, device: torch.device) -> int:

@@ -51,7 +51,7 @@ class Loaded:
         self.draining = False
         self.broken = asyncio.Event()
         self._epoch = time.time_ns() // 1000
-        self._settings, self._face, self._metrics, self._parts = settings, face, metrics, parts
+        self._settings, self._face, self._metrics, self.parts = settings, face, metrics, parts
         self._loop = asyncio.get_running_loop()
         self._rates = RateMeter(seed)
         self.engine = EngineLoop(parts.engine, lambda events: news.take(events), self._enter_thread, self._thread_ended)
@@ -98,7 +98,7 @@ class Loaded:
 
     def lease(self) -> NodeLease:
         """The node's row in the registry, as of now."""
-        parts = self._parts
+        parts = self.parts
         return NodeLease(
             node_id=self._face.node_id,
             role=self._settings.role,
@@ -161,7 +161,7 @@ class Loaded:
             listen=settings.host,
             transports=settings.ucx_transports,
             net_devices=settings.ucx_net_devices,
-            cuda=self._parts.kv.device.type == "cuda",
+            cuda=self.parts.kv.device.type == "cuda",
             prepare=self._enter_thread,
             on_fault=self._thread_ended,
         )
@@ -172,5 +172,5 @@ class Loaded:
 
     def _enter_thread(self) -> None:
         """First call on a thread that touches the device."""
-        if self._parts.kv.device.type == "cuda":
-            torch.cuda.set_device(self._parts.kv.device)
+        if self.parts.kv.device.type == "cuda":
+            torch.cuda.set_device(self.parts.kv.device)

@@ -11,7 +11,7 @@ import logging
 from enum import Enum, auto
 
 from cluster_state.redis_store import RedisStore
-from node.assembly import Assembled, assemble
+from node.assembly import Assembled, assemble, describe
 from node.face import Face
 from node.loaded import Loaded
 from node.rates import warm_up
@@ -87,7 +87,7 @@ class Node:
     async def _join(self, loaded: Loaded) -> None:
         await loaded.join()
         log.info("%s ready at %s, link %s", self.face.node_id, self.face.url, loaded.link.address)
-        self._status.ready(self.face.url)
+        self._status.ready(self.face.url, **describe(loaded.parts), link=loaded.link.address)
 
     async def _load(self) -> None:
         parts, seed = await asyncio.to_thread(self._build)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 
@@ -9,8 +10,11 @@ from engine.engine import Engine
 from engine.events import Stepped
 from engine.request import Request
 from engine.scheduler import Slice
+from protocol.errors import ConfigError, reason
 from protocol.messages import Job, Rates
 from protocol.sampling import SamplingParams
+
+log = logging.getLogger("kvferry.node")
 
 WEIGHT = 0.1
 """Weight of a new observation in the moving averages."""
@@ -53,7 +57,7 @@ def warm_up(engine: Engine) -> Rates:
     """Run prefill chunks and decode steps on the unused pool. First calls compile kernels and allocate workspaces, so
     that no request waits for it: the first turn counts for nothing. Chunks then double until they fill a step or take
     ENOUGH_S, and those run again. The fastest turn counts, since other processes that start on the machine at the same
-    time only ever make one slower."""
+    time only ever make one slower. Raises ConfigError when the model cannot compute a step."""
     bs = engine.config.block_size
     room = min(engine.config.max_model_len, engine.pool.num_blocks * bs) - 1
     longest = max(1, min(engine.config.limits.max_num_batched_tokens, room - 1))
@@ -67,8 +71,13 @@ def warm_up(engine: Engine) -> Rates:
         return time.monotonic() - began
 
     length = min(FIRST_TOKENS, longest)
-    run(0, length)
-    run(length, 1)
+    try:
+        run(0, length)
+        run(length, 1)
+    except Exception as error:
+        log.debug("first step", exc_info=True)
+        name = engine.runner.model.info.name
+        raise ConfigError(f"{name} cannot be run: its first step failed with {reason(error)}", param="model") from error
     rate, step_s, turns, full = 0.0, math.inf, 0, 0
     while full < FULL_TURNS:
         seconds = run(0, length)

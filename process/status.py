@@ -1,7 +1,7 @@
 """How a process tells its supervisor that it loads or serves: JSON lines on an inherited pipe.
 
     {"status": "loading", "progress": 0.4}
-    {"status": "ready", "url": "http://127.0.0.1:40123"}
+    {"status": "ready", "url": "http://127.0.0.1:40123", "facts": {"device": "cpu", "link": "127.0.0.1:41"}}
 
 The descriptor is `settings.status_fd`; without one (-1) nothing is written and nothing else changes.
 """
@@ -42,9 +42,9 @@ class Status:
             self._progress = progress
             self._write({"status": "loading", "progress": round(min(max(progress, 0.0), 1.0), 3)})
 
-    def ready(self, url: str) -> None:
-        """The process serves HTTP at `url`."""
-        self._write({"status": "ready", "url": url})
+    def ready(self, url: str, **facts: str) -> None:
+        """The process serves HTTP at `url`. facts: what a person may want to know of it."""
+        self._write({"status": "ready", "url": url, "facts": facts})
 
     def _write(self, report: dict[str, object]) -> None:
         if self._fd is None:

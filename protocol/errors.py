@@ -127,3 +127,11 @@ def from_body(body: Any, fallback: str = "unreadable error") -> KvferryError:
         return KvferryError(fallback)
     cls = _tree(KvferryError).get(str(error.get("code")), KvferryError)
     return cls(str(error.get("message", fallback)), param=error.get("param"))
+
+
+def reason(error: BaseException) -> str:
+    """A foreign error in one line: its type, unless the text speaks for itself, and the first line of its text."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    if isinstance(error, OSError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,11 @@ from engine.models.rope import rope_tables
 from engine.models.weights import GGUFWeights, Weights, open_directory
 from kernels.ops import Ops
 from model_files.gguf import read_gguf
+from model_files.refusals import require_runnable
 from model_files.source import ModelSource, gguf_facts, read_facts, read_json
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, reason
+
+log = logging.getLogger("kvferry.models")
 
 IMPLEMENTATIONS = ("auto", "kvferry", "transformers")
 
@@ -35,9 +39,33 @@ def load_model(
     decoder where it supports the architecture). quantization: auto (block formats of a GGUF run as stored where the
     operations can, in bfloat16), none, or int8 (dense layers quantised per channel). max_model_len: no sequence will be
     longer (tokens; 0: the model's own limit, which `info` tells in any case). progress receives the loaded fraction,
-    0 to 1. Raises ConfigError naming what is missing or unsupported."""
+    0 to 1. Raises ConfigError naming what is missing or unsupported, whatever else was raised on the way."""
     if impl not in IMPLEMENTATIONS:
         raise ConfigError(f"model_impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}", param="model_impl")
+    require_runnable(source)
+    try:
+        return _load(source, device, dtype, ops, impl, quantization, max_model_len, progress)
+    except ConfigError as error:
+        if error.param != "model" or source.name in error.message:
+            raise
+        raise ConfigError(f"{source.name}: {error.message}", param="model") from error
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise ConfigError(f"the weights of {source.name} do not fit the memory of {device}", param="model") from error
+    except Exception as error:
+        log.debug("loading %s", source.path, exc_info=True)
+        raise ConfigError(f"{source.name} cannot be run: {reason(error)}", param="model") from error
+
+
+def _load(
+    source: ModelSource,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    ops: Ops,
+    impl: str,
+    quantization: str,
+    max_model_len: int,
+    progress: Progress | None,
+) -> Model:
     opened = None if impl == "transformers" else _open(source, must=impl == "kvferry")
     if dtype is None:
         dtype = auto_dtype(device, compiled=opened is not None and ops.name == "cpu")

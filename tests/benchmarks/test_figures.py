@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.limits import Cost, model_cost
+from benchmarks import limits, serving
 from benchmarks.load import Completion
-from benchmarks.models import gguf_format
+from benchmarks.models import SOURCE, gguf_format
 from benchmarks.serving import parse, report
 from benchmarks.subjects import ENGINES, SUBJECTS, Installed, missing
 from benchmarks.table import GOALS, LIMIT, Results, as_json, markdown, number, reached, times_as_good
 from benchmarks.workloads import FIGURES, Figure, gaps, output_rate, percentile
+from model_files.gguf import read_gguf
+from model_files.needs import config_needs, gguf_needs
 from model_files.source import DEMO_MODEL, resolve
 
 NAMES = {subject.name for subject in SUBJECTS}
@@ -81,20 +83,23 @@ def test_markdown_is_aligned() -> None:
     assert lines == ["| a   |  bb |", "| --- | --: |", "| ccc |   1 |", "| d   | 234 |"]
 
 
-def test_ceilings() -> None:
-    cost = Cost(dense=100, head=50, bytes=75, attention=2)
-    assert cost.decode_ceiling(read=3e-6) == 40
-    assert cost.decode_ceiling(read=3e-6, bytes_per_weight=2) == 10
-    work = 2 * 100 * 3 + 4 * 2 * 6 + 2 * 50
-    assert cost.prefill_ceiling(gflops=work * 1e-9, length=3) == pytest.approx(3)
+def test_ceilings_are_the_limits_over_what_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = config_needs({"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10})
+    monkeypatch.setattr(serving, "gguf_needs", lambda header: needs)
+    monkeypatch.setattr(serving, "read_gguf", lambda path: None)
+    taken = Results()
+    taken.limits |= {("bf16", limits.READ): [3.0, 4.0, 5.0], ("bf16", limits.PRODUCTS): [7.0]}
+    ceilings = serving._ceilings("bf16", taken, {SOURCE: Path("m.gguf")})
+    assert ceilings["bf16", "single"] == pytest.approx(4e9 / needs.step_bytes(2))
+    assert ceilings["bf16", "prefill512"] == pytest.approx(7e9 / needs.prompt_work(512))
 
 
 def test_the_demo_model_is_weighed() -> None:
     demo = resolve(DEMO_MODEL, weights=False).path
     assert gguf_format(demo) == "q4_1"
-    cost = model_cost(demo)
-    assert (cost.dense, cost.head, cost.attention) == (106168320, 49152 * 576, 30 * 576)
-    assert cost.bytes < demo.stat().st_size
+    needs = gguf_needs(read_gguf(demo))
+    assert (needs.dense.weights, needs.embedding.weights) == (106168320, 49152 * 576)
+    assert needs.step_bytes(2, as_stored=True) < demo.stat().st_size
 
 
 def test_a_peer_that_is_not_there_is_left_out_with_a_reason() -> None:

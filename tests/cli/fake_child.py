@@ -3,7 +3,7 @@
 Behaviour comes from files in the directory named by FAKE_DIR: `NAME.mode` holds one of
     serve (default)   report loading, then ready, then run until SIGTERM
     refuse            one line as the command writes it, exit status 2
-    crash             exit status 3 at once
+    crash             a line and exit status 3 at once
     stubborn          like serve, but SIGTERM and SIGINT are ignored
     unaware           a router that does not see the prefill nodes until there is a file `prefill.seen`
 Each start appends its pid to `NAME.pids`, and its arguments and KVFERRY_* variables to `NAME.argv`.
@@ -55,6 +55,7 @@ def main() -> None:
         print("kvferry: error: out of memory for the KV pool; lower --kv-cache-gib", file=sys.stderr)
         sys.exit(2)
     if mode == "crash":
+        print("too deep", file=sys.stderr)
         sys.exit(3)
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -63,7 +64,8 @@ def main() -> None:
     print(f"{name} says hello", flush=True)
     report(status="loading", progress=0.5)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", int(value("--port") or 0)), Router)
-    report(status="ready", url=f"http://127.0.0.1:{server.server_port}")
+    facts = {"device": "abacus, 3 beads", "kv_pool": "0.50 GiB", "link": "127.0.0.1:7"} if name != "router" else {}
+    report(status="ready", url=f"http://127.0.0.1:{server.server_port}", facts=facts)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     while True:
         signal.pause()

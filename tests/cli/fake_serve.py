@@ -14,8 +14,8 @@ def fake_program(subcommand: str) -> list[str]:
     return [sys.executable, FAKE_CHILD, subcommand]
 
 
-async def serve_fakes(settings):
-    await serve_cluster(settings, fake_program)
+async def serve_fakes(checked):
+    await serve_cluster(checked, fake_program)
 
 
 cli.serve.serve_cluster = serve_fakes

@@ -5,25 +5,13 @@ from __future__ import annotations
 import logging
 import os
 
-import pytest
-
-from cli.door import available_cores, complain, set_threads, set_up_log, worker_threads
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 1000), ("garbage", 1000), ("6400000 100000", 64)],
-)
-def test_a_container_quota_bounds_the_cores(tmp_path, monkeypatch, text, expected):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(1000)))
-    (tmp_path / "cpu.max").write_text(text)
-    assert available_cores(tmp_path / "cpu.max") == expected
+from cli.door import complain, set_threads, set_up_log, worker_threads
+from process.limits import available_cores
 
 
-def test_zero_threads_means_all_cores(tmp_path):
+def test_zero_threads_means_all_cores():
     assert worker_threads(5) == 5
     assert worker_threads(0) == available_cores() >= 1
-    assert available_cores(tmp_path / "none") == len(os.sched_getaffinity(0))
 
 
 def test_thread_variables_are_set(no_thread_variables, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cli.serve import cluster_commands, kvferry_program, ready_line
+from cli.seats import Seat
+from cli.serve import cluster_commands, kvferry_program
 from protocol.settings import ServeSettings
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,12 @@ def test_one_ready_line_then_a_clean_end(start, tmp_path):
     assert '"model": "fake-model"' in line
     assert "s3cret" not in line
     assert "[prefill-1] prefill-1 says hello" in cluster.stderr
-    assert "decode-0: ready" in cluster.stderr
+    assert "decode-0: ready after" in cluster.stderr
+    shown = cluster.stderr[cluster.stderr.index("computes on") :].splitlines()
+    (row,) = [line for line in shown if line.startswith("prefill-1")]
+    assert row.split()[1] == str(cluster.pids("prefill-1")[-1])
+    assert "abacus, 3 beads  0.50 GiB  127.0.0.1:7" in row
+    assert f"(elsewhere: kill {cluster.process.pid})" in shown[-1]
     names = [" ".join(process.cmdline()) for process in cluster.family]
     assert len([name for name in names if "fake_child.py" in name]) == 4
     assert any("valkey-server" in name for name in names)
@@ -175,9 +180,21 @@ def test_a_refusal_at_start_ends_the_cluster_with_its_line(start, tmp_path):
 def test_a_child_that_never_starts_is_given_up(start, tmp_path):
     (tmp_path / "decode-0.mode").write_text("crash")
     cluster = start()
-    assert cluster.process.wait(20) == 1
-    assert "kvferry: error: decode-0 does not start: exit status 3, 3 times" in cluster.stderr
+    assert cluster.process.wait(20) == 3
+    assert "kvferry: error: decode-0 ended 3 times before it was ready (exit status 3): too deep" in cluster.stderr
     assert len(cluster.pids("decode-0")) == 3
+
+
+def test_a_model_that_cannot_run_is_refused_before_anything_starts(start, tmp_path):
+    model = tmp_path / "deep"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "vocab_size": 9, "kv_lora_rank": 512}))
+    (model / "model.safetensors").write_bytes(b"\0" * 9)
+    cluster = start("--model", str(model))
+    assert cluster.process.wait(20) == 2
+    (line,) = cluster.stderr.splitlines()
+    assert line.startswith("kvferry: error: deep (deepseek_v3) cannot be served: its attention (MLA)")
+    assert not list(tmp_path.glob("*.pids"))
 
 
 def test_mistakes_are_one_line_and_status_2_before_anything_starts(tmp_path):
@@ -211,7 +228,7 @@ def test_ready_is_said_when_the_router_sees_every_node(start, tmp_path):
     """A prompt that comes a moment earlier would be computed on decode, as if there were no prefill node."""
     (tmp_path / "router.mode").write_text("unaware")
     cluster = start()
-    eventually(lambda: "prefill-0: ready" in cluster.stderr and "decode-0: ready" in cluster.stderr, 20)
+    eventually(lambda: "prefill-0: ready after" in cluster.stderr and "decode-0: ready after" in cluster.stderr, 20)
     time.sleep(0.5)
     assert not cluster.stdout
     (tmp_path / "prefill.seen").touch()
@@ -222,7 +239,8 @@ def test_children_get_only_what_differs_from_their_defaults():
     settings = ServeSettings(
         redis_url="redis://127.0.0.1:1/0", prefill=1, decode=2, port=8123, host="0.0.0.0", threads=3, kv_blocks=9
     )
-    router, prefill, first, second = cluster_commands(settings, lambda subcommand: ["kvferry", subcommand])
+    seats = [Seat("cpu"), Seat("cuda:0", 1.5), Seat("cuda:1")]
+    router, prefill, first, second = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand])
     assert router.argv == (
         "kvferry",
         "router",
@@ -237,6 +255,9 @@ def test_children_get_only_what_differs_from_their_defaults():
     assert "0.0.0.0" not in prefill.argv, "workers of a local cluster are not reachable from outside"
     assert {"--threads", "3", "--kv-blocks", "9", "--drain-timeout", "2.0"} <= set(prefill.argv)
     assert (first.name, second.name) == ("decode-0", "decode-1")
+    assert {"--device", "cuda:0", "--kv-cache-gib", "1.5"} <= set(first.argv)
+    assert "cuda:1" in second.argv
+    assert "--kv-cache-gib" not in second.argv
     assert prefill.niceness > 0, "running streams come before prompts"
     assert {router.niceness, first.niceness, second.niceness} == {0}
     assert second.argv[second.argv.index("--node-id") + 1] == "decode-1"
@@ -247,11 +268,3 @@ def test_the_program_is_the_console_script_where_there_is_one(tmp_path, monkeypa
     assert kvferry_program("router") == [str(tmp_path / "python"), "-m", "cli.main", "router"]
     (tmp_path / "kvferry").touch()
     assert kvferry_program("router") == [str(tmp_path / "kvferry"), "router"]
-
-
-def test_the_ready_line_is_a_command_to_paste():
-    line = ready_line("http://127.0.0.1:1", "it's", "key")
-    assert "\n" not in line
-    words = shlex.split(line.split(" - try: ")[1])
-    assert json.loads(words[-1])["model"] == "it's"
-    assert "Authorization: Bearer YOUR_API_KEY" in words

@@ -12,8 +12,9 @@ from itertools import pairwise
 import pytest
 
 from cli.child import Child, Command
+from cli.door import GivenUp
 from cli.supervisor import Backoff, Supervisor, describe
-from protocol.errors import ConfigError, KvferryError
+from protocol.errors import ConfigError
 
 SERVE = "import os, sys, time; os.write(int(os.environ['KVFERRY_STATUS_FD']), b'{}'); time.sleep({})"
 READY = '{"status": "ready", "url": "http://x"}\\n'
@@ -113,10 +114,25 @@ async def test_status_2_before_ready_is_the_cluster_s_failure(supervisor):
 
 async def test_a_complaint_with_another_status_is_shown(supervisor):
     supervisor.start(python("print('kvferry: error: no nodes'); raise SystemExit(1)"))
-    with pytest.raises(KvferryError, match="child-0 does not start"):
+    with pytest.raises(GivenUp, match="child-0 ended 3 times before it was ready"):
         await asyncio.wait_for(supervisor.failure, 10)
     assert supervisor.lines == ["[child-0] kvferry: error: no nodes"] * 2
     assert "no nodes" in supervisor.failure.exception().message
+
+
+@pytest.mark.parametrize(("end", "status"), [("raise SystemExit(7)", 7), ("os.kill(os.getpid(), 15)", 143), ("", 1)])
+async def test_three_failed_starts_end_the_cluster_with_the_last_words_and_the_status(supervisor, end, status):
+    supervisor.start(python(f"import os; print('Boom: too deep', flush=True); print(flush=True); {end}"))
+    with pytest.raises(GivenUp, match=r"child-0 ended 3 times before it was ready \(.*\): Boom: too deep$") as caught:
+        await asyncio.wait_for(supervisor.failure, 10)
+    assert caught.value.exit_status == status
+    assert supervisor.lines == ["[child-0] Boom: too deep"] * 3
+
+
+async def test_status_2_without_an_error_line_says_the_last_line(supervisor):
+    supervisor.start(python("print('Usage: nonsense'); raise SystemExit(2)"))
+    with pytest.raises(ConfigError, match="child-0: Usage: nonsense"):
+        await asyncio.wait_for(supervisor.failure, 10)
 
 
 async def test_a_command_that_is_not_there_is_a_failure(supervisor):

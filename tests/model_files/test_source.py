@@ -159,7 +159,7 @@ def test_hub_id_is_downloaded_and_keeps_its_name(tmp_path, monkeypatch):
 
     calls = []
 
-    def snapshot_download(repo, allow_patterns):
+    def snapshot_download(repo, allow_patterns, **progress):
         calls.append(allow_patterns)
         return str(write_directory(tmp_path / "snapshot"))
 
@@ -175,7 +175,7 @@ def test_hub_errors_are_translated(monkeypatch):
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    def offline(repo, allow_patterns):
+    def offline(repo, allow_patterns, **progress):
         raise LocalEntryNotFoundError("no network\nsecond line")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
@@ -183,11 +183,11 @@ def test_hub_errors_are_translated(monkeypatch):
         resolve("org/model")
     assert "\n" not in caught.value.message
 
-    def broken(repo, allow_patterns):
+    def broken(repo, allow_patterns, **progress):
         raise OSError("disk full\nsecond line")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", broken)
-    with pytest.raises(ConfigError, match=r"disk full$"):
+    with pytest.raises(ConfigError, match=r"disk full; whole files are kept, so try again$"):
         resolve("org/model")
 
 

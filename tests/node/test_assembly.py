@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from engine.models.base import ModelInfo
 from node import assembly
-from node.assembly import choose_device, longest_sequence, pool_blocks, step_limits
+from node.assembly import Assembled, choose_device, describe, longest_sequence, pool_blocks, step_limits
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.settings import WorkerSettings
@@ -70,3 +71,21 @@ def test_an_unknown_device_is_refused() -> None:
     for name in ("abacus", "cuda:0" if not torch.cuda.is_available() else "abacus"):
         with pytest.raises(ConfigError, match="cpu"):
             choose_device(name)
+
+
+def test_a_node_tells_a_person_where_it_computes_and_how_large_its_pool_is() -> None:
+    engine = SimpleNamespace(
+        runner=SimpleNamespace(model=SimpleNamespace(ops=None)), pool=SimpleNamespace(num_blocks=2**22)
+    )
+    parts = SimpleNamespace(engine=engine, layout=LAYOUT, kv=torch.zeros(1))
+    facts = describe(cast(Assembled, parts))
+    assert facts == {"device": f"cpu, threads: {torch.get_num_threads()}", "kv_pool": "4.00 GiB, 16777216 tokens"}
+
+
+def test_a_gpu_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    assert choose_device("auto").type == choose_device("cuda").type == "cuda"
+    with pytest.raises(ConfigError, match="there is no cuda:2; the last GPU is cuda:1"):
+        choose_device("cuda:2")

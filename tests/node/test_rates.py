@@ -11,6 +11,7 @@ from engine.engine import Engine
 from engine.events import Stepped
 from engine.scheduler import Slice
 from node.rates import RateMeter, warm_up
+from protocol.errors import ConfigError
 from protocol.messages import Rates
 
 
@@ -79,3 +80,16 @@ def test_one_slow_turn_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     rates, chunks = warmed(monkeypatch, 256, 1e-3, slow_turn=1)
     assert chunks == [64, 64, 64, 128]
     assert rates.prefill_tokens_per_s == pytest.approx(1000)
+
+
+def test_a_model_whose_first_step_fails_is_named() -> None:
+    def run(slices: list[Slice]) -> None:
+        raise RuntimeError("no kernel for\nthis head dim")
+
+    config = SimpleNamespace(block_size=16, max_model_len=100, limits=SimpleNamespace(max_num_batched_tokens=64))
+    runner = SimpleNamespace(run=run, model=SimpleNamespace(info=SimpleNamespace(name="tiny")))
+    engine = SimpleNamespace(config=config, pool=SimpleNamespace(num_blocks=10), runner=runner)
+    with pytest.raises(
+        ConfigError, match=r"tiny cannot be run: its first step failed with RuntimeError: no kernel for$"
+    ):
+        warm_up(cast(Engine, engine))

@@ -18,12 +18,12 @@ def test_loading_then_ready_and_small_steps_are_left_out():
         status = Status.from_fd(write)
         for share in (0.0, 0.004, 0.5, 0.505, 1.2):
             status.loading(share)
-        status.ready("http://127.0.0.1:1")
+        status.ready("http://127.0.0.1:1", device="cpu")
         assert reports(read) == [
             {"status": "loading", "progress": 0.0},
             {"status": "loading", "progress": 0.5},
             {"status": "loading", "progress": 1.0},
-            {"status": "ready", "url": "http://127.0.0.1:1"},
+            {"status": "ready", "url": "http://127.0.0.1:1", "facts": {"device": "cpu"}},
         ]
         assert not os.get_inheritable(write)
     finally:

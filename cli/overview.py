@@ -1,0 +1,41 @@
+"""What a person reads once a local cluster serves: what runs where, how to talk to it, how to end it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Sequence
+
+from cli.child import Child
+
+COLUMNS = ("", "pid", "address", "computes on", "KV pool", "link")
+
+
+def overview(children: Iterable[Child]) -> list[str]:
+    """A line for each process, below a line of headings; a process reports what it knows of itself."""
+    return aligned([COLUMNS, *(_row(child) for child in children)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines, with columns as wide as their longest word."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def ready_line(url: str, model: str, api_key: str) -> str:
+    """The one line that says where the cluster is and how to talk to it."""
+    question = [{"role": "user", "content": "Why is the sky blue?"}]
+    body = json.dumps({"model": model, "temperature": 0.2, "messages": question})
+    key = ["-H", "Authorization: Bearer YOUR_API_KEY"] if api_key else []
+    curl = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json", *key, "-d", body]
+    return f"kvferry is ready at {url}/v1 - try: {shlex.join(curl)}"
+
+
+def stop_line(pid: int) -> str:
+    return f"Ctrl-C ends all of it (elsewhere: kill {pid})"
+
+
+def _row(child: Child) -> tuple[str, ...]:
+    facts = child.facts
+    named = (facts.get(name, "") for name in ("device", "kv_pool", "link"))
+    return (child.name, str(child.pid or ""), child.url or child.command.address, *named)

@@ -1,0 +1,160 @@
+"""Where the workers of a local cluster compute, and how much memory each may take: settled before any of them starts,
+so that none has to guess what the others will do."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_files.needs import Count, ModelNeeds
+from process.limits import available_memory
+from protocol.errors import ConfigError
+from protocol.layout import KVLayout
+from protocol.settings import CPU_POOL_GIB, ServeSettings
+
+GIB = 1024**3
+GPU_SHARE = 0.8
+"""Of what a worker's weights leave of its share of a GPU: the pool. The rest is for activations and workspaces."""
+MARGIN = 0.95
+UNKNOWN = ModelNeeds(Count(), Count(), Count(), layers=0, kv_heads=0, head_dim=0, query_size=0, max_model_len=0)
+"""Of a model whose config uses words of its own: its workers check for themselves."""
+_FULL_BYTES = {"auto": 2, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One worker's place. kv_cache_gib: size of its pool; 0: what the worker itself takes of a device that it has
+    alone."""
+
+    device: str
+    kv_cache_gib: float = 0.0
+
+
+def gpus() -> list[int]:
+    """Total bytes of each GPU, in CUDA's order and as far as CUDA_VISIBLE_DEVICES allows; empty where there is none or
+    torch cannot use it. Asks the driver, so that this process neither imports torch nor takes memory of a GPU."""
+    if not _torch_has_cuda():
+        return []
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    found = []
+    for index in range(count.value):
+        if cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+            return []
+        found.append(int(size.value))
+    return found
+
+
+def take_seats(settings: ServeSettings, needs: ModelNeeds, found: Sequence[int]) -> list[Seat]:
+    """A seat for each prefill worker, then for each decode worker; `found`: bytes of each GPU. Workers go round the
+    GPUs. Those that share one have equal parts of it, of which the pool gets what the weights leave. Raises ConfigError
+    when weights and pools do not fit together."""
+    workers = settings.prefill + settings.decode
+    devices = [_device(settings.device, index, len(found)) for index in range(workers)]
+    return [
+        _gpu_seat(settings, needs, device, devices.count(device), found)
+        if device.startswith("cuda")
+        else Seat(device, settings.kv_cache_gib)
+        for device in devices
+    ]
+
+
+def require_memory(settings: ServeSettings, needs: ModelNeeds, seats: Sequence[Seat]) -> str:
+    """Whether weights and pools of all workers on the CPU fit into what memory is available: each of them sees only
+    what is free as it starts. Returns what was found. Raises ConfigError."""
+    workers = sum(seat.device == "cpu" for seat in seats)
+    available = available_memory() / GIB
+    free = f"{available:.1f} GiB are available"
+    if not workers:
+        return f"{free}; the KV pools are on {', '.join(dict.fromkeys(seat.device for seat in seats))}"
+    weights, pool = weight_bytes(settings, needs, "cpu") / GIB, _pool_gib(settings, needs) or CPU_POOL_GIB
+    each = f"{workers} {'times' if workers > 1 else 'time'} {weights:.2f} GiB of weights and {pool:.4g} GiB of KV pool"
+    if workers * (weights + pool) > available:
+        room = available / workers - weights
+        flag = "kv_blocks" if settings.kv_blocks else "kv_cache_gib"
+        lower = f"lower --{flag.replace('_', '-')}" + (f" to less than {room:.1f}" if flag == "kv_cache_gib" else "")
+        remedy = f"{lower}, or start fewer workers" if room >= 0.1 else "start fewer workers, or take a smaller model"
+        raise ConfigError(f"{each} do not fit: {free}; {remedy}", param=flag)
+    return f"{each}: {free}"
+
+
+def weight_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> float:
+    """Bytes of one worker's weights as they will run there."""
+    itemsize = _FULL_BYTES[settings.dtype]
+    on_cpu = device == "cpu" and itemsize == 2
+    if on_cpu and settings.quantization == "int8":
+        return needs.memory(itemsize) - needs.dense.bytes(itemsize - 1, as_stored=False)
+    return needs.memory(itemsize, as_stored=on_cpu and settings.quantization == "auto")
+
+
+def step_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> float:
+    """Bytes of weights that a step with one token reads there."""
+    itemsize = _FULL_BYTES[settings.dtype]
+    on_cpu = device == "cpu" and itemsize == 2
+    if on_cpu and settings.quantization == "int8":
+        return needs.step_bytes(itemsize) - needs.dense.active * (itemsize - 1)
+    return needs.step_bytes(itemsize, as_stored=on_cpu and settings.quantization == "auto")
+
+
+def kv_dtype(settings: ServeSettings) -> str:
+    """Number format of K and V, as in `KVLayout`."""
+    if settings.kv_cache_dtype == "int8":
+        return "int8"
+    return "bfloat16" if settings.dtype == "auto" else settings.dtype
+
+
+def _device(wanted: str, index: int, count: int) -> str:
+    if wanted == "auto":
+        return f"cuda:{index % count}" if count else "cpu"
+    if wanted == "cuda" and count:
+        return f"cuda:{index % count}"
+    number = re.fullmatch(r"cuda(?::(\d+))?", wanted)
+    if number is not None and int(number[1] or 0) >= count:
+        there = f"there are {count}" if count > 1 else "there is one" if count else "there is none"
+        raise ConfigError(f"--device {wanted}: no such GPU, {there}; use another, or --device cpu", param="device")
+    return wanted
+
+
+def _gpu_seat(settings: ServeSettings, needs: ModelNeeds, device: str, sharing: int, found: Sequence[int]) -> Seat:
+    """Of a worker on a GPU that `sharing` workers use."""
+    total = found[int(device.partition(":")[2])] / GIB
+    weights, given = weight_bytes(settings, needs, device) / GIB, _pool_gib(settings, needs)
+    left = total / sharing - weights
+    if (given and given > MARGIN * left) or left <= 0:
+        asked = f"{weights:.2f} GiB of weights" + (f" and {given:.4g} GiB of KV pool" if given else "")
+        times = f"{sharing} times {asked}" if sharing > 1 else asked
+        flag = "kv_blocks" if settings.kv_blocks else "kv_cache_gib"
+        lower = f"lower --{flag.replace('_', '-')} or " if given and left > 0 else ""
+        raise ConfigError(
+            f"{times} do not fit the {total:.1f} GiB of {device}; {lower}start fewer workers per GPU", param=flag
+        )
+    if given or sharing == 1:
+        return Seat(device, settings.kv_cache_gib)
+    return Seat(device, round(GPU_SHARE * left, 3))
+
+
+def _pool_gib(settings: ServeSettings, needs: ModelNeeds) -> float:
+    """Size of a pool that was asked for; 0: none was."""
+    if not settings.kv_blocks:
+        return settings.kv_cache_gib
+    layout = KVLayout(needs.layers, needs.kv_heads, needs.head_dim, kv_dtype(settings), settings.block_size)
+    return settings.kv_blocks * layout.block_bytes / GIB
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the torch that is installed is a CUDA build, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations if spec is not None else None) or ():
+        version = Path(folder) / "version.py"
+        if version.exists():
+            return re.search(r"^cuda\b[^=]*=\s*['\"]", version.read_text(), re.MULTILINE) is not None
+    return False

@@ -1,0 +1,73 @@
+"""Models of the Hugging Face hub, brought into its cache. The library goes on where a connection broke, and keeps the
+files that are whole."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from protocol.errors import ConfigError, reason
+
+log = logging.getLogger("kvferry.models")
+
+LINE_S = 10.0
+"""Where there is no terminal to draw a bar on: seconds between two lines of progress."""
+
+
+def download(repo: str, patterns: list[str]) -> Path:
+    """The folder of the repository's files that match, from the cache as far as they are there. Raises ConfigError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.utils.logging import disable_propagation
+
+    disable_propagation()
+    bar = None if sys.stderr.isatty() else _lines_about(repo)
+    try:
+        return Path(snapshot_download(repo, allow_patterns=patterns, tqdm_class=bar))
+    except GatedRepoError as error:
+        raise ConfigError(f"{repo} is gated; accept its terms, then run: hf auth login", param="model") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{repo} is neither a path here nor a model on the Hugging Face hub; check its name, or, if it is private, "
+            "run: hf auth login",
+            param="model",
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"{repo} is no path here, not in the Hugging Face cache, and the hub cannot be reached; name a local "
+            "directory or .gguf file, or download it where there is a network",
+            param="model",
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"cannot get {repo} from the Hugging Face hub: {reason(error)}; whole files are kept, so try again",
+            param="model",
+        ) from error
+
+
+def _lines_about(repo: str) -> type[Any]:
+    """A class of bars that draw nothing: those that count bytes write a line now and then."""
+    last = time.monotonic()
+
+    class Lines(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            self._in_bytes = settings.get("unit") == "B"
+            settings.pop("name", None)
+            super().__init__(*args, **(settings | {"disable": True}))
+
+        def update(self, n: float | None = 1) -> bool | None:
+            nonlocal last
+            self.n += n or 0
+            now = time.monotonic()
+            if self._in_bytes and self.total and now - last >= LINE_S:
+                last = now
+                done, total = self.n / 1e6, self.total / 1e6
+                log.info("downloading %s: %.0f of %.0f MB (%.0f %%)", repo, done, total, 100 * done / total)
+            return None
+
+    return Lines

@@ -1,0 +1,198 @@
+"""What a model asks of a machine, from its config and the headers of its files: no weight is read or downloaded."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model_files.gguf import GGUFFile, read_gguf
+from model_files.source import ModelSource, read_facts, read_json, text_config, weight_files
+from protocol.errors import ConfigError, reason
+from protocol.layout import KVLayout
+
+_STORED = {2: 18 / 32, 3: 20 / 32, 6: 22 / 32, 7: 24 / 32, 8: 34 / 32, 12: 144 / 256, 13: 176 / 256, 14: 210 / 256}
+"""Bytes a weight of the block formats that run as they are stored, on a CPU: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K,
+Q6_K. (The package `gguf` knows them too, but takes half a second to import.)"""
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "token_embd.weight", "word_embeddings.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_ATTENTION_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
+_LONGEST_HEADER = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A kind of weight: how many there are, the bytes of those that are stored in block formats and the number of the
+    others, and the share of them that one token meets (below 1: mixtures of experts)."""
+
+    weights: int = 0
+    stored_bytes: float = 0.0
+    plain: int = 0
+    active: float = 0.0
+
+    def bytes(self, itemsize: float, as_stored: bool) -> float:
+        """In memory: block formats as they are stored, or all in `itemsize` bytes a weight."""
+        return self.stored_bytes + itemsize * self.plain if as_stored else itemsize * self.weights
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    name: str
+    shape: tuple[int, ...]
+    stored_bytes: float | None = None
+    """Of a block format; None: it runs in the number format of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """dense: weights that multiply each token, in all layers; embedding; head: the vocabulary projection where it is
+    not the embedding. max_model_len is in tokens; query_size: numbers of all query heads of one layer."""
+
+    dense: Count
+    embedding: Count
+    head: Count
+    layers: int
+    kv_heads: int
+    head_dim: int
+    query_size: int
+    max_model_len: int
+
+    @property
+    def parameters(self) -> int:
+        return self.dense.weights + self.embedding.weights + self.head.weights
+
+    def memory(self, itemsize: float, as_stored: bool = False) -> int:
+        """Bytes of all weights."""
+        return round(sum(part.bytes(itemsize, as_stored) for part in (self.dense, self.embedding, self.head)))
+
+    def step_bytes(self, itemsize: float, as_stored: bool = False) -> float:
+        """Bytes of weights that a step with one token reads: of an embedding that is no projection, next to none."""
+        head = self.head if self.head.weights else self.embedding
+        share = self.dense.active / self.dense.weights if self.dense.weights else 1.0
+        return share * self.dense.bytes(itemsize, as_stored) + head.bytes(itemsize, as_stored)
+
+    def kv_bytes(self, dtype: str) -> int:
+        """Bytes of K and V of one token in all layers; dtype as in `KVLayout`."""
+        return KVLayout(self.layers, self.kv_heads, self.head_dim, dtype, 1).block_bytes
+
+    def prompt_work(self, length: int) -> float:
+        """Operations per token of a prompt of `length` tokens: layers, causal attention, and one row of the head."""
+        head = self.head.weights or self.embedding.weights
+        return 2 * self.dense.active + 2 * self.layers * self.query_size * (length + 1) + 2 * head / length
+
+
+def model_needs(source: ModelSource) -> ModelNeeds:
+    """Raises ConfigError: the files do not tell."""
+    try:
+        return gguf_needs(read_gguf(source.path)) if source.kind == "gguf" else _hf_needs(source)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"the config of {source.name} makes no sense: {reason(error)}", param="model") from error
+
+
+def config_needs(config: dict[str, Any], tensors: Iterable[Tensor] = (), max_model_len: int = 0) -> ModelNeeds:
+    """Of a config.json. Without tensors, those that a gated decoder of this config has. Raises ConfigError."""
+    text = text_config(config)
+    hidden, layers, heads = (_whole(text, *names) for names in (_HIDDEN, _LAYERS, _ATTENTION_HEADS))
+    kv_heads = text.get("num_key_value_heads") or (1 if text.get("multi_query") else heads)
+    head_dim = text.get("head_dim") or hidden // heads
+    share = (text.get("num_experts_per_tok") or 1) / (_experts(text) or 1)
+    dense, embedding, head = _counted(tensors or _gated_decoder(text, hidden, layers, heads, kv_heads, head_dim), share)
+    return ModelNeeds(dense, embedding, head, layers, kv_heads, head_dim, heads * head_dim, max_model_len)
+
+
+def _whole(config: dict[str, Any], *names: str) -> int:
+    for name in names:
+        if isinstance(config.get(name), int) and config[name] > 0:
+            return int(config[name])
+    raise ConfigError(f"config.json names no {names[0]}", param="model")
+
+
+def _experts(text: dict[str, Any]) -> int:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((int(text[name]) for name in names if isinstance(text.get(name), int)), 0)
+
+
+def _gated_decoder(
+    text: dict[str, Any], hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int
+) -> Iterator[Tensor]:
+    """The large tensors of a decoder of the Llama family, or of one with experts."""
+    vocab, inner = _whole(text, "vocab_size"), text.get("intermediate_size") or 4 * hidden
+    yield Tensor("embed_tokens.weight", (vocab, hidden))
+    if not text.get("tie_word_embeddings", text.get("model_type") == "smollm3"):
+        yield Tensor("lm_head.weight", (vocab, hidden))
+    experts = _experts(text)
+    inner = text.get("moe_intermediate_size") or inner if experts else inner
+    yield Tensor("layers.attn.weight", (layers, 2 * (heads + kv_heads) * head_dim, hidden))
+    yield Tensor(
+        "layers.experts.weight" if experts else "layers.mlp.weight", (layers, 3 * (experts or 1) * inner, hidden)
+    )
+
+
+def _hf_needs(source: ModelSource) -> ModelNeeds:
+    config = read_json(source.path / "config.json")
+    files = [file for file in weight_files(source.path) if file.suffix == ".safetensors"]
+    tensors = [tensor for file in files for tensor in _safetensors(file)]
+    return config_needs(config, tensors, read_facts(source).max_model_len)
+
+
+def _safetensors(path: Path) -> Iterator[Tensor]:
+    """From the header: https://huggingface.co/docs/safetensors."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, _LONGEST_HEADER)))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield Tensor(name, tuple(entry["shape"]))
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"cannot read the header of {path}; download it again", param="model") from error
+
+
+def gguf_needs(file: GGUFFile) -> ModelNeeds:
+    """Of a GGUF header that is already read. Raises ConfigError."""
+    heads, hidden = int(file.get("attention.head_count", 1)), int(file.get("embedding_length", 0))
+    config = {
+        "hidden_size": hidden,
+        "num_hidden_layers": file.get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.get("attention.head_count_kv"),
+        "head_dim": file.get("attention.key_length"),
+    }
+    tensors = [
+        Tensor(
+            tensor.name,
+            tensor.shape,
+            math.prod(tensor.shape) * _STORED[tensor.type] if tensor.type in _STORED else None,
+        )
+        for tensor in file.tensors.values()
+    ]
+    return config_needs(config, tensors, int(file.get("context_length", 0)))
+
+
+def _counted(tensors: Iterable[Tensor], expert_share: float) -> tuple[Count, Count, Count]:
+    """dense, embedding, head."""
+    parts = {"dense": Count(), "embedding": Count(), "head": Count()}
+    for tensor in tensors:
+        if len(tensor.shape) < 2:
+            continue
+        part = "embedding" if _ends(tensor, _EMBEDDINGS) else "head" if _ends(tensor, _HEADS) else "dense"
+        count, old = math.prod(tensor.shape), parts[part]
+        share = expert_share if "expert" in tensor.name else 1.0
+        stored = tensor.stored_bytes
+        parts[part] = Count(
+            old.weights + count,
+            old.stored_bytes + (stored or 0.0),
+            old.plain + (count if stored is None else 0),
+            old.active + share * count,
+        )
+    return parts["dense"], parts["embedding"], parts["head"]
+
+
+def _ends(tensor: Tensor, names: tuple[str, ...]) -> bool:
+    return any(tensor.name == name or tensor.name.endswith(f".{name}") for name in names)

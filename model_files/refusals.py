@@ -1,0 +1,51 @@
+"""Models that no worker can run, known by their config alone: refused before a byte of their weights is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from model_files.gguf import read_gguf
+from model_files.source import ModelSource, read_json, resolve, text_config
+from protocol.errors import ConfigError
+
+_LATENT = "its attention (MLA) caches one compressed vector per token in place of keys and values"
+_CHUNKED = "its layers attend in chunks, which no kernel here does"
+_ENCODER = "it is an encoder and a decoder; decoders alone are served"
+_COMPOSITE = "it is multimodal; checkpoints of text alone are served, so name one of the family"
+
+
+def resolve_runnable(model: str) -> ModelSource:
+    """`resolve` with weights, unless the config already refuses them: then none are downloaded. Raises ConfigError."""
+    require_runnable(resolve(model, weights=False))
+    return resolve(model)
+
+
+def require_runnable(source: ModelSource) -> None:
+    """Raises ConfigError naming the model and the reason, if its config already tells that it cannot run."""
+    if source.kind == "gguf":
+        file = read_gguf(source.path)
+        kind, reason = file.architecture, _gguf_reason(file.architecture, file.get("attention.kv_lora_rank"))
+    else:
+        config = read_json(source.path / "config.json")
+        kind, reason = str(config.get("model_type", "")), _config_reason(config)
+    if reason is not None:
+        raise ConfigError(f"{source.name} ({kind}) cannot be served: {reason}", param="model")
+
+
+def _config_reason(config: dict[str, Any]) -> str | None:
+    text = text_config(config)
+    if config.get("is_encoder_decoder"):
+        return _ENCODER
+    if str(config.get("model_type", "")).startswith("llama4"):
+        return _CHUNKED
+    if text.get("kv_lora_rank"):
+        return _LATENT
+    if text is not config:
+        return _COMPOSITE
+    return None
+
+
+def _gguf_reason(architecture: str, latent_rank: int | None) -> str | None:
+    if latent_rank:
+        return _LATENT
+    return _CHUNKED if architecture == "llama4" else None

@@ -1,0 +1,101 @@
+"""Checkpoints that cannot run, as transformers writes them: one line that names the model, and exit status 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny_models import SHAPE, family, save_tiny, transformers
+
+from cli.door import ERROR_PREFIX
+from engine.models import load_model
+from kernels.ops import select
+from model_files.source import resolve
+from protocol.errors import ConfigError
+
+CPU = torch.device("cpu")
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def gemma3():
+    image = {"image_token_index": 96, "boi_token_index": 95, "eoi_token_index": 94, "mm_tokens_per_image": 4}
+    text = SHAPE | {"head_dim": 16, "pad_token_id": 0}
+    return transformers.Gemma3Config(text_config=text, vision_config=VISION, **image)
+
+
+def llama4():
+    return family("Llama4TextConfig", intermediate_size_mlp=96, num_local_experts=2, head_dim=16, pad_token_id=0)
+
+
+def deepseek(version: str):
+    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16}
+    return family(f"Deepseek{version}Config", **(LATENT | EXPERTS | groups))
+
+
+def more_experts_than_there_are():
+    return family("Qwen3MoeConfig", num_experts=4, num_experts_per_tok=8, moe_intermediate_size=32, head_dim=16)
+
+
+def load(path):
+    return load_model(resolve(str(path)), device=CPU, dtype=None, ops=select("auto", CPU, batch_invariant=False))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (gemma3, "multimodal"),
+        (llama4, "chunks"),
+        (lambda: deepseek("V2"), "MLA"),
+        (lambda: deepseek("V3"), "MLA"),
+        (more_experts_than_there_are, "cannot be run: RuntimeError: "),
+    ],
+)
+def test_a_model_that_cannot_run_is_one_line_with_its_name(config, words, tmp_path):
+    save_tiny(config(), tmp_path)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(tmp_path)
+    assert tmp_path.name in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_key_value_heads": "many"},
+        {"rope_parameters": ["linear"]},
+        {"hidden_size": 65},
+        {"num_hidden_layers": 99},
+        {"quantization_config": "fp8"},
+        {"max_position_embeddings": None},
+    ],
+)
+def test_a_config_that_makes_no_sense_is_one_line_with_its_name(change, tmp_path):
+    save_tiny(family("LlamaConfig"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path)
+    assert tmp_path.name in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_node_whose_model_cannot_run_ends_with_status_2_and_one_error_line(tmp_path):
+    save_tiny(more_experts_than_there_are(), tmp_path)
+    command = [sys.executable, "-m", "cli.main", "decode", "--model", str(tmp_path), "--kv-blocks", "64"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith(ERROR_PREFIX)]
+    assert tmp_path.name in line

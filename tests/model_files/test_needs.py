@@ -1,0 +1,97 @@
+"""What a model needs, against what really is in its files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from model_files.needs import config_needs, model_needs
+from model_files.source import resolve
+from protocol.errors import ConfigError
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+SHAPES = {
+    "self_attn.q_proj": (64, 32),
+    "self_attn.k_proj": (32, 32),
+    "self_attn.v_proj": (32, 32),
+    "self_attn.o_proj": (32, 64),
+    "mlp.gate_proj": (48, 32),
+    "mlp.up_proj": (48, 32),
+    "mlp.down_proj": (32, 48),
+}
+
+
+def checkpoint(path, tied: bool):
+    tensors = {
+        f"model.layers.{i}.{name}.weight": torch.zeros(shape) for i in range(2) for name, shape in SHAPES.items()
+    }
+    tensors["model.norm.weight"], tensors["model.embed_tokens.weight"] = torch.zeros(32), torch.zeros(100, 32)
+    if not tied:
+        tensors["lm_head.weight"] = torch.zeros(100, 32)
+    save_file(tensors, path / "model.safetensors")
+    config = CONFIG | {"tie_word_embeddings": tied}
+    (path / "config.json").write_text(json.dumps(config))
+    return config
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_config_and_headers_tell_the_same(tmp_path, tied):
+    config = checkpoint(tmp_path, tied)
+    needs = model_needs(resolve(str(tmp_path)))
+    assert needs == config_needs(config, max_model_len=64)
+    dense = 2 * (2 * 64 * 32 + 2 * 32 * 32 + 3 * 48 * 32)
+    assert needs.parameters == dense + (1 if tied else 2) * 3200
+    assert needs.memory(2) == 2 * needs.parameters
+    assert needs.step_bytes(2) == 2 * (dense + 3200)
+    assert needs.kv_bytes("bfloat16") == 2 * 2 * 2 * 16 * 2
+    assert needs.kv_bytes("int8") == 2 * 2 * 2 * (16 + 4)
+    assert needs.prompt_work(1) == 2 * (dense + 3200) + 4 * 2 * 64
+
+
+def test_the_demo_model_is_counted_as_it_is_stored():
+    needs = model_needs(resolve("smollm2"))
+    assert (needs.parameters, needs.layers, needs.kv_heads, needs.head_dim) == (134_479_872, 30, 3, 64)
+    assert 92e6 < needs.memory(2, as_stored=True) < 100e6
+    assert needs.memory(2) == 2 * 134_479_872
+    assert needs.kv_bytes("bfloat16") == 23_040
+
+
+def test_of_a_mixture_a_token_meets_some_experts():
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    needs = config_needs(CONFIG | experts)
+    attention, mlp = 2 * (2 * 64 * 32 + 2 * 32 * 32), 2 * 3 * 48 * 32
+    assert needs.dense.weights == attention + 8 * mlp
+    assert needs.dense.active == attention + 2 * mlp
+    assert needs.step_bytes(2) == pytest.approx(2 * (attention + 2 * mlp + 3200))
+
+
+def test_what_cannot_be_told_is_refused(tmp_path):
+    config = checkpoint(tmp_path, tied=True)
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        config_needs({**config, "num_hidden_layers": None})
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(ConfigError, match=r"header of .*model\.safetensors; download it again"):
+        model_needs(resolve(str(tmp_path)))
+
+
+def test_the_block_formats_are_as_large_as_their_library_says():
+    import gguf
+
+    from model_files.needs import _STORED
+
+    names = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
+    sizes = {kind: size / per for kind, (per, size) in gguf.GGML_QUANT_SIZES.items() if kind.name in names}
+    assert sizes == _STORED
