@@ -137,7 +137,7 @@ async def test_a_slow_index_costs_little_and_no_request() -> None:
             return {}
 
     async with Bench([prefill(), decode()]) as bench:
-        bench.fleet.index = Slow()
+        bench.cluster._index = Slow()
         began = asyncio.get_running_loop().time()
         assert ids(await collect(bench.start(3))) == expected(PROMPT, 3)
         assert asyncio.get_running_loop().time() - began < 1
@@ -171,7 +171,7 @@ async def test_full_decode_nodes_refuse_with_a_time() -> None:
 async def test_a_prompt_that_fits_into_no_pool() -> None:
     async with Bench([decode(changes={"load": Load(free_blocks=8, total_blocks=8)})]) as bench:
         with pytest.raises(ContextLengthExceeded, match="maximum context length"):
-            bench.start(4)
+            await collect(bench.start(4))
 
 
 async def test_deadline() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from fake_workers import lease_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from protocol.errors import NodeLost
 from protocol.messages import Load, NodeLease
 from protocol.metrics import RouterMetrics
-from router.nodes.bookings import LEASE_LAG_POLLS, Book
+from router.nodes.entry import LEASE_LAG_POLLS, Book, NodeEntry
 from router.nodes.table import NodeTable
 
 
@@ -52,7 +51,10 @@ class Table(NodeTable):
         await self.refresh()
 
     def ids(self) -> set[str]:
-        return {lease.node_id for lease in self.group()}
+        return {entry.lease.node_id for entry in self.group}
+
+    def __getitem__(self, lease: NodeLease) -> NodeEntry:
+        return self.entries[(lease.node_id, lease.epoch)]
 
     def count(self, role: str, state: str) -> float:
         return float(self.metrics.nodes.labels(role, state)._value.get())
@@ -69,30 +71,29 @@ async def test_nodes_come_and_go() -> None:
     table, told = Table(P1, D1, D2), []
     await table.poll()
     assert table.ids() == {"p1", "d1", "d2"}
-    table.book(D2, tokens=0, blocks=1, lost=told.append)
-    table.book(D1, tokens=0, blocks=1, lost=fail)
+    table[D2].promise(0, 1, told.append)
+    table[D1].promise(0, 1, fail)
     await table.poll(P1, D1)
     assert table.ids() == {"p1", "d1"}
     assert "d2" in str(told[0])
     assert table.changes == 2
-    with pytest.raises(NodeLost):
-        table.book(D2, tokens=0, blocks=1, lost=fail)
+    assert ("d2", 1) not in table.entries
 
 
 async def test_a_new_epoch_is_another_node() -> None:
     table, told = Table(D1), []
     await table.poll()
-    table.book(D1, tokens=0, blocks=1, lost=told.append)
+    table[D1].promise(0, 1, told.append)
     await table.poll(replace(D1, epoch=2))
     assert len(told) == 1
-    assert not table.alive(("d1", 1))
-    assert table.alive(("d1", 2))
+    assert ("d1", 1) not in table.entries
+    assert ("d1", 2) in table.entries
 
 
 async def test_draining_is_not_lost() -> None:
     table = Table(D1)
     await table.poll()
-    table.book(D1, tokens=0, blocks=1, lost=fail)
+    table[D1].promise(0, 1, fail)
     await table.poll(replace(D1, state="draining"))
     assert table.ids() == {"d1"}
     assert (table.count("decode", "ready"), table.count("decode", "draining")) == (0, 1)
@@ -107,14 +108,14 @@ async def test_registry_away_keeps_the_nodes_and_forgets_their_load() -> None:
         await table.poll()
     assert not table.up
     assert table.metrics.registry_up._value.get() == 0
-    view = table.views({})[0]
+    view = table.group[0].view
     assert (view.waiting_tokens, view.streams, view.lease.load.free_blocks) == (0, 0, 50)
 
 
 async def test_registry_that_comes_back_empty_is_not_believed_at_once() -> None:
     table, told = Table(P1, D1, D2), []
     await table.poll()
-    table.book(D1, tokens=0, blocks=1, lost=told.append)
+    table[D1].promise(0, 1, told.append)
     table.registry.available = False
     await table.poll()
     table.registry.available, table.registry.leases = True, []
@@ -137,7 +138,7 @@ async def test_registry_that_lost_everything_between_two_polls() -> None:
     for _ in range(8):
         await table.poll()
     assert table.ids() == set()
-    assert table.known() == []
+    assert table.entries == {}
 
 
 async def test_one_group_of_fingerprints() -> None:
@@ -148,12 +149,12 @@ async def test_one_group_of_fingerprints() -> None:
     await table.poll(P1, D1, other(D2, 2))
     assert table.ids() == {"p1", "d1"}
     assert table.count("decode", "incompatible") == 1
-    table.book(D1, tokens=0, blocks=1, lost=fail)
+    table[D1].promise(0, 1, fail)
     await table.poll(P1, D1, other(D2, 2), other(lease_of("d3", "decode"), 3))
     assert table.ids() == {"p1", "d1"}
     await table.poll(D1, other(P1, 4), other(D2, 2), other(lease_of("d3", "decode"), 3))
     assert table.ids() == {"p1", "d2", "d3"}
-    assert table.alive(("d1", 1))
+    assert ("d1", 1) in table.entries
 
 
 async def test_a_group_that_can_decode_beats_a_larger_one() -> None:
@@ -165,21 +166,20 @@ async def test_a_group_that_can_decode_beats_a_larger_one() -> None:
 async def test_suspicion_passes() -> None:
     table = Table(P1)
     await table.poll()
-    table.suspect(("p1", 1))
-    assert table.suspected(("p1", 1))
+    table.suspect(table[P1])
+    assert not table[P1].reachable(table.clock())
     table.clock.now += 2.1
-    assert not table.suspected(("p1", 1))
+    assert table[P1].reachable(table.clock())
 
 
 async def test_bookings_count_at_once_and_once() -> None:
     table = Table(P1, D1)
     await table.poll()
-    prefill = table.book(P1, tokens=500, blocks=0, lost=fail)
-    decode = table.book(D1, tokens=0, blocks=30, lost=fail)
+    prefill = table[P1].promise(500, 0, fail)
+    decode = table[D1].promise(0, 30, fail)
 
     def seen(**load: Any) -> tuple[int, int, int]:
-        p, d = sorted(table.views({"p1": 3}), key=lambda view: view.lease.role, reverse=True)
-        assert p.cached_len == 3 * P1.block_size
+        p, d = table[P1].view, table[D1].view
         return (p.waiting_tokens, d.pending_blocks, d.streams)
 
     assert seen() == (500, 30, 1)
