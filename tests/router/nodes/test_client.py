@@ -21,7 +21,7 @@ from protocol.errors import Draining, KvferryError, NodeLost, Overloaded
 from protocol.messages import CancelRequest, Job, NodeLease, PrefillRequest, StepFrame, TokenDelta
 from protocol.sampling import SamplingParams
 from protocol.wire import WireError, pack
-from router.nodes.client import MAX_IDLE, NodeClient
+from router.nodes.client import MAX_IDLE, Connection, NodeClient
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 EMPTY = b"HTTP/1.1 202 Accepted\r\ncontent-length: 0\r\n\r\n"
@@ -191,44 +191,31 @@ async def test_an_unreachable_node_is_lost(url: str) -> None:
         await NodeClient("router").cancel(node, CANCEL)
 
 
-async def test_a_call_and_a_break_in_the_same_moment_leave_no_error_unread() -> None:
-    """A decode node restarts: its connection breaks, and in the same turn of the loop its stream is given up."""
+@pytest.mark.parametrize("moment", ["connection_made", "data_received", "connection_lost"])
+async def test_a_call_given_up_at_any_moment_leaves_no_error_unread(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode node restarts: its connection comes or breaks in the moment in which its stream is given up."""
     told: list[dict[str, Any]] = []
-    tasks: list[asyncio.Task[None]] = []
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: told.append(context))
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    step = getattr(Connection, moment)
+
+    def given_up(self: Connection, *args: Any) -> None:
+        step(self, *args)
+        task.cancel()
+
+    monkeypatch.setattr(Connection, moment, given_up)
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD)
-        await writer.drain()
-        await asyncio.sleep(5)
-
-    heard, broken = Heard(), asyncio.Event()
-
-    class Client(NodeClient):
-        async def _connect(self, address: Any) -> Any:
-            connection = await super()._connect(address)
-            lost = connection.connection_lost
-
-            def both(exc: Exception | None) -> None:
-                lost(exc)
-                tasks[0].cancel()
-                broken.set()
-
-            loop.call_later(0.1, both, ConnectionResetError("reset"))
-            return connection
 
     async with serving(answer) as (node, _):
-        task = asyncio.create_task(Client("router").stream(node, heard.open, heard.frames.append))
-        tasks.append(task)
-        await asyncio.wait_for(broken.wait(), 5)
+        task = asyncio.create_task(Heard().read(node, silence_s=0.1))
         with pytest.raises(asyncio.CancelledError):
             await task
-        tasks.clear()
-        del task
+        await asyncio.sleep(0.2)
         gc.collect()
-        await asyncio.sleep(0)
-    assert heard.opened == 1
+        assert connections_to(node) == 0
     assert told == []
 
 
