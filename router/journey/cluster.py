@@ -63,6 +63,7 @@ class RouterCluster:
         self.patience_s = patience_s
         self._streams = TokenStreams(self.client)
         self._index, self._lookup_s = index, lookup_s
+        self._index_answers = True
         self._local_tokens = local_tokens
         self._info: ClusterInfo | None = None
         self.nodes.listen(self._follow)
@@ -120,12 +121,18 @@ class RouterCluster:
         began = time.perf_counter()
         try:
             async with asyncio.timeout(self._lookup_s):
-                return await self._index.longest_prefix(hashes, nodes)
+                held = await self._index.longest_prefix(hashes, nodes)
         except Exception as error:
-            log.warning("block index does not answer, placing by load alone: %r", error)
+            if self._index_answers:
+                log.warning("block index does not answer, placing by load alone: %r", error)
+            self._index_answers = False
             return {}
         finally:
             self.metrics.index_seconds.observe(time.perf_counter() - began)
+        if not self._index_answers:
+            log.info("block index answers again")
+        self._index_answers = True
+        return held
 
     def place(self, demand: Demand, held: Mapping[str, int]) -> Placement:
         """`held`: leading blocks by node id. Raises what `placement.place` raises. Nothing is booked yet: between this

@@ -71,9 +71,13 @@ async def test_a_request_is_placed_once(monkeypatch: pytest.MonkeyPatch) -> None
             assert len(placed) == count
 
 
-async def test_a_full_cluster_refuses_without_placing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(router.journey.cluster, "place")
+async def test_a_full_cluster_refuses_without_placing_and_without_asking_its_nodes() -> None:
     full = Load(active_blocks=100, total_blocks=100, waiting_tokens=1400)
     async with Bench([decode(f"d{i}", changes={"load": full}) for i in range(3)]) as bench:
-        with pytest.raises(Overloaded):
-            bench.start(2)
+        entries, group = bench.nodes.entries, bench.nodes.group
+        bench.nodes.entries, bench.nodes.group = {}, []
+        try:
+            with pytest.raises(Overloaded):
+                bench.start(2)
+        finally:
+            bench.nodes.entries, bench.nodes.group = entries, group

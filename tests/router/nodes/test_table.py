@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from fake_workers import lease_of
-from hypothesis import given
-from hypothesis import strategies as st
 
 from protocol.errors import NodeLost
 from protocol.messages import Load, NodeLease
 from protocol.metrics import RouterMetrics
-from router.nodes.entry import LEASE_LAG_POLLS, Book, NodeEntry
+from router.nodes.entry import NodeEntry
 from router.nodes.table import NodeTable
 
 
@@ -112,6 +111,28 @@ async def test_registry_away_keeps_the_nodes_and_forgets_their_load() -> None:
     assert (view.waiting_tokens, view.streams, view.lease.load.free_blocks) == (0, 0, 50)
 
 
+async def test_a_registry_that_refuses_is_told_of_once_and_asked_ever_less(caplog: pytest.LogCaptureFixture) -> None:
+    """Also before any node was known, when the table asks often."""
+    caplog.set_level("INFO", "router.nodes.table")
+    table = Table()
+    table.registry.available = False
+    pauses = []
+    for _ in range(20):
+        await table.poll()
+        pauses.append(table.pause_s)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert pauses == sorted(pauses)
+    assert pauses[0] <= 0.2
+    assert pauses[-1] == 2.0
+    table.registry.available = True
+    await table.poll(P1)
+    assert table.pause_s == pytest.approx(0.1)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    table.registry.available = False
+    await table.poll()
+    assert len(caplog.records) == 3
+
+
 async def test_registry_that_comes_back_empty_is_not_believed_at_once() -> None:
     table, told = Table(P1, D1, D2), []
     await table.poll()
@@ -196,24 +217,3 @@ async def test_bookings_count_at_once_and_once() -> None:
     decode.release()
     decode.release()
     assert seen() == (1000, 0, 0)
-
-
-@given(st.lists(st.tuples(st.integers(0, 500), st.booleans()), max_size=30), st.integers(0, 2000))
-def test_books_balance(steps: list[tuple[int, bool]], leased: int) -> None:
-    """Never below the own bookings, never above both together; with the own ones long gone, the lease alone."""
-    book, own = Book(), []
-    for tokens, roll in steps:
-        if own and tokens % 3 == 0:
-            book.add(-own.pop(), 0, 0)
-        else:
-            own.append(tokens)
-            book.add(tokens, 0, 0)
-        if roll:
-            book.roll()
-        counted = book.counted(leased, 0, 0)[0]
-        assert sum(own) <= counted <= leased + sum(own)
-    while own:
-        book.add(-own.pop(), 0, 0)
-    for _ in range(LEASE_LAG_POLLS + 1):
-        book.roll()
-    assert book.counted(leased, 0, 0)[0] == leased
