@@ -1,14 +1,14 @@
 """The error tree. Every foreign error is translated into it once, at the edge of the library that raised it.
 
-KvferryError                 500 server_error
+KvferryError                 500 server_error: of one node; another may do better
 ├─ ConfigError               the process cannot start as configured; the command exits with status 2
 ├─ InvalidRequest            400 invalid_request_error (names the field)
 │  ├─ ContextLengthExceeded  400 context_length_exceeded
 │  ├─ ModelNotFound          404 model_not_found
 │  ├─ Unauthorized           401 invalid_api_key
 │  └─ NotFound               404 not_found
-├─ Retryable                 503 unavailable: another attempt can help
-│  ├─ Overloaded             429 overloaded (carries retry_after seconds)
+├─ Unavailable               503 unavailable: not now, or not here (these carry retry_after seconds)
+│  ├─ Overloaded             429 overloaded
 │  ├─ NoNodes                503 no_nodes
 │  ├─ NodeLost               503 node_lost
 │  ├─ TransferFailed         503 transfer_failed
@@ -26,19 +26,22 @@ from typing import Any
 
 
 class KvferryError(Exception):
-    """Base of the tree. `status` is the HTTP status, `code` the stable name on the wire, `retryable` whether a new
-    attempt on another node can help."""
+    """Base of the tree. `status` is the HTTP status, `code` the stable name on the wire, `retryable` whether a request
+    that a node answered with it may be tried again there or elsewhere (Cancelled may: a node says it of an attempt that
+    it dropped, the router of a request), `retry_after` the seconds after which a client may try again."""
 
     status = 500
     code = "server_error"
     type = "server_error"
-    retryable = False
+    retryable = True
+    retry_after: float | None = None
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None):
         super().__init__(message)
         self.message = message
         self.param = param
-        self.retry_after = retry_after
+        if retry_after is not None:
+            self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
         """The error object of the OpenAI API: `{"error": {message, type, param, code}}`."""
@@ -46,11 +49,11 @@ class KvferryError(Exception):
 
 
 class ConfigError(KvferryError):
-    code = "config_error"
+    code, retryable = "config_error", False
 
 
 class InvalidRequest(KvferryError):
-    status, code, type = 400, "invalid_request_error", "invalid_request_error"
+    status, code, type, retryable = 400, "invalid_request_error", "invalid_request_error", False
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -69,35 +72,35 @@ class NotFound(InvalidRequest):
     status, code = 404, "not_found"
 
 
-class Retryable(KvferryError):
-    status, code, retryable = 503, "unavailable", True
+class Unavailable(KvferryError):
+    status, code, retry_after = 503, "unavailable", 1.0
 
 
-class Overloaded(Retryable):
+class Overloaded(Unavailable):
     status, code, type = 429, "overloaded", "rate_limit_error"
 
 
-class NoNodes(Retryable):
+class NoNodes(Unavailable):
     code = "no_nodes"
 
 
-class NodeLost(Retryable):
+class NodeLost(Unavailable):
     code = "node_lost"
 
 
-class TransferFailed(Retryable):
+class TransferFailed(Unavailable):
     code = "transfer_failed"
 
 
-class GrantRefused(Retryable):
+class GrantRefused(Unavailable):
     code = "grant_refused"
 
 
-class RegistryUnavailable(Retryable):
+class RegistryUnavailable(Unavailable):
     code = "registry_unavailable"
 
 
-class Draining(Retryable):
+class Draining(Unavailable):
     code = "draining"
 
 
@@ -106,7 +109,7 @@ class Incompatible(KvferryError):
 
 
 class DeadlineExceeded(KvferryError):
-    status, code = 504, "deadline_exceeded"
+    status, code, retryable = 504, "deadline_exceeded", False
 
 
 class Cancelled(KvferryError):

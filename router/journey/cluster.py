@@ -178,6 +178,17 @@ class RouterCluster:
             waited_s, last.first_token_s, reuse.cached_len, first.cached_len,
         )  # fmt: skip
 
+    def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
+        """Where the prompt's tokens came from, as `node` told it. A wrong account is the node's bug and no reason to
+        fail a request: it is named, counted, and taken as nothing reused, like none at all."""
+        length = len(job.token_ids)
+        if told is not None and told.balanced and told.prompt_len == length:
+            return told
+        if told is not None:
+            self.metrics.account_violations.inc()
+            log.error("%s: wrong account of %d tokens from %s: %s", job.request_id, length, node and node.node_id, told)
+        return Reuse(length, computed=length)
+
     def _entry(self, lease: NodeLease | None) -> NodeEntry | None:
         return self.nodes.entries[(lease.node_id, lease.epoch)] if lease else None
 

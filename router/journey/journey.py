@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from placement.terms import Demand, Placement
 from protocol.errors import Cancelled, DeadlineExceeded, GrantRefused, KvferryError, NoNodes, Overloaded
 from protocol.hashing import chain, root_hash
-from protocol.messages import Job, Reuse, TokenDelta
+from protocol.messages import Job, TokenDelta
 from router.journey.attempt import Attempt, Event
 from router.journey.ladder import Failure, Ladder
 from router.journey.sequence import Sequence
@@ -134,7 +134,7 @@ class RouterJourney:
 
     def _hopeless(self, error: KvferryError) -> KvferryError:
         if isinstance(self._failure, GrantRefused | Overloaded):
-            return Overloaded("every decode node is full", retry_after=error.retry_after or 1.0)
+            return Overloaded("every decode node is full", retry_after=error.retry_after)
         return error
 
     async def _pause(self) -> None:
@@ -188,8 +188,8 @@ class RouterJourney:
     def _take_route(self, delta: TokenDelta) -> None:
         assert self._attempt
         assert self._first_placement
-        place, prompt_len = self._attempt.placement, len(self._spec.token_ids)
-        reuse = delta.reuse or Reuse(prompt_len, computed=prompt_len)
+        place = self._attempt.placement
+        reuse = self._cluster.account(delta.reuse, self._attempt.job, place.prefill or place.decode)
         ended_on_prefill = place.prefill is not None and delta.finish_reason is not None
         prefill_id = place.prefill.node_id if place.prefill else None
         decode_id = place.decode.node_id if place.decode and not ended_on_prefill else None

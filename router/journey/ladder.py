@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from placement.terms import NodeKey, Placement
 from protocol.errors import (
     Cancelled,
-    DeadlineExceeded,
     Draining,
     GrantRefused,
-    InvalidRequest,
     KvferryError,
     NodeLost,
     Overloaded,
@@ -50,7 +48,7 @@ class Ladder:
         """Decide the next attempt and name its rung. `delivered`: output tokens the client has; `prefills`: live nodes
         that could prefill. Raises the failure's error if no other attempt can help."""
         error, key = failure.error, node_key(failure.node)
-        if isinstance(error, InvalidRequest | DeadlineExceeded):
+        if not error.retryable:
             raise error
         if not isinstance(error, GrantRefused | Overloaded):
             self._failures += 1

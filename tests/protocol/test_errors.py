@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from protocol import errors
-from protocol.errors import InvalidRequest, KvferryError, Overloaded, Retryable, from_body
+from protocol.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvferryError,
+    Overloaded,
+    Unavailable,
+    from_body,
+)
 
 
 def _classes(cls: type[KvferryError] = KvferryError) -> Iterator[type[KvferryError]]:
@@ -34,8 +42,9 @@ def test_an_error_arrives_as_the_class_that_was_sent(cls: type[KvferryError]) ->
     assert (back.message, back.param, back.retryable) == ("why", "field", cls.retryable)
 
 
-def test_a_plain_server_error_does_not_become_retryable() -> None:
-    assert not from_body(KvferryError("broken").body()).retryable
+def test_what_another_attempt_cannot_help() -> None:
+    hopeless = {cls for cls in CLASSES if not cls.retryable}
+    assert hopeless == {ConfigError, DeadlineExceeded} | {cls for cls in CLASSES if issubclass(cls, InvalidRequest)}
 
 
 def test_the_tree_in_the_docstring_is_the_tree_in_the_code() -> None:
@@ -49,8 +58,13 @@ def test_the_tree_in_the_docstring_is_the_tree_in_the_code() -> None:
 
 def test_statuses_fit_their_branch() -> None:
     assert all(400 <= cls.status < 500 for cls in CLASSES if issubclass(cls, InvalidRequest))
-    assert all(cls.status in (429, 503) for cls in CLASSES if issubclass(cls, Retryable))
+    assert all(cls.status in (429, 503) for cls in CLASSES if issubclass(cls, Unavailable))
     assert Overloaded("busy", retry_after=2.0).retry_after == 2.0
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_who_is_refused_for_now_is_told_when_to_come_back(cls: type[KvferryError]) -> None:
+    assert (cls("x").retry_after is not None) == issubclass(cls, Unavailable)
 
 
 @pytest.mark.parametrize("body", [None, "x", [], {}, {"error": None}, {"error": "text"}, {"detail": "not ours"}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,12 +111,33 @@ async def test_prompt_logprobs_come_with_the_first_output() -> None:
     entries = (None, TokenLogprobs(5, -0.5, 1, ((5, -0.5),)))
 
     async def scoring(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
-        delta = TokenDelta(request.job.request_id, 0, 0, (), None, "length", None, Reuse(2, computed=2), entries)
+        reuse = Reuse(len(PROMPT), computed=len(PROMPT))
+        delta = TokenDelta(request.job.request_id, 0, 0, (), None, "length", None, reuse, entries)
         yield type(first_token(request.job))(delta, 0.0, 0.0)
 
     async with Bench([prefill(prefill_script=scoring), decode()]) as bench:
         outputs = await collect(bench.start(0, params={"prompt_logprobs": 1}))
         assert [(o.token_ids, o.prompt_logprobs, o.finish_reason) for o in outputs] == [((), entries, "length")]
+
+
+@pytest.mark.parametrize(
+    "account", [Reuse(64, 16, 0, 0, 47), Reuse(64, -16, 0, 0, 80), Reuse(80, 16, 0, 0, 64), Reuse(64, 0, 0, 0, 0)]
+)
+async def test_a_wrong_account_is_the_nodes_shame_and_not_the_clients(
+    account: Reuse, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def lying(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        first = first_token(request.job)
+        yield replace(first, delta=replace(first.delta, reuse=account))
+        worker.peers["d1"].decode(request.job, 1)
+        yield ship_done(request.job)
+
+    async with Bench([prefill(prefill_script=lying), decode()]) as bench:
+        journey = bench.start(4)
+        assert ids(await collect(journey)) == expected(PROMPT, 4)
+        assert str(journey.route) == "prefill=p1 decode=d1 reused=0 computed=64"
+        assert bench.metrics.account_violations._value.get() == 1
+    assert ["wrong account of 64 tokens from p1" in message for message in caplog.messages].count(True) == 1
 
 
 async def test_reuse_known_to_the_index_decides_and_is_counted() -> None:
