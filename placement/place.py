@@ -10,8 +10,9 @@ the search relies on how the costs grow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from math import inf
+from operator import attrgetter, itemgetter
 
 from placement.refusals import full, no_nodes, too_long
 from placement.terms import Demand, NodeView, Placement
@@ -31,8 +32,6 @@ UNKNOWN_BLOCKS = 10**12
 """A pool that does not tell its size is no limit."""
 SHORTEST_STEP_S = 1e-4
 
-Figures = TypeVar("Figures", bound=tuple[float, ...])
-
 
 def place(demand: Demand, nodes: Sequence[NodeView]) -> Placement:
     """The cheapest placement; of nodes with equal figures the one that was not chosen for longest.
@@ -42,11 +41,12 @@ def place(demand: Demand, nodes: Sequence[NodeView]) -> Placement:
     could hold it is beyond its capacity; the first and the last with retry_after.
     """
     usable = [node for node in nodes if node.lease.state == "ready" and not _excluded(node, demand)]
+    usable.sort(key=attrgetter("placed", "lease.node_id"))
     prefills = _prefills(demand, usable)
     if demand.prompt_only and prefills:
         return _alone(demand, prefills)
-    decodes = _decodes(demand, usable)
-    short = [node for node in decodes if demand.local_tokens >= uncached_len(node, demand)]
+    decodes = [(wait_s(node, demand), node) for node in _decodes(demand, usable)]
+    short = [(wait, node) for wait, node in decodes if demand.local_tokens >= uncached_len(node, demand)]
     local = _local(demand, short or decodes)
     if short or demand.prompt_only or not prefills:
         return local
@@ -78,10 +78,10 @@ def wait_s(node: NodeView, demand: Demand) -> float:
     return wait + missing / freed_per_s(node) if missing > 0 else wait
 
 
-def harm_s(node: NodeView, demand: Demand) -> float:
+def harm_s(node: NodeView, compute_s: float) -> float:
     """Seconds that computing the prompt takes from the streams of a decode node, all together. One stream is counted
     that is not there yet: an idle decode node is kept free for the next one."""
-    return (node.streams + 1) * compute_s(node, demand)
+    return (node.streams + 1) * compute_s
 
 
 def cached_len(node: NodeView, demand: Demand) -> int:
@@ -160,42 +160,38 @@ def _decodes(demand: Demand, usable: Iterable[NodeView]) -> list[NodeView]:
 
 
 def _alone(demand: Demand, prefills: Iterable[NodeView]) -> Placement:
-    (first_s,), node = _ordered(prefills, lambda node: (queue_s(node) + compute_s(node, demand),))[0]
+    """Of nodes in turn order, like all below: the first of equal ones is the one whose turn it is."""
+    first_s, node = min(((queue_s(node) + compute_s(node, demand), node) for node in prefills), key=itemgetter(0))
     return Placement(node.lease, None, cached_len(node, demand), first_s, first_s)
 
 
-def _local(demand: Demand, decodes: Iterable[NodeView]) -> Placement:
-    def figures(node: NodeView) -> tuple[float, float]:
-        first_s = queue_s(node) + wait_s(node, demand) + compute_s(node, demand)
-        return (first_s + harm_s(node, demand), first_s)
-
-    (cost_s, first_s), node = _ordered(decodes, figures)[0]
+def _local(demand: Demand, decodes: Iterable[tuple[float, NodeView]]) -> Placement:
+    """`decodes` with their wait."""
+    costs = (
+        (queue_s(node) + wait + (seconds := compute_s(node, demand)) + harm_s(node, seconds), wait, node)
+        for wait, node in decodes
+    )
+    cost_s, wait, node = min(costs, key=itemgetter(0))
+    first_s = queue_s(node) + wait + compute_s(node, demand)
     return Placement(None, node.lease, cached_len(node, demand), cost_s, first_s)
 
 
-def _remote(demand: Demand, prefills: Iterable[NodeView], decodes: Iterable[NodeView]) -> Placement:
-    """The cheapest pair, as if every pair had been tried.
+def _remote(demand: Demand, prefills: Iterable[NodeView], decodes: Iterable[tuple[float, NodeView]]) -> Placement:
+    """The cheapest pair, as if every pair had been tried. `decodes` with their wait.
 
-    A decode node matters by its wait and the blocks it lacks. Whoever is beaten in both is left out: more blocks never
-    cost less. Without any of the prompt's blocks on decode one node is left, otherwise no more than there are different
-    lengths held. Each of these f is paired with prefill nodes from the soonest first token on, until the two halves
-    alone cost more than the best pair. O(p log p + d log d + f * p) for p prefill and d decode nodes.
+    A decode node matters by its wait and the blocks it lacks. Whoever is beaten or equalled in both is left out: more
+    blocks never cost less. Without any of the prompt's blocks on decode one node is left, otherwise no more than there
+    are different lengths held. Each of these f is paired with prefill nodes from the soonest first token on, until the
+    two halves alone cost more than the best pair. O(p log p + d log d + f * p) for p prefill and d decode nodes.
     """
-
-    def computing(node: NodeView) -> tuple[float, float, float, int]:
-        rates, size = node.lease.rates, node.lease.block_size
-        seconds = compute_s(node, demand)
-        block_s = node.lease.block_bytes / max(rates.ship_bytes_per_s, 1.0)
-        return (queue_s(node) + seconds, block_s, seconds, blocks_for(CHUNK_TOKENS, size))
-
-    def decoding(node: NodeView) -> tuple[float, int]:
-        return (wait_s(node, demand) + HANDOFF_S, shipped_blocks(node, demand))
-
-    firsts = _ordered(prefills, computing)
+    firsts = sorted(((_computing(node, demand), node) for node in prefills), key=itemgetter(0))
+    waits = sorted(
+        ((wait + HANDOFF_S, shipped_blocks(node, demand), node) for wait, node in decodes), key=itemgetter(0, 1)
+    )
     best: tuple[float, float, NodeView, NodeView] | None = None
-    fewest = None
-    for (decode_s, blocks), decode in _ordered(decodes, decoding):
-        if fewest is not None and blocks >= fewest:
+    fewest = inf
+    for decode_s, blocks, decode in waits:
+        if blocks >= fewest:
             continue
         fewest = blocks
         for (first_s, block_s, seconds, last), prefill in firsts:
@@ -209,12 +205,9 @@ def _remote(demand: Demand, prefills: Iterable[NodeView], decodes: Iterable[Node
     return Placement(prefill.lease, decode.lease, cached_len(prefill, demand), cost_s, first_s)
 
 
-def _ordered(nodes: Iterable[NodeView], figures: Callable[[NodeView], Figures]) -> list[tuple[Figures, NodeView]]:
-    """Nodes by their figures, least first. Of equal ones only that whose turn it is."""
-    turns: dict[Figures, NodeView] = {}
-    for node in nodes:
-        found = figures(node)
-        other = turns.get(found)
-        if other is None or (node.placed, node.lease.node_id) < (other.placed, other.lease.node_id):
-            turns[found] = node
-    return sorted(turns.items(), key=lambda item: item[0])
+def _computing(node: NodeView, demand: Demand) -> tuple[float, float, float, int]:
+    """What matters of a prefill node: seconds to the first token, seconds to ship a block, seconds of computing, blocks
+    of the last chunk."""
+    lease, seconds = node.lease, compute_s(node, demand)
+    block_s = lease.block_bytes / max(lease.rates.ship_bytes_per_s, 1.0)
+    return (queue_s(node) + seconds, block_s, seconds, blocks_for(CHUNK_TOKENS, lease.block_size))

@@ -219,7 +219,7 @@ def pair_s(p: NodeView, d: NodeView, demand: Demand) -> float:
 
 
 def local_s(d: NodeView, demand: Demand) -> float:
-    return queue_s(d) + wait_s(d, demand) + compute_s(d, demand) + harm_s(d, demand)
+    return queue_s(d) + wait_s(d, demand) + compute_s(d, demand) + harm_s(d, compute_s(d, demand))
 
 
 @given(st.integers(1, 2000).map(Demand), clusters())
