@@ -26,6 +26,7 @@ MAX_IDLE = 64
 MAX_REFUSAL_BYTES = 65_536
 
 Address = tuple[str, int]
+Told = Callable[..., None]
 
 
 class NodeClient:
@@ -47,13 +48,13 @@ class NodeClient:
     async def prefill(self, node: NodeLease, request: PrefillRequest, deliver: Callable[[Any], None]) -> None:
         """Send the attempt and deliver the messages of its answer as they come; returns when the answer ends. It may
         stay silent while the request waits in the node's queue, so no silence is too long here."""
-        await self._call(node, "POST", "/attempts/prefill", pack(request), None, deliver=deliver)
+        await self._call(node, "POST /attempts/prefill", pack(request), None, _ignore, deliver)
 
     async def generate(self, node: NodeLease, request: GenerateRequest) -> None:
-        await self._call(node, "POST", "/attempts/generate", pack(request), self._answer_s)
+        await self._call(node, "POST /attempts/generate", pack(request), self._answer_s, _ignore, _ignore)
 
     async def cancel(self, node: NodeLease, request: CancelRequest) -> None:
-        await self._call(node, "POST", "/attempts/cancel", pack(request), self._answer_s)
+        await self._call(node, "POST /attempts/cancel", pack(request), self._answer_s, _ignore, _ignore)
 
     async def stream(self, node: NodeLease, opened: Callable[[], None], deliver: Callable[[StepFrame], None]) -> None:
         """Read the node's token stream for this router: `opened` once it is accepted, `deliver` for every frame. Ends
@@ -64,24 +65,22 @@ class NodeClient:
                 raise WireError(f"a {type(frame).__name__} on a token stream")
             deliver(frame)
 
-        await self._call(node, "GET", f"/streams/{self.router_id}", b"", self._silence_s, opened, step)
+        await self._call(node, f"GET /streams/{self.router_id}", b"", self._silence_s, opened, step)
         raise NodeLost(f"{node.node_id} closed the token stream")
 
     async def _call(
-        self,
-        node: NodeLease,
-        method: str,
-        path: str,
-        body: bytes,
-        silence_s: float | None,
-        opened: Callable[[], None] = lambda: None,
-        deliver: Callable[[Any], None] = lambda message: None,
+        self, node: NodeLease, what: str, body: bytes, silence_s: float | None, opened: Told, deliver: Told
     ) -> None:
+        """`what`: method and path."""
+        method, path = what.split()
         try:
             url = urlsplit(node.http_url)
             address = (url.hostname or "", url.port or 80)
             head = f"{method} {url.path}{path} HTTP/1.1\r\nhost: {url.netloc}\r\ncontent-length: {len(body)}\r\n"
-            connection = self._rested(address) or await self._connect(address)
+            connection = self._rested(address)
+            if connection is None:
+                async with asyncio.timeout(self._connect_s):
+                    _, connection = await asyncio.get_running_loop().create_connection(Connection, *address)
         except (OSError, ValueError) as error:
             raise _lost(node, error) from error
         request = f"{head}content-type: application/msgpack\r\n\r\n".encode() + body
@@ -92,13 +91,10 @@ class NodeClient:
         self._rest(address, connection)
 
     def _rested(self, address: Address) -> Connection | None:
-        connections = self._idle.get(address)
-        return connections[-1].wake() if connections else None
-
-    async def _connect(self, address: Address) -> Connection:
-        async with asyncio.timeout(self._connect_s):
-            _, connection = await asyncio.get_running_loop().create_connection(Connection, *address)
-        return connection
+        while idle := self._idle.get(address):
+            if (connection := idle[-1]).wake():
+                return connection
+        return None
 
     def _rest(self, address: Address, connection: Connection) -> None:
         idle = self._idle.setdefault(address, [])
@@ -114,6 +110,10 @@ class NodeClient:
             idle[0].close()
 
 
+def _ignore(*_: Any) -> None:
+    pass
+
+
 def _lost(node: NodeLease, error: Exception) -> NodeLost:
     return NodeLost(f"{node.node_id}: {type(error).__name__} {error}".strip())
 
@@ -127,9 +127,7 @@ class Connection(asyncio.Protocol):
         self._left: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    async def exchange(
-        self, request: bytes, silence_s: float | None, opened: Callable[[], None], deliver: Callable[[Any], None]
-    ) -> None:
+    async def exchange(self, request: bytes, silence_s: float | None, opened: Told, deliver: Told) -> None:
         """Send, and read the answer to its end: `opened` when it is accepted, `deliver` for every message in it. Raises
         the node's KvferryError where it refuses, what a callback raised, OSError (TimeoutError is one) where the
         connection breaks or is silent for `silence_s`, HttpParserError where no HTTP is spoken. After an error, or a
@@ -158,16 +156,20 @@ class Connection(asyncio.Protocol):
 
     def rest(self, left: Callable[[], None]) -> None:
         """Wait for the next exchange; `left` is called once when it begins or the connection closes instead."""
-        self._left = left
+        self._left, self._heard = left, self._loop.time()
         if self._transport.is_closing() or not self._stays:
             self.close()
         else:
             self._timer = self._loop.call_later(KEEPALIVE_S, self.close)
 
-    def wake(self) -> Connection:
+    def wake(self) -> bool:
+        """End the rest. False: too late, also where a busy loop has not come to the timer; it is closed."""
+        if self._transport.is_closing() or self._loop.time() - self._heard > KEEPALIVE_S:
+            self.close()
+            return False
         self._stop_timer()
         self._leave()
-        return self
+        return True
 
     def close(self) -> None:
         self._stop_timer()
