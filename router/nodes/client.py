@@ -148,7 +148,7 @@ class Connection(asyncio.Protocol):
             complete = error is None
         finally:
             self._ended = None
-            self._stop_timer()
+            self._move_on()
             if not complete:
                 self._transport.abort()
         if error is not None:
@@ -167,21 +167,18 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing() or self._loop.time() - self._heard > KEEPALIVE_S:
             self.close()
             return False
-        self._stop_timer()
-        self._leave()
+        self._move_on()
         return True
 
     def close(self) -> None:
-        self._stop_timer()
-        self._leave()
+        self._move_on()
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self._leave()
+        self._move_on()
         self._end(exc or ConnectionResetError("the connection was closed"))
 
     def data_received(self, data: bytes) -> None:
@@ -236,14 +233,12 @@ class Connection(asyncio.Protocol):
         else:
             self._end(TimeoutError(f"silent for {self._silence_s:g} s"))
 
-    def _stop_timer(self) -> None:
+    def _move_on(self) -> None:
+        """Neither waiting for words nor at rest any more."""
         if self._timer:
             self._timer.cancel()
-            self._timer = None
-
-    def _leave(self) -> None:
-        if self._left:
-            left, self._left = self._left, None
+        left, self._timer, self._left = self._left, None, None
+        if left:
             left()
 
     def _end(self, error: BaseException | None) -> None:
