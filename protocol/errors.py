@@ -1,14 +1,14 @@
 """The error tree. Every foreign error is translated into it once, at the edge of the library that raised it.
 
-KvferryError                 500 server_error: of one node; another may do better
+KvferryError                 500 server_error
 ├─ ConfigError               the process cannot start as configured; the command exits with status 2
 ├─ InvalidRequest            400 invalid_request_error (names the field)
 │  ├─ ContextLengthExceeded  400 context_length_exceeded
 │  ├─ ModelNotFound          404 model_not_found
 │  ├─ Unauthorized           401 invalid_api_key
 │  └─ NotFound               404 not_found
-├─ Unavailable               503 unavailable: not now, or not here (these carry retry_after seconds)
-│  ├─ Overloaded             429 overloaded
+├─ Retryable                 503 unavailable: another attempt can help
+│  ├─ Overloaded             429 overloaded (carries retry_after seconds)
 │  ├─ NoNodes                503 no_nodes
 │  ├─ NodeLost               503 node_lost
 │  ├─ TransferFailed         503 transfer_failed
@@ -28,20 +28,18 @@ from typing import Any
 class KvferryError(Exception):
     """Base of the tree. `status` is the HTTP status, `code` the stable name on the wire, `retryable` whether a request
     that a node answered with it may be tried again there or elsewhere (Cancelled may: a node says it of an attempt that
-    it dropped, the router of a request), `retry_after` the seconds after which a client may try again."""
+    it dropped, the router of a request)."""
 
     status = 500
     code = "server_error"
     type = "server_error"
     retryable = True
-    retry_after: float | None = None
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None):
         super().__init__(message)
         self.message = message
         self.param = param
-        if retry_after is not None:
-            self.retry_after = retry_after
+        self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
         """The error object of the OpenAI API: `{"error": {message, type, param, code}}`."""
@@ -72,35 +70,35 @@ class NotFound(InvalidRequest):
     status, code = 404, "not_found"
 
 
-class Unavailable(KvferryError):
-    status, code, retry_after = 503, "unavailable", 1.0
+class Retryable(KvferryError):
+    status, code, retryable = 503, "unavailable", True
 
 
-class Overloaded(Unavailable):
+class Overloaded(Retryable):
     status, code, type = 429, "overloaded", "rate_limit_error"
 
 
-class NoNodes(Unavailable):
+class NoNodes(Retryable):
     code = "no_nodes"
 
 
-class NodeLost(Unavailable):
+class NodeLost(Retryable):
     code = "node_lost"
 
 
-class TransferFailed(Unavailable):
+class TransferFailed(Retryable):
     code = "transfer_failed"
 
 
-class GrantRefused(Unavailable):
+class GrantRefused(Retryable):
     code = "grant_refused"
 
 
-class RegistryUnavailable(Unavailable):
+class RegistryUnavailable(Retryable):
     code = "registry_unavailable"
 
 
-class Draining(Unavailable):
+class Draining(Retryable):
     code = "draining"
 
 

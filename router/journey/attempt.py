@@ -170,8 +170,8 @@ class Attempt:
         request = PrefillRequest(self.job, decode.target if decode else None)
         try:
             await self._client.prefill(node.lease, request, self._answer)
-        except KvferryError as error:
-            self._unreachable(error, node)
+        except Exception as error:
+            self._unreachable(_known(error, node.lease), node)
             return
         if not self._prefilled:
             self._reported(NodeLost(f"{node.lease.node_id} ended its answer early"), node.lease)
@@ -181,8 +181,8 @@ class Attempt:
         assert node
         try:
             await self._client.generate(node.lease, GenerateRequest(self.job))
-        except KvferryError as error:
-            self._unreachable(error, node)
+        except Exception as error:
+            self._unreachable(_known(error, node.lease), node)
 
     def _unreachable(self, error: KvferryError, node: NodeEntry) -> None:
         if isinstance(error, NodeLost) and not self._over:
@@ -223,3 +223,11 @@ class Attempt:
 
 def _error(failure: AttemptFailed) -> KvferryError:
     return from_body({"error": {"code": failure.code, "message": failure.message}})
+
+
+def _known(error: Exception, node: NodeLease) -> KvferryError:
+    """The error, or one in place of a mistake of our own: a request that waits for an answer must get one."""
+    if isinstance(error, KvferryError):
+        return error
+    log.error("the call to %s failed", node.node_id, exc_info=error)
+    return KvferryError("internal error of the router; its log has the details")

@@ -134,7 +134,7 @@ class RouterJourney:
 
     def _hopeless(self, error: KvferryError) -> KvferryError:
         if isinstance(self._failure, GrantRefused | Overloaded):
-            return Overloaded("every decode node is full", retry_after=error.retry_after)
+            return Overloaded("every decode node is full", retry_after=error.retry_after or 1.0)
         return error
 
     async def _pause(self) -> None:
