@@ -115,6 +115,8 @@ class Book:
 
     def roll(self) -> None:
         """A lease was read."""
+        if self._peak == self._leased_peak == (0, 0, 0):
+            return
         self._history.append(self._peak)
         self._leased_peak = _most(self._history)
         self._peak = self._now
