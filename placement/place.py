@@ -1,143 +1,213 @@
-"""Where an attempt goes: the (prefill, decode) pair with the least cost, everything in seconds (DESIGN section 5).
+"""Where an attempt goes: the (prefill, decode) pair with the least cost, everything in seconds (DESIGN, Placement).
 
     remote(P, D) = wait(P) + uncached(P)/rate(P) + exposed_bytes/bandwidth(P→D) + wait(D)
     local(D)     = wait(D) + uncached(D)/rate(D) + harm to the running streams of D
 
 Pure: the same arguments give the same placement. Reuse only ever enters as seconds of computing and shipping saved, so
-a node that holds a prefix loses it as soon as its queue costs more than that.
+a node that holds a prefix loses it as soon as its queue costs more than that. Costs and search are in one file because
+the search relies on how the costs grow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from math import inf
+from operator import attrgetter, itemgetter
 
-from placement.costs import (
-    HANDOFF_S,
-    Demand,
-    NodeView,
-    cached_len,
-    compute_s,
-    demanded_blocks,
-    exposed_s,
-    fits,
-    harm_s,
-    queue_s,
-    uncached_len,
-    wait_s,
-)
-from protocol.errors import ContextLengthExceeded, NoNodes, Overloaded
-from protocol.messages import NodeLease
+from placement.refusals import full, no_nodes, too_long
+from placement.terms import Demand, NodeView, Placement
+from protocol.layout import blocks_for
 
-BACKLOG = 4.0
+HANDOFF_S = 0.002
+"""Grant, commit and acknowledgement of one ship between idle nodes."""
+CHUNK_TOKENS = 256
+"""The last chunk of a prompt is shipped after its last token was computed, so its bytes are always exposed."""
+STREAM_SHARE = 0.05
+"""By how much one more running stream stretches a decode step."""
+EXPECTED_OUTPUT = 128
+"""Tokens a running request is expected to hold its blocks for; used only while a decode node has no room."""
+BACKLOG = 4
 """A decode node takes requests until the blocks in use and asked for reach this multiple of its pool."""
+UNKNOWN_BLOCKS = 10**12
+"""A pool that does not tell its size is no limit."""
+SHORTEST_STEP_S = 1e-4
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The choice: prefill None means prefilled on decode, decode None means finished on prefill. `cached_len`: tokens
-    expected to be reused where the prompt is computed. `first_token_s`: expected seconds to the first token."""
+def place(demand: Demand, nodes: Sequence[NodeView]) -> Placement:
+    """The cheapest placement; of nodes with equal figures the one that was not chosen for longest.
 
-    prefill: NodeLease | None
-    decode: NodeLease | None
-    cached_len: int
-    cost_s: float
-    first_token_s: float
-
-    @property
-    def kind(self) -> str:
-        return "remote" if self.prefill else "local"
-
-
-def place(demand: Demand, nodes: Sequence[NodeView], turn: int = 0) -> Placement:
-    """The cheapest placement; equal ones take turns by `turn`.
-
-    Raises NoNodes without a node that may be used, ContextLengthExceeded when the request fits into no pool, Overloaded
-    (with retry_after) when every decode node that could hold it is beyond its capacity.
+    O(n log n) for n nodes, where few decode nodes hold any of the prompt; see `_remote`. Raises NoNodes without a node
+    that may be used, ContextLengthExceeded when the request fits into no pool, Overloaded when every decode node that
+    could hold it is beyond its capacity; the first and the last with retry_after.
     """
-    usable = [node for node in nodes if node.lease.state == "ready" and node.key not in demand.excluded]
+    usable = [node for node in nodes if node.lease.state == "ready" and not _excluded(node, demand)]
+    usable.sort(key=attrgetter("placed", "lease.node_id"))
+    prefills = _prefills(demand, usable)
+    if demand.prompt_only and prefills:
+        return _alone(demand, prefills)
+    decodes = [(wait_s(node, demand), node) for node in _decodes(demand, usable)]
+    short = [(wait, node) for wait, node in decodes if demand.local_tokens >= uncached_len(node, demand)]
+    local = _local(demand, short or decodes)
+    if short or demand.prompt_only or not prefills:
+        return local
+    remote = _remote(demand, prefills, decodes)
+    return remote if remote.cost_s < local.cost_s else local
+
+
+def queue_s(node: NodeView) -> float:
+    """Seconds until the prompt tokens already queued on the node are computed."""
+    return node.waiting_tokens / max(node.lease.rates.prefill_tokens_per_s, 1.0)
+
+
+def compute_s(node: NodeView, demand: Demand) -> float:
+    """Seconds to compute the tokens the node does not hold."""
+    return uncached_len(node, demand) / max(node.lease.rates.prefill_tokens_per_s, 1.0)
+
+
+def exposed_s(blocks: int, last: int, block_s: float, compute_s: float) -> float:
+    """Seconds of shipping `blocks` at `block_s` each that computing cannot hide: they travel while later ones are
+    computed, except the `last` ones, which the prompt's last chunk fills."""
+    return max(blocks * block_s - compute_s, min(blocks, last) * block_s)
+
+
+def wait_s(node: NodeView, demand: Demand) -> float:
+    """Seconds before a decode node starts on a request that is ready to run there: the step under way, stretched by the
+    streams beside it, and, when the pool is full, the time until enough blocks come back."""
+    wait = node.lease.rates.step_s * (1 + STREAM_SHARE * node.streams)
+    missing = missing_blocks(node, demand)
+    return wait + missing / freed_per_s(node) if missing > 0 else wait
+
+
+def harm_s(node: NodeView, compute_s: float) -> float:
+    """Seconds that computing the prompt takes from the streams of a decode node, all together. One stream is counted
+    that is not there yet: an idle decode node is kept free for the next one."""
+    return (node.streams + 1) * compute_s
+
+
+def cached_len(node: NodeView, demand: Demand) -> int:
+    """Whole blocks only, and at least one token is always computed."""
+    size = node.lease.block_size
+    return min(node.cached_len, demand.total_len - 1) // size * size if node.cached_len else 0
+
+
+def uncached_len(node: NodeView, demand: Demand) -> int:
+    return demand.total_len - cached_len(node, demand)
+
+
+def shipped_blocks(node: NodeView, demand: Demand) -> int:
+    """Blocks of the prompt that a decode node does not hold."""
+    return blocks_for(demand.total_len, node.lease.block_size) - cached_len(node, demand) // node.lease.block_size
+
+
+def new_blocks(node: NodeView, demand: Demand) -> int:
+    """Blocks the request adds to a decode node's pool to run there."""
+    return blocks_for(demand.total_len + 1, node.lease.block_size) - cached_len(node, demand) // node.lease.block_size
+
+
+def missing_blocks(node: NodeView, demand: Demand) -> int:
+    """Blocks that must come back before the request can run."""
+    load, size = node.lease.load, node.lease.block_size
+    needed = blocks_for(demand.total_len + 1, size)
+    free = load.free_blocks - max(0, node.pending_blocks - load.granted_blocks)
+    if needed <= free or load.total_blocks == 0:
+        return 0
+    held = cached_len(node, demand) // size
+    return needed - held - free - max(0, load.cached_blocks - held)
+
+
+def fits(node: NodeView, demand: Demand) -> bool:
+    total = node.lease.load.total_blocks
+    return total == 0 or blocks_for(demand.total_len + 1, node.lease.block_size) <= total
+
+
+def spare_blocks(node: NodeView) -> int:
+    """Blocks that may still be asked of a decode node; below zero when it has been asked for more than it takes."""
+    load = node.lease.load
+    return BACKLOG * (load.total_blocks or UNKNOWN_BLOCKS) - load.active_blocks - node.pending_blocks
+
+
+def freed_per_s(node: NodeView) -> float:
+    """Blocks that a decode node's running requests give back in a second."""
+    return max(1, node.lease.load.active_blocks) / (EXPECTED_OUTPUT * max(node.lease.rates.step_s, SHORTEST_STEP_S))
+
+
+def _excluded(node: NodeView, demand: Demand) -> bool:
+    return bool(demand.excluded) and node.key in demand.excluded
+
+
+def _prefills(demand: Demand, usable: Iterable[NodeView]) -> list[NodeView]:
+    if demand.local_only:
+        return []
+    prefills = [node for node in usable if node.lease.role == "prefill"]
+    if demand.pinned:
+        prefills = [node for node in prefills if node.key == demand.pinned] or prefills
+    return [node for node in prefills if fits(node, demand)]
+
+
+def _decodes(demand: Demand, usable: Iterable[NodeView]) -> list[NodeView]:
+    """Those with room. Raises what `place` raises."""
     decodes = [node for node in usable if node.lease.role == "decode"]
-    prefills = [node for node in usable if node.lease.role == "prefill" and not demand.local_only]
-    prefills = [node for node in prefills if node.key == demand.pinned] or prefills
-    prefills = [node for node in prefills if fits(demand, node)]
-    options: list[Placement] = []
-    if demand.prompt_only:
-        options = [_alone(demand, node) for node in prefills]
-    if not options:
-        decodes = _with_room(demand, decodes)
-        local = [_local(demand, node) for node in decodes]
-        short = [
-            option
-            for option, node in zip(local, decodes, strict=True)
-            if uncached_len(demand, node) <= demand.local_tokens
-        ]
-        options = short or local
-        if not short and not demand.prompt_only:
-            options += _best_remote(demand, prefills, decodes)
-    ranks = _Ranks(usable, turn)
-    return min(options, key=lambda option: (option.cost_s, ranks(option.decode), ranks(option.prefill)))
-
-
-def _alone(demand: Demand, node: NodeView) -> Placement:
-    first_s = queue_s(node) + compute_s(node, demand)
-    return Placement(node.lease, None, cached_len(demand, node), first_s, first_s)
-
-
-def _local(demand: Demand, node: NodeView) -> Placement:
-    first_s = queue_s(node) + wait_s(node, demand) + compute_s(node, demand)
-    return Placement(None, node.lease, cached_len(demand, node), first_s + harm_s(node, demand), first_s)
-
-
-def _best_remote(demand: Demand, prefills: Sequence[NodeView], decodes: Sequence[NodeView]) -> list[Placement]:
-    """The cheapest pairs (more than one when equal). Pairs are tried from the cheapest halves up, and those whose
-    halves alone cost more than the best pair found are not tried."""
-    firsts = sorted(((queue_s(node) + compute_s(node, demand), i) for i, node in enumerate(prefills)))
-    waits = sorted(((wait_s(node, demand) + HANDOFF_S, i) for i, node in enumerate(decodes)))
-    best: list[Placement] = []
-    for first_s, p in firsts:
-        for decode_s, d in waits:
-            if best and first_s + decode_s > best[0].cost_s:
-                break
-            cost = first_s + decode_s + exposed_s(prefills[p], decodes[d], demand)
-            if not best or cost <= best[0].cost_s:
-                best = [option for option in best if option.cost_s == cost]
-                cached = cached_len(demand, prefills[p])
-                best.append(Placement(prefills[p].lease, decodes[d].lease, cached, cost, first_s))
-    return best
-
-
-def _with_room(demand: Demand, decodes: Sequence[NodeView]) -> list[NodeView]:
     if not decodes:
-        raise NoNodes("no decode node can take the request")
-    fitting = [node for node in decodes if fits(demand, node)]
+        raise no_nodes()
+    fitting = [node for node in decodes if fits(node, demand)]
     if not fitting:
         largest = max(node.lease.load.total_blocks * node.lease.block_size for node in decodes)
-        raise ContextLengthExceeded(
-            f"the request needs KV of {demand.total_len + 1} tokens; the maximum context length that fits into a "
-            f"decode node's memory is {largest}"
-        )
-    with_room = [
-        node for node in fitting if demanded_blocks(demand, node) <= BACKLOG * (node.lease.load.total_blocks or 1e12)
-    ]
-    if not with_room:
-        retry_after = min(max(min(wait_s(node, demand) for node in fitting), 1.0), 30.0)
-        raise Overloaded("every decode node is full", retry_after=retry_after)
-    return with_room
+        raise too_long(demand.total_len + 1, largest)
+    roomy = [node for node in fitting if new_blocks(node, demand) <= spare_blocks(node)]
+    if not roomy:
+        raise full(min((new_blocks(node, demand) - spare_blocks(node)) / freed_per_s(node) for node in fitting))
+    return roomy
 
 
-class _Ranks:
-    """Place of a node among equals: by id, rotated by `turn`."""
-
-    def __init__(self, nodes: Sequence[NodeView], turn: int) -> None:
-        self._order: dict[str, int] = {}
-        for role in ("prefill", "decode"):
-            ids = sorted(node.lease.node_id for node in nodes if node.lease.role == role)
-            self._order.update(_rotated(ids, turn))
-
-    def __call__(self, lease: NodeLease | None) -> int:
-        return -1 if lease is None else self._order[lease.node_id]
+def _alone(demand: Demand, prefills: Iterable[NodeView]) -> Placement:
+    """Of nodes in turn order, like all below: the first of equal ones is the one whose turn it is."""
+    first_s, node = min(((queue_s(node) + compute_s(node, demand), node) for node in prefills), key=itemgetter(0))
+    return Placement(node.lease, None, cached_len(node, demand), first_s, first_s)
 
 
-def _rotated(ids: Sequence[str], turn: int) -> Iterator[tuple[str, int]]:
-    for place_, node_id in enumerate(ids):
-        yield node_id, (place_ - turn) % len(ids)
+def _local(demand: Demand, decodes: Iterable[tuple[float, NodeView]]) -> Placement:
+    """`decodes` with their wait."""
+    costs = (
+        (queue_s(node) + wait + (seconds := compute_s(node, demand)) + harm_s(node, seconds), wait, node)
+        for wait, node in decodes
+    )
+    cost_s, wait, node = min(costs, key=itemgetter(0))
+    first_s = queue_s(node) + wait + compute_s(node, demand)
+    return Placement(None, node.lease, cached_len(node, demand), cost_s, first_s)
+
+
+def _remote(demand: Demand, prefills: Iterable[NodeView], decodes: Iterable[tuple[float, NodeView]]) -> Placement:
+    """The cheapest pair, as if every pair had been tried. `decodes` with their wait.
+
+    A decode node matters by its wait and the blocks it lacks. Whoever is beaten or equalled in both is left out: more
+    blocks never cost less. Without any of the prompt's blocks on decode one node is left, otherwise no more than there
+    are different lengths held. Each of these f is paired with prefill nodes from the soonest first token on, until the
+    two halves alone cost more than the best pair. O(p log p + d log d + f * p) for p prefill and d decode nodes.
+    """
+    firsts = sorted(((_computing(node, demand), node) for node in prefills), key=itemgetter(0))
+    waits = sorted(
+        ((wait + HANDOFF_S, shipped_blocks(node, demand), node) for wait, node in decodes), key=itemgetter(0, 1)
+    )
+    best: tuple[float, float, NodeView, NodeView] | None = None
+    fewest = inf
+    for decode_s, blocks, decode in waits:
+        if blocks >= fewest:
+            continue
+        fewest = blocks
+        for (first_s, block_s, seconds, last), prefill in firsts:
+            if best and first_s + decode_s > best[0]:
+                break
+            cost_s = first_s + decode_s + exposed_s(blocks, last, block_s, seconds)
+            if best is None or cost_s < best[0]:
+                best = (cost_s, first_s, prefill, decode)
+    assert best
+    cost_s, first_s, prefill, decode = best
+    return Placement(prefill.lease, decode.lease, cached_len(prefill, demand), cost_s, first_s)
+
+
+def _computing(node: NodeView, demand: Demand) -> tuple[float, float, float, int]:
+    """What matters of a prefill node: seconds to the first token, seconds to ship a block, seconds of computing, blocks
+    of the last chunk."""
+    lease, seconds = node.lease, compute_s(node, demand)
+    block_s = lease.block_bytes / max(lease.rates.ship_bytes_per_s, 1.0)
+    return (queue_s(node) + seconds, block_s, seconds, blocks_for(CHUNK_TOKENS, lease.block_size))

@@ -26,13 +26,14 @@ from typing import Any
 
 
 class KvferryError(Exception):
-    """Base of the tree. `status` is the HTTP status, `code` the stable name on the wire, `retryable` whether a new
-    attempt on another node can help."""
+    """Base of the tree. `status` is the HTTP status, `code` the stable name on the wire, `retryable` whether a request
+    that a node answered with it may be tried again there or elsewhere (Cancelled may: a node says it of an attempt that
+    it dropped, the router of a request)."""
 
     status = 500
     code = "server_error"
     type = "server_error"
-    retryable = False
+    retryable = True
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None):
         super().__init__(message)
@@ -46,11 +47,11 @@ class KvferryError(Exception):
 
 
 class ConfigError(KvferryError):
-    code = "config_error"
+    code, retryable = "config_error", False
 
 
 class InvalidRequest(KvferryError):
-    status, code, type = 400, "invalid_request_error", "invalid_request_error"
+    status, code, type, retryable = 400, "invalid_request_error", "invalid_request_error", False
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -106,7 +107,7 @@ class Incompatible(KvferryError):
 
 
 class DeadlineExceeded(KvferryError):
-    status, code = 504, "deadline_exceeded"
+    status, code, retryable = 504, "deadline_exceeded", False
 
 
 class Cancelled(KvferryError):

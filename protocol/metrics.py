@@ -70,6 +70,11 @@ class RouterMetrics:
             ["reason"],
             registry=r,
         )
+        self.account_violations = Counter(
+            "kvferry_received_account_violations",
+            "First tokens whose account of the prompt was wrong as the router read it: a bug of the node in its log.",
+            registry=r,
+        )
         self.placements = Counter(
             "kvferry_placements", "Attempts placed, by kind (remote, local).", ["kind"], registry=r
         )

@@ -18,8 +18,7 @@ from process.status import Status
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
-from router.journey.cluster import RouterCluster
-from router.journey.fleet import BlockLookup
+from router.journey.cluster import BlockLookup, RouterCluster
 from router.nodes.table import NodeSource
 from router.text.text_model import load_text_model
 

@@ -37,6 +37,7 @@ from protocol.wire import pack, unpack
 from router.journey.cluster import RouterCluster
 from router.journey.journey import RouterJourney
 from router.journey.spec import Output, RequestSpec
+from router.nodes.client import NodeClient
 from router.nodes.table import NodeTable
 
 BLOCK = 4
@@ -272,8 +273,6 @@ class Bench:
     """Fake workers, a registry they are announced in, and the router's cluster under test."""
 
     def __init__(self, workers: Sequence[FakeWorker], patience_s: float = 1.0, silence_s: float = 3.0) -> None:
-        from router.nodes.client import NodeClient
-
         self.workers = {worker.node_id: worker for worker in workers}
         self.store = MemoryStore(lease_s=1e9)
         self.metrics = RouterMetrics()
@@ -282,7 +281,6 @@ class Bench:
         self.cluster = RouterCluster(
             self.store, self.store, self.metrics, nodes=self.nodes, client=self.client, patience_s=patience_s
         )
-        self.fleet = self.cluster.fleet
 
     def __getitem__(self, node_id: str) -> FakeWorker:
         return self.workers[node_id]
@@ -299,7 +297,7 @@ class Bench:
             await self.add(worker)
         await self.cluster.open()
         decodes = sum(worker.role == "decode" for worker in self.workers.values())
-        await until(lambda: len(self.fleet.decodes()) == decodes)
+        await until(lambda: len(self.cluster.able("decode")) == decodes)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -313,13 +311,7 @@ class Bench:
 
     def balanced(self) -> bool:
         """No booking, no listener, no errand is left."""
-        books = self.nodes._books.values()
-        streams = self.fleet.streams._streams.values()
-        return not (
-            any(book.bookings or any(book._now) for book in books)
-            or any(stream.sinks for stream in streams)
-            or self.fleet.errands.open
-        )
+        return all(entry.idle for entry in self.nodes.entries.values()) and not self.cluster.errands.open
 
     def start(self, max_tokens: int = 8, prompt: Sequence[int] = PROMPT, **spec: Any) -> RouterJourney:
         params = SamplingParams(max_tokens=max_tokens, **spec.pop("params", {}))

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from placement.place import Placement
+from placement.terms import Placement
 from protocol.errors import KvferryError, NodeLost, from_body
+from protocol.layout import blocks_for
 from protocol.messages import (
     AttemptFailed,
     CancelRequest,
@@ -23,10 +24,8 @@ from protocol.messages import (
     TokenDelta,
 )
 from router.journey.ladder import Failure, blamed
-from router.nodes.bookings import Booking
 from router.nodes.client import NodeClient
-from router.nodes.table import NodeTable, node_key
-from router.nodes.token_streams import TokenStreams
+from router.nodes.entry import Booking, NodeEntry
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,11 @@ class Errands:
 
 class Attempt:
     """Launched on construction, over after `close`. In between it posts TokenDeltas of this attempt and at most one
-    Failure; nothing is posted after `close`. Never raises for a node's fault."""
+    Failure; nothing is posted after `close`. Never raises for a node's fault.
+
+    prefill, decode   the entries of the placement's nodes, alive and reachable since nothing was awaited meanwhile
+    suspect           told of a node to which a connection failed
+    """
 
     def __init__(
         self,
@@ -71,25 +74,22 @@ class Attempt:
         placement: Placement,
         post: Callable[[Event], None],
         *,
-        nodes: NodeTable,
-        streams: TokenStreams,
+        prefill: NodeEntry | None,
+        decode: NodeEntry | None,
+        suspect: Callable[[NodeEntry], None],
         client: NodeClient,
         errands: Errands,
     ) -> None:
         self.job, self.placement = job, placement
         self._launched_at = time.monotonic()
-        self._post, self._nodes, self._streams, self._client, self._errands = post, nodes, streams, client, errands
+        self._post, self._suspect, self._client, self._errands = post, suspect, client, errands
+        self._prefill_node, self._decode_node = prefill, decode
         self._over = self._closed = self._first_seen = self._prefilled = self._decoding = False
-        self._task: asyncio.Task[None] | None = None
         self._bookings: dict[str, Booking] = {}
-        try:
-            self._book()
-            if placement.decode:
-                self._streams.attach(node_key(placement.decode), job.request_id, self)
-        except NodeLost as error:
-            self._fail(error, placement.decode or placement.prefill)
-            return
-        self._task = errands.send(self._prefill() if placement.prefill else self._generate())
+        self._book()
+        if decode:
+            decode.listeners[job.request_id] = self
+        self._task = errands.send(self._prefill(prefill) if prefill else self._generate())
 
     def close(self, *, cancel: bool) -> None:
         """Give everything back. `cancel`: the request has not ended, so tell the nodes to drop it."""
@@ -99,10 +99,8 @@ class Attempt:
         for booking in self._bookings.values():
             booking.release()
         self._bookings = {}
-        if self.placement.decode:
-            self._streams.detach(node_key(self.placement.decode), self.job.request_id)
-        if self._task is None:
-            return
+        if self._decode_node:
+            self._decode_node.listeners.pop(self.job.request_id, None)
         if cancel:
             self._task.cancel()
             for node in self._involved():
@@ -140,19 +138,13 @@ class Attempt:
     def _book(self) -> None:
         """A prefill node is booked for the prompt's tokens, a decode node for its blocks until it runs there; both for
         the request."""
-        place, total = self.placement, len(self.job.token_ids)
-        uncached = max(0, total - place.cached_len)
-        if place.prefill:
-            self._bookings["prefill"] = self._nodes.book(
-                place.prefill, tokens=uncached, blocks=0, lost=self._prefill_lost
-            )
-        if place.decode:
-            self._bookings["decode"] = self._nodes.book(
-                place.decode,
-                tokens=0 if place.prefill else uncached,
-                blocks=-(-(total + 1) // place.decode.block_size),
-                lost=self.lost,
-            )
+        total = len(self.job.token_ids)
+        uncached = max(0, total - self.placement.cached_len)
+        if prefill := self._prefill_node:
+            self._bookings["prefill"] = prefill.promise(uncached, 0, self._prefill_lost)
+        if decode := self._decode_node:
+            blocks = blocks_for(total + 1, decode.lease.block_size)
+            self._bookings["decode"] = decode.promise(0 if prefill else uncached, blocks, self.lost)
 
     def _settle(self, role: str) -> None:
         if booking := self._bookings.get(role):
@@ -173,30 +165,29 @@ class Attempt:
             self._over = True
             self._post(Failure(self.job.attempt, error, node))
 
-    async def _prefill(self) -> None:
-        node, decode = self.placement.prefill, self.placement.decode
-        assert node
+    async def _prefill(self, node: NodeEntry) -> None:
+        decode = self.placement.decode
         request = PrefillRequest(self.job, decode.target if decode else None)
         try:
-            await self._client.prefill(node, request, self._answer)
-        except KvferryError as error:
-            self._unreachable(error, node)
+            await self._client.prefill(node.lease, request, self._answer)
+        except Exception as error:
+            self._unreachable(_known(error, node.lease), node)
             return
         if not self._prefilled:
-            self._reported(NodeLost(f"{node.node_id} ended its answer early"), node)
+            self._reported(NodeLost(f"{node.lease.node_id} ended its answer early"), node.lease)
 
     async def _generate(self) -> None:
-        node = self.placement.decode
+        node = self._decode_node
         assert node
         try:
-            await self._client.generate(node, GenerateRequest(self.job))
-        except KvferryError as error:
-            self._unreachable(error, node)
+            await self._client.generate(node.lease, GenerateRequest(self.job))
+        except Exception as error:
+            self._unreachable(_known(error, node.lease), node)
 
-    def _unreachable(self, error: KvferryError, node: NodeLease) -> None:
+    def _unreachable(self, error: KvferryError, node: NodeEntry) -> None:
         if isinstance(error, NodeLost) and not self._over:
-            self._nodes.suspect(node_key(node))
-        self._reported(error, node)
+            self._suspect(node)
+        self._reported(error, node.lease)
 
     def _answer(self, message: Any) -> None:
         """A message of the prefill node's answer."""
@@ -232,3 +223,11 @@ class Attempt:
 
 def _error(failure: AttemptFailed) -> KvferryError:
     return from_body({"error": {"code": failure.code, "message": failure.message}})
+
+
+def _known(error: Exception, node: NodeLease) -> KvferryError:
+    """The error, or one in place of a mistake of our own: a request that waits for an answer must get one."""
+    if isinstance(error, KvferryError):
+        return error
+    log.error("the call to %s failed", node.node_id, exc_info=error)
+    return KvferryError("internal error of the router; its log has the details")

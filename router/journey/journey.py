@@ -11,18 +11,20 @@ import logging
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from placement.costs import Demand
-from placement.place import Placement
+from placement.terms import Demand, Placement
 from protocol.errors import Cancelled, DeadlineExceeded, GrantRefused, KvferryError, NoNodes, Overloaded
 from protocol.hashing import chain, root_hash
-from protocol.messages import Job, Reuse, TokenDelta
+from protocol.messages import Job, TokenDelta
 from router.journey.attempt import Attempt, Event
-from router.journey.fleet import Fleet
 from router.journey.ladder import Failure, Ladder
 from router.journey.sequence import Sequence
 from router.journey.spec import Output, RequestSpec, Route
-from router.nodes.table import node_key
+from router.nodes.entry import node_key
+
+if TYPE_CHECKING:
+    from router.journey.cluster import RouterCluster
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +38,9 @@ class RouterJourney:
     """Implements `router.journey.spec.Journey`. Nothing is booked, sent or timed before the first iteration and nothing
     is left after the iteration ends, however it ends: last token, error, `cancel`, closed iterator, cancelled task."""
 
-    def __init__(self, spec: RequestSpec, fleet: Fleet) -> None:
+    def __init__(self, spec: RequestSpec, cluster: RouterCluster) -> None:
         self.route: Route | None = None
-        self._spec, self._fleet = spec, fleet
+        self._spec, self._cluster = spec, cluster
         self._wire_id = f"{spec.request_id[:64]}-{secrets.token_hex(6)}"
         self._mail: asyncio.Queue[Event | KvferryError | None] = asyncio.Queue()
         self._sequence = Sequence()
@@ -61,7 +63,7 @@ class RouterJourney:
             self._end(cancel=True)
             self._mail.put_nowait(Cancelled("the request was cancelled"))
 
-    def demand(self) -> Demand:
+    def _demand(self) -> Demand:
         """What the next attempt needs."""
         left = self._spec.params.max_tokens - len(self._sequence.tokens)
         return Demand(
@@ -102,38 +104,30 @@ class RouterJourney:
     async def _launch(self) -> None:
         """Place and begin the next attempt. From the choice to the booking nothing is awaited."""
         token_ids = self._spec.token_ids + tuple(self._sequence.tokens)
-        reuse = await self._fleet.reuse(self._hashes(token_ids))
+        reuse = await self._cluster.reuse(self._hashes(token_ids))
         while (placement := self._place(reuse)) is None:
             await self._pause()
         if self._over:
             raise Cancelled("the request was cancelled")
         self._first_placement = self._first_placement or placement
         self._progress_at = asyncio.get_running_loop().time()
-        self._sequence.restart()
-        self._attempt = Attempt(
-            self._job(token_ids),
-            placement,
-            self._mail.put_nowait,
-            nodes=self._fleet.nodes,
-            streams=self._fleet.streams,
-            client=self._fleet.client,
-            errands=self._fleet.errands,
-        )
+        if self._attempts:
+            self._sequence.restart()
+        self._attempt = self._cluster.launch(self._job(token_ids), placement, self._mail.put_nowait)
         self._attempts += 1
         self._watch()
-        self._fleet.metrics.placements.labels(placement.kind).inc()
         log.debug("%s attempt %d: %s", self._wire_id, self._attempts - 1, placement)
 
     def _place(self, reuse: dict[str, int]) -> Placement | None:
         """None: nothing can take it now, but it has begun and may wait."""
         try:
-            return self._fleet.place(self.demand(), reuse)
+            return self._cluster.place(self._demand(), reuse)
         except (NoNodes, Overloaded) as error:
             now = asyncio.get_running_loop().time()
             if self._failure is None or self._over:
                 raise
             self._stuck_at = self._stuck_at or now
-            if now - self._stuck_at > min(self._fleet.patience_s, SHARE * (self._deadline_at - self._stuck_at)):
+            if now - self._stuck_at > min(self._cluster.patience_s, SHARE * (self._deadline_at - self._stuck_at)):
                 raise self._hopeless(error) from self._failure
             self._ladder.forgive()
             return None
@@ -154,9 +148,9 @@ class RouterJourney:
         self._failure = failure.error
         self._attempt.close(cancel=True)
         self._attempt = None
-        prefills = self._fleet.prefills(besides=node_key(failure.node))
+        prefills = self._cluster.able("prefill", besides=node_key(failure.node))
         rung = self._ladder.climb(failure, len(self._sequence.tokens), prefills)
-        self._fleet.metrics.ladder.labels(rung).inc()
+        self._cluster.metrics.ladder.labels(rung).inc()
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, rung)
 
     def _job(self, token_ids: tuple[int, ...]) -> Job:
@@ -169,17 +163,18 @@ class RouterJourney:
             token_ids=token_ids,
             prompt_len=len(self._spec.token_ids),
             params=params,
-            router_id=self._fleet.router_id,
+            router_id=self._cluster.client.router_id,
             namespace=self._spec.namespace,
             deadline_s=max(0.0, self._deadline_at - asyncio.get_running_loop().time()),
         )
 
     def _hashes(self, token_ids: tuple[int, ...]) -> list[bytes]:
         """Empty when nothing can be reused: prompt logprobs need the whole prompt computed."""
-        group = self._fleet.nodes.group()
+        group = self._cluster.nodes.group
         if not group or (self._spec.params.prompt_logprobs is not None and not self._sequence.tokens):
             return []
-        return chain(root_hash(group[0].fingerprint, self._spec.namespace), token_ids, group[0].block_size)
+        lease = group[0].lease
+        return chain(root_hash(lease.fingerprint, self._spec.namespace), token_ids, lease.block_size)
 
     def _output(self, delta: TokenDelta) -> Output:
         loop = asyncio.get_running_loop()
@@ -193,13 +188,13 @@ class RouterJourney:
     def _take_route(self, delta: TokenDelta) -> None:
         assert self._attempt
         assert self._first_placement
-        place, prompt_len = self._attempt.placement, len(self._spec.token_ids)
-        reuse = delta.reuse or Reuse(prompt_len, computed=prompt_len)
+        place = self._attempt.placement
+        reuse = self._cluster.account(delta.reuse, self._attempt.job, place.prefill or place.decode)
         ended_on_prefill = place.prefill is not None and delta.finish_reason is not None
         prefill_id = place.prefill.node_id if place.prefill else None
         decode_id = place.decode.node_id if place.decode and not ended_on_prefill else None
         self.route = Route(prefill_id, decode_id, reuse)
-        self._fleet.record(self._first_placement, place, reuse, self._attempt.age_s)
+        self._cluster.record(self._first_placement, place, reuse, self._attempt.age_s)
 
     def _begin(self) -> None:
         loop = asyncio.get_running_loop()

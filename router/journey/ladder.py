@@ -6,22 +6,19 @@ same prefill again (before any byte, once) → another prefill → local prefill
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from placement.costs import NodeKey
-from placement.place import Placement
+from placement.terms import NodeKey, Placement
 from protocol.errors import (
     Cancelled,
-    DeadlineExceeded,
     Draining,
     GrantRefused,
-    InvalidRequest,
     KvferryError,
     NodeLost,
     Overloaded,
 )
 from protocol.messages import NodeLease
-from router.nodes.table import node_key
+from router.nodes.entry import node_key
 
 MAX_FAILURES = 8
 MAX_PREFILL_FAILURES = 3
@@ -36,22 +33,22 @@ class Failure:
     node: NodeLease
 
 
+@dataclass(slots=True)
 class Ladder:
     """The state of one request's retries: which nodes it avoids, which it insists on."""
 
-    def __init__(self) -> None:
-        self.excluded: set[NodeKey] = set()
-        self.pinned: NodeKey | None = None
-        self.local_only = False
-        self._repeated = False
-        self._prefill_failures = 0
-        self._failures = 0
+    excluded: set[NodeKey] = field(default_factory=set)
+    pinned: NodeKey | None = None
+    local_only: bool = False
+    _repeated: bool = False
+    _prefill_failures: int = 0
+    _failures: int = 0
 
     def climb(self, failure: Failure, delivered: int, prefills: Collection[NodeKey]) -> str:
         """Decide the next attempt and name its rung. `delivered`: output tokens the client has; `prefills`: live nodes
         that could prefill. Raises the failure's error if no other attempt can help."""
         error, key = failure.error, node_key(failure.node)
-        if isinstance(error, InvalidRequest | DeadlineExceeded):
+        if not error.retryable:
             raise error
         if not isinstance(error, GrantRefused | Overloaded):
             self._failures += 1

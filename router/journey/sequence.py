@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from protocol.messages import TokenDelta
 
 
+@dataclass(slots=True)
 class Sequence:
     """`tokens` are those handed out so far, `finished` whether the last one was among them. Deltas of one attempt may
     come early, twice or overlapping; `restart` forgets what came early when another attempt takes over."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.finished = False
-        self._early: dict[int, TokenDelta] = {}
+    tokens: list[int] = field(default_factory=list)
+    finished: bool = False
+    _early: dict[int, TokenDelta] = field(default_factory=dict)
 
     def restart(self) -> None:
         self._early.clear()

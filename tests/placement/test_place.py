@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.costs import HANDOFF_S, Demand, NodeView, compute_s, exposed_s, harm_s, queue_s, wait_s
-from placement.place import Placement, place
+from placement.place import (
+    CHUNK_TOKENS,
+    HANDOFF_S,
+    compute_s,
+    exposed_s,
+    fits,
+    harm_s,
+    place,
+    queue_s,
+    shipped_blocks,
+    wait_s,
+)
+from placement.terms import Demand, NodeView, Placement
 from protocol.errors import ContextLengthExceeded, KvferryError, NoNodes, Overloaded
 from protocol.messages import Load, NodeLease, Rates
 
@@ -18,7 +30,14 @@ BLOCK, BLOCK_BYTES = 16, 368_640
 
 
 def node(
-    node_id: str, *, cached: int = 0, waiting: int = 0, streams: int = 0, pending: int = 0, **lease: Any
+    node_id: str,
+    *,
+    cached: int = 0,
+    waiting: int = 0,
+    streams: int = 0,
+    pending: int = 0,
+    placed: int = 0,
+    **lease: Any,
 ) -> NodeView:
     role = "prefill" if node_id.startswith("p") else "decode"
     load = lease.pop("load", Load(free_blocks=1000, total_blocks=1000))
@@ -26,7 +45,7 @@ def node(
     fields = NodeLease(
         node_id, role, 1, "ready", "", "", "fp", "m", 8192, BLOCK, BLOCK_BYTES, load, rates
     )  # fmt: skip
-    return NodeView(replace(fields, **lease), cached, waiting, streams, pending)
+    return NodeView(replace(fields, **lease), cached, waiting, streams, pending, placed)
 
 
 def where(placement: Placement) -> tuple[str | None, str | None]:
@@ -91,7 +110,7 @@ CASES = {
 @pytest.mark.parametrize(("demand", "nodes", "expected"), CASES.values(), ids=CASES.keys())
 def test_choice(demand: Demand, nodes: list[NodeView], expected: tuple[str | None, str | None]) -> None:
     assert where(place(demand, nodes)) == expected
-    assert where(place(demand, nodes[::-1], turn=1)) == expected
+    assert where(place(demand, nodes[::-1])) == expected
 
 
 def test_costs_are_those_of_the_formula() -> None:
@@ -108,11 +127,11 @@ def test_a_whole_prompt_is_never_cached() -> None:
     assert place(LONG, [node("d1", cached=1024)]).cached_len == 1008
 
 
-def test_equal_nodes_take_turns() -> None:
-    nodes = [node(f"d{i}") for i in range(3)] + [node(f"p{i}") for i in range(2)]
-    chosen = [where(place(LONG, nodes, turn)) for turn in range(6)]
-    assert {prefill for prefill, _ in chosen} == {"p0", "p1"}
-    assert sorted(decode for _, decode in chosen) == ["d0", "d0", "d1", "d1", "d2", "d2"]
+def test_of_equal_nodes_the_one_that_was_not_chosen_for_longest() -> None:
+    nodes = [node("p0", placed=9), node("p1", placed=7), node("d0", placed=8), node("d1", placed=3), node("d2")]
+    assert where(place(LONG, nodes)) == ("p1", "d2")
+    assert where(place(Demand(1024, prompt_only=True), nodes)) == ("p1", None)
+    assert where(place(Demand(1024, local_only=True), nodes)) == (None, "d2")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +170,11 @@ def clusters(draw: st.DrawFn) -> list[NodeView]:
                     streams=draw(st.integers(0, 40)),
                     pending=draw(st.integers(0, 200)),
                     state=draw(st.sampled_from(["ready", "ready", "ready", "draining"])),
-                    rates=Rates(draw(st.sampled_from([500.0, 1000.0, 3000.0])), draw(st.sampled_from([0.01, 0.03]))),
+                    rates=Rates(
+                        draw(st.sampled_from([500.0, 1000.0, 3000.0])),
+                        draw(st.sampled_from([0.01, 0.03])),
+                        draw(st.sampled_from([1e6, 3e7, 1e9])),
+                    ),
                     load=Load(
                         active_blocks=active,
                         cached_blocks=cached,
@@ -172,35 +195,45 @@ demands = st.builds(
 )
 
 
-def attempt(demand: Demand, nodes: list[NodeView], turn: int = 0) -> Placement | None:
+def attempt(demand: Demand, nodes: list[NodeView]) -> Placement | None:
     try:
-        return place(demand, nodes, turn)
+        return place(demand, nodes)
     except (NoNodes, Overloaded):
         return None
 
 
-@given(demands, clusters(), st.integers(0, 5))
-def test_never_a_draining_or_excluded_node(demand: Demand, nodes: list[NodeView], turn: int) -> None:
-    placement = attempt(demand, nodes, turn)
+@given(demands, clusters())
+def test_never_a_draining_or_excluded_node(demand: Demand, nodes: list[NodeView]) -> None:
+    placement = attempt(demand, nodes)
     for lease in (placement.prefill, placement.decode) if placement else ():
         if lease:
             assert lease.state == "ready"
             assert (lease.node_id, lease.epoch) not in demand.excluded
 
 
-@given(st.integers(1, 2000).map(Demand), clusters(), st.integers(0, 5))
-def test_no_pair_is_cheaper(demand: Demand, nodes: list[NodeView], turn: int) -> None:
-    """Against every pair tried one by one."""
-    placement = attempt(demand, nodes, turn)
+def pair_s(p: NodeView, d: NodeView, demand: Demand) -> float:
+    """Cost of a pair, by the formula."""
+    block_s = p.lease.block_bytes / p.lease.rates.ship_bytes_per_s
+    exposed = exposed_s(shipped_blocks(d, demand), CHUNK_TOKENS // BLOCK, block_s, compute_s(p, demand))
+    return queue_s(p) + compute_s(p, demand) + (wait_s(d, demand) + HANDOFF_S) + exposed
+
+
+def local_s(d: NodeView, demand: Demand) -> float:
+    return queue_s(d) + wait_s(d, demand) + compute_s(d, demand) + harm_s(d, compute_s(d, demand))
+
+
+@given(st.integers(1, 2000).map(Demand), clusters())
+def test_no_pair_is_cheaper(demand: Demand, nodes: list[NodeView]) -> None:
+    """Against every pair tried one by one: the same cost to the last bit, and the cost of the pair that was chosen."""
+    placement = attempt(demand, nodes)
     if placement is None:
         return
     ready = [view for view in nodes if view.lease.state == "ready"]
     takes = [view for view in ready if view.lease.role == "decode" and attempt(demand, [view])]
-    costs = [queue_s(d) + wait_s(d, demand) + compute_s(d, demand) + harm_s(d, demand) for d in takes]
-    for p in (view for view in ready if view.lease.role == "prefill"):
-        first = queue_s(p) + compute_s(p, demand)
-        costs += [first + exposed_s(p, d, demand) + wait_s(d, demand) + HANDOFF_S for d in takes]
-    assert placement.cost_s == pytest.approx(min(costs))
+    costs = {(None, d.lease.node_id): local_s(d, demand) for d in takes}
+    for p in (view for view in ready if view.lease.role == "prefill" and fits(view, demand)):
+        costs |= {(p.lease.node_id, d.lease.node_id): pair_s(p, d, demand) for d in takes}
+    assert placement.cost_s == min(costs.values()) == costs[where(placement)]
 
 
 @given(st.integers(1, 2000).map(Demand), clusters(), st.data())
@@ -221,10 +254,31 @@ def test_affinity_is_never_worth_more_than_it_saves(total: int, cached: int, wai
     warm, cold, decode = node("p1", cached=cached, waiting=waiting), node("p2"), node("d1", streams=200)
     demand = Demand(total)
     chosen = place(demand, [warm, cold, decode])
-    work = {view: compute_s(view, demand) + exposed_s(view, decode, demand) for view in (warm, cold)}
+    work = {view: pair_s(view, decode, demand) - queue_s(view) for view in (warm, cold)}
     saved = work[cold] - work[warm]
     assert chosen.prefill is not None
     if chosen.prefill.node_id == "p1":
         assert queue_s(warm) <= saved + 1e-9
     else:
         assert queue_s(warm) >= saved - 1e-9
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_thousand_nodes_of_each_role_cost_milliseconds(equal: bool) -> None:
+    """Equal ones are as many ties as pairs, different ones as many costs."""
+    nodes = [
+        node(
+            f"{role}{i}",
+            waiting=0 if equal else i % 97,
+            streams=0 if equal else i % 41,
+            cached=0 if equal or i % 50 else 16 * (i // 50),
+            rates=Rates(1000.0 + (0 if equal else i), 0.02, 1e9),
+        )
+        for role in "pd"
+        for i in range(1000)
+    ]
+    place(LONG, nodes)
+    began = time.process_time()
+    for _ in range(5):
+        place(LONG, nodes)
+    assert (time.process_time() - began) / 5 < 0.05

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from protocol import errors
-from protocol.errors import InvalidRequest, KvferryError, Overloaded, Retryable, from_body
+from protocol.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvferryError,
+    Overloaded,
+    Retryable,
+    from_body,
+)
 
 
 def _classes(cls: type[KvferryError] = KvferryError) -> Iterator[type[KvferryError]]:
@@ -34,8 +42,9 @@ def test_an_error_arrives_as_the_class_that_was_sent(cls: type[KvferryError]) ->
     assert (back.message, back.param, back.retryable) == ("why", "field", cls.retryable)
 
 
-def test_a_plain_server_error_does_not_become_retryable() -> None:
-    assert not from_body(KvferryError("broken").body()).retryable
+def test_what_another_attempt_cannot_help() -> None:
+    hopeless = {cls for cls in CLASSES if not cls.retryable}
+    assert hopeless == {ConfigError, DeadlineExceeded} | {cls for cls in CLASSES if issubclass(cls, InvalidRequest)}
 
 
 def test_the_tree_in_the_docstring_is_the_tree_in_the_code() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,12 +111,33 @@ async def test_prompt_logprobs_come_with_the_first_output() -> None:
     entries = (None, TokenLogprobs(5, -0.5, 1, ((5, -0.5),)))
 
     async def scoring(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
-        delta = TokenDelta(request.job.request_id, 0, 0, (), None, "length", None, Reuse(2, computed=2), entries)
+        reuse = Reuse(len(PROMPT), computed=len(PROMPT))
+        delta = TokenDelta(request.job.request_id, 0, 0, (), None, "length", None, reuse, entries)
         yield type(first_token(request.job))(delta, 0.0, 0.0)
 
     async with Bench([prefill(prefill_script=scoring), decode()]) as bench:
         outputs = await collect(bench.start(0, params={"prompt_logprobs": 1}))
         assert [(o.token_ids, o.prompt_logprobs, o.finish_reason) for o in outputs] == [((), entries, "length")]
+
+
+@pytest.mark.parametrize(
+    "account", [Reuse(64, 16, 0, 0, 47), Reuse(64, -16, 0, 0, 80), Reuse(80, 16, 0, 0, 64), Reuse(64, 0, 0, 0, 0)]
+)
+async def test_a_wrong_account_is_the_nodes_shame_and_not_the_clients(
+    account: Reuse, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def lying(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        first = first_token(request.job)
+        yield replace(first, delta=replace(first.delta, reuse=account))
+        worker.peers["d1"].decode(request.job, 1)
+        yield ship_done(request.job)
+
+    async with Bench([prefill(prefill_script=lying), decode()]) as bench:
+        journey = bench.start(4)
+        assert ids(await collect(journey)) == expected(PROMPT, 4)
+        assert str(journey.route) == "prefill=p1 decode=d1 reused=0 computed=64"
+        assert bench.metrics.account_violations._value.get() == 1
+    assert ["wrong account of 64 tokens from p1" in message for message in caplog.messages].count(True) == 1
 
 
 async def test_reuse_known_to_the_index_decides_and_is_counted() -> None:
@@ -130,17 +152,24 @@ async def test_reuse_known_to_the_index_decides_and_is_counted() -> None:
         assert bench.metrics.reuse_misses.labels("evicted")._value.get() == 3 * 24
 
 
-async def test_a_slow_index_costs_little_and_no_request() -> None:
+async def test_a_slow_index_costs_little_and_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "router.journey.cluster")
+
     class Slow:
         async def longest_prefix(self, hashes: Any, nodes: Any) -> dict[str, int]:
             await asyncio.sleep(30)
             return {}
 
     async with Bench([prefill(), decode()]) as bench:
-        bench.fleet.index = Slow()
+        index, bench.cluster._index = bench.cluster._index, Slow()
         began = asyncio.get_running_loop().time()
-        assert ids(await collect(bench.start(3))) == expected(PROMPT, 3)
-        assert asyncio.get_running_loop().time() - began < 1
+        for _ in range(3):
+            assert ids(await collect(bench.start(3))) == expected(PROMPT, 3)
+        assert asyncio.get_running_loop().time() - began < 2
+        bench.cluster._index = index
+        for _ in range(3):
+            await collect(bench.start(3))
+    assert ["block index" in message for message in caplog.messages].count(True) == 2
 
 
 async def test_registry_away() -> None:
@@ -156,8 +185,9 @@ async def test_registry_away() -> None:
 async def test_nothing_can_be_placed() -> None:
     async with Bench([prefill()]) as bench:
         assert not bench.cluster.ready()["decode"]
-        with pytest.raises(NoNodes):
+        with pytest.raises(NoNodes) as caught:
             bench.start(4)
+        assert caught.value.retry_after == 2.0
 
 
 async def test_full_decode_nodes_refuse_with_a_time() -> None:
@@ -171,7 +201,7 @@ async def test_full_decode_nodes_refuse_with_a_time() -> None:
 async def test_a_prompt_that_fits_into_no_pool() -> None:
     async with Bench([decode(changes={"load": Load(free_blocks=8, total_blocks=8)})]) as bench:
         with pytest.raises(ContextLengthExceeded, match="maximum context length"):
-            bench.start(4)
+            await collect(bench.start(4))
 
 
 async def test_deadline() -> None:

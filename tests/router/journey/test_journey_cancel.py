@@ -63,7 +63,7 @@ async def test_during_the_lookup(way: Any) -> None:
             return {}
 
     async with Bench([prefill(), decode()]) as bench:
-        bench.fleet.index = index = Slow()
+        bench.cluster._index = index = Slow()
         journey = bench.start(8)
         task = asyncio.create_task(collect(journey))
         await until(lambda: index.asked)

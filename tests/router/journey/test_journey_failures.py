@@ -163,7 +163,7 @@ async def test_decode_dies_while_tokens_flow(crash_after: int, with_prefill: boo
 async def test_only_decode_node_restarts_in_time() -> None:
     async with Bench([decode("d1", crash_after=3)], patience_s=5) as bench:
         task = asyncio.create_task(collect(bench.start(12)))
-        await until(lambda: not bench.fleet.decodes())
+        await until(lambda: not bench.cluster.able("decode"))
         await asyncio.sleep(0.1)
         await bench.add(decode("d1", epoch=2))
         assert ids(await task) == expected(PROMPT, 12)
@@ -252,7 +252,7 @@ async def test_attempts_are_bounded() -> None:
 async def test_suspected_prefill_is_spared_for_a_while() -> None:
     async with Bench([prefill(prefill_script=crash_at_once), decode()]) as bench:
         await collect(bench.start(3))
-        assert bench.nodes.suspected(("p1", 1))
+        assert not bench.cluster.able("prefill")
         journey = bench.start(3)
         await collect(journey)
         assert journey.route.prefill is None

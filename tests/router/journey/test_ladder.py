@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fake_workers import lease_of
 
-from placement.place import Placement
+from placement.terms import Placement
 from protocol.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 from fake_workers import lease_of
-from hypothesis import given
-from hypothesis import strategies as st
 
 from protocol.errors import NodeLost
 from protocol.messages import Load, NodeLease
 from protocol.metrics import RouterMetrics
-from router.nodes.bookings import LEASE_LAG_POLLS, Book
+from router.nodes.entry import NodeEntry
 from router.nodes.table import NodeTable
 
 
@@ -52,7 +50,10 @@ class Table(NodeTable):
         await self.refresh()
 
     def ids(self) -> set[str]:
-        return {lease.node_id for lease in self.group()}
+        return {entry.lease.node_id for entry in self.group}
+
+    def __getitem__(self, lease: NodeLease) -> NodeEntry:
+        return self.entries[(lease.node_id, lease.epoch)]
 
     def count(self, role: str, state: str) -> float:
         return float(self.metrics.nodes.labels(role, state)._value.get())
@@ -69,30 +70,29 @@ async def test_nodes_come_and_go() -> None:
     table, told = Table(P1, D1, D2), []
     await table.poll()
     assert table.ids() == {"p1", "d1", "d2"}
-    table.book(D2, tokens=0, blocks=1, lost=told.append)
-    table.book(D1, tokens=0, blocks=1, lost=fail)
+    table[D2].promise(0, 1, told.append)
+    table[D1].promise(0, 1, fail)
     await table.poll(P1, D1)
     assert table.ids() == {"p1", "d1"}
     assert "d2" in str(told[0])
     assert table.changes == 2
-    with pytest.raises(NodeLost):
-        table.book(D2, tokens=0, blocks=1, lost=fail)
+    assert ("d2", 1) not in table.entries
 
 
 async def test_a_new_epoch_is_another_node() -> None:
     table, told = Table(D1), []
     await table.poll()
-    table.book(D1, tokens=0, blocks=1, lost=told.append)
+    table[D1].promise(0, 1, told.append)
     await table.poll(replace(D1, epoch=2))
     assert len(told) == 1
-    assert not table.alive(("d1", 1))
-    assert table.alive(("d1", 2))
+    assert ("d1", 1) not in table.entries
+    assert ("d1", 2) in table.entries
 
 
 async def test_draining_is_not_lost() -> None:
     table = Table(D1)
     await table.poll()
-    table.book(D1, tokens=0, blocks=1, lost=fail)
+    table[D1].promise(0, 1, fail)
     await table.poll(replace(D1, state="draining"))
     assert table.ids() == {"d1"}
     assert (table.count("decode", "ready"), table.count("decode", "draining")) == (0, 1)
@@ -107,14 +107,36 @@ async def test_registry_away_keeps_the_nodes_and_forgets_their_load() -> None:
         await table.poll()
     assert not table.up
     assert table.metrics.registry_up._value.get() == 0
-    view = table.views({})[0]
+    view = table.group[0].view
     assert (view.waiting_tokens, view.streams, view.lease.load.free_blocks) == (0, 0, 50)
+
+
+async def test_a_registry_that_refuses_is_told_of_once_and_asked_ever_less(caplog: pytest.LogCaptureFixture) -> None:
+    """Also before any node was known, when the table asks often."""
+    caplog.set_level("INFO", "router.nodes.table")
+    table = Table()
+    table.registry.available = False
+    pauses = []
+    for _ in range(20):
+        await table.poll()
+        pauses.append(table.pause_s)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert pauses == sorted(pauses)
+    assert pauses[0] <= 0.2
+    assert pauses[-1] == 2.0
+    table.registry.available = True
+    await table.poll(P1)
+    assert table.pause_s == pytest.approx(0.1)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    table.registry.available = False
+    await table.poll()
+    assert len(caplog.records) == 3
 
 
 async def test_registry_that_comes_back_empty_is_not_believed_at_once() -> None:
     table, told = Table(P1, D1, D2), []
     await table.poll()
-    table.book(D1, tokens=0, blocks=1, lost=told.append)
+    table[D1].promise(0, 1, told.append)
     table.registry.available = False
     await table.poll()
     table.registry.available, table.registry.leases = True, []
@@ -137,7 +159,7 @@ async def test_registry_that_lost_everything_between_two_polls() -> None:
     for _ in range(8):
         await table.poll()
     assert table.ids() == set()
-    assert table.known() == []
+    assert table.entries == {}
 
 
 async def test_one_group_of_fingerprints() -> None:
@@ -148,12 +170,12 @@ async def test_one_group_of_fingerprints() -> None:
     await table.poll(P1, D1, other(D2, 2))
     assert table.ids() == {"p1", "d1"}
     assert table.count("decode", "incompatible") == 1
-    table.book(D1, tokens=0, blocks=1, lost=fail)
+    table[D1].promise(0, 1, fail)
     await table.poll(P1, D1, other(D2, 2), other(lease_of("d3", "decode"), 3))
     assert table.ids() == {"p1", "d1"}
     await table.poll(D1, other(P1, 4), other(D2, 2), other(lease_of("d3", "decode"), 3))
     assert table.ids() == {"p1", "d2", "d3"}
-    assert table.alive(("d1", 1))
+    assert ("d1", 1) in table.entries
 
 
 async def test_a_group_that_can_decode_beats_a_larger_one() -> None:
@@ -165,21 +187,20 @@ async def test_a_group_that_can_decode_beats_a_larger_one() -> None:
 async def test_suspicion_passes() -> None:
     table = Table(P1)
     await table.poll()
-    table.suspect(("p1", 1))
-    assert table.suspected(("p1", 1))
+    table.suspect(table[P1])
+    assert not table[P1].reachable(table.clock())
     table.clock.now += 2.1
-    assert not table.suspected(("p1", 1))
+    assert table[P1].reachable(table.clock())
 
 
 async def test_bookings_count_at_once_and_once() -> None:
     table = Table(P1, D1)
     await table.poll()
-    prefill = table.book(P1, tokens=500, blocks=0, lost=fail)
-    decode = table.book(D1, tokens=0, blocks=30, lost=fail)
+    prefill = table[P1].promise(500, 0, fail)
+    decode = table[D1].promise(0, 30, fail)
 
     def seen(**load: Any) -> tuple[int, int, int]:
-        p, d = sorted(table.views({"p1": 3}), key=lambda view: view.lease.role, reverse=True)
-        assert p.cached_len == 3 * P1.block_size
+        p, d = table[P1].view, table[D1].view
         return (p.waiting_tokens, d.pending_blocks, d.streams)
 
     assert seen() == (500, 30, 1)
@@ -196,24 +217,3 @@ async def test_bookings_count_at_once_and_once() -> None:
     decode.release()
     decode.release()
     assert seen() == (1000, 0, 0)
-
-
-@given(st.lists(st.tuples(st.integers(0, 500), st.booleans()), max_size=30), st.integers(0, 2000))
-def test_books_balance(steps: list[tuple[int, bool]], leased: int) -> None:
-    """Never below the own bookings, never above both together; with the own ones long gone, the lease alone."""
-    book, own = Book(), []
-    for tokens, roll in steps:
-        if own and tokens % 3 == 0:
-            book.add(-own.pop(), 0, 0)
-        else:
-            own.append(tokens)
-            book.add(tokens, 0, 0)
-        if roll:
-            book.roll()
-        counted = book.counted(leased, 0, 0)[0]
-        assert sum(own) <= counted <= leased + sum(own)
-    while own:
-        book.add(-own.pop(), 0, 0)
-    for _ in range(LEASE_LAG_POLLS + 1):
-        book.roll()
-    assert book.counted(leased, 0, 0)[0] == leased

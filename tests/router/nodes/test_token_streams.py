@@ -1,4 +1,4 @@
-"""Token streams: opened, dealt out, broken, opened again; and the client's translation of errors."""
+"""Token streams: opened, dealt out, broken, opened again."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-import httpx
 import pytest
-from fake_workers import Bench, decode, first_token, lease_of, prefill, until
+from fake_workers import Bench, decode, lease_of, until
 
-from protocol.errors import KvferryError, NodeLost, Overloaded
-from protocol.messages import AttemptFailed, CancelRequest, Job, NodeLease, PrefillRequest, StepFrame, TokenDelta
-from protocol.sampling import SamplingParams
+from protocol.errors import KvferryError, NodeLost
+from protocol.messages import AttemptFailed, NodeLease, StepFrame, TokenDelta
 from router.nodes.client import NodeClient
+from router.nodes.entry import NodeEntry, Room
 from router.nodes.token_streams import TokenStreams
 
 D1 = lease_of("d1", "decode")
 KEY = ("d1", 1)
-JOB = Job("r1", 0, (1, 2, 3), 3, SamplingParams(), "router")
 
 
 class Listener:
@@ -61,8 +59,9 @@ class Node:
         raise NodeLost(f"{node.node_id} closed the token stream")
 
 
-def streams_to(node: Node) -> TokenStreams:
-    return TokenStreams(cast(NodeClient, node), first_backoff_s=0.01, last_backoff_s=0.02)
+def streams_to(node: Node) -> tuple[TokenStreams, NodeEntry]:
+    streams = TokenStreams(cast(NodeClient, node), first_backoff_s=0.01, last_backoff_s=0.02)
+    return streams, NodeEntry(D1, Room())
 
 
 def delta(request_id: str, index: int = 0) -> TokenDelta:
@@ -71,18 +70,18 @@ def delta(request_id: str, index: int = 0) -> TokenDelta:
 
 async def test_frames_are_dealt_out_by_request() -> None:
     body = Body()
-    streams = streams_to(Node(body))
-    streams.keep([D1])
-    await until(lambda: streams.is_open(KEY))
+    streams, d1 = streams_to(Node(body))
+    streams.keep([d1])
+    await until(lambda: d1.open)
     one, two = Listener(), Listener()
-    streams.attach(KEY, "r1", one)
-    streams.attach(KEY, "r2", two)
+    d1.listeners["r1"] = one
+    d1.listeners["r2"] = two
     failure = AttemptFailed("r2", 0, "server_error", "x")
     body.parts.put_nowait(StepFrame((delta("r1"), delta("r3"), delta("r2")), (failure,)))
     await until(lambda: len(two.heard) == 2)
     assert one.heard == [delta("r1")]
     assert two.heard == [delta("r2"), failure]
-    streams.detach(KEY, "r1")
+    del d1.listeners["r1"]
     body.parts.put_nowait(StepFrame((delta("r1", 1), delta("r2", 1))))
     await until(lambda: len(two.heard) == 3)
     assert len(one.heard) == 1
@@ -93,16 +92,16 @@ async def test_frames_are_dealt_out_by_request() -> None:
 @pytest.mark.parametrize("end", [None, NodeLost("reset"), ValueError("unreadable")])
 async def test_a_broken_stream_fails_its_listeners_and_is_opened_again(end: Any) -> None:
     first, second = Body(), Body()
-    streams = streams_to(Node(first, second))
-    streams.keep([D1])
-    await until(lambda: streams.is_open(KEY))
+    streams, d1 = streams_to(Node(first, second))
+    streams.keep([d1])
+    await until(lambda: d1.open)
     listener, late = Listener(), Listener()
-    streams.attach(KEY, "r1", listener)
+    d1.listeners["r1"] = listener
     first.parts.put_nowait(end)
     await until(lambda: len(listener.heard) == 1)
     assert isinstance(listener.heard[0], KvferryError)
-    await until(lambda: streams.is_open(KEY))
-    streams.attach(KEY, "r2", late)
+    await until(lambda: d1.open)
+    d1.listeners["r2"] = late
     second.parts.put_nowait(StepFrame((delta("r1"), delta("r2"))))
     await until(lambda: len(late.heard) == 1)
     assert len(listener.heard) == 1
@@ -112,12 +111,12 @@ async def test_a_broken_stream_fails_its_listeners_and_is_opened_again(end: Any)
 async def test_only_a_stream_that_requests_need_ends_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "router.nodes.token_streams")
     first, second = Body(), Body()
-    streams = streams_to(Node(first, second))
-    streams.keep([D1])
-    await until(lambda: streams.is_open(KEY))
+    streams, d1 = streams_to(Node(first, second))
+    streams.keep([d1])
+    await until(lambda: d1.open)
     first.parts.put_nowait(None)
-    await until(lambda: bool(caplog.records) and streams.is_open(KEY))
-    streams.attach(KEY, "r1", Listener())
+    await until(lambda: bool(caplog.records) and d1.open)
+    d1.listeners["r1"] = Listener()
     second.parts.put_nowait(None)
     await until(lambda: len(caplog.records) == 2)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
@@ -125,15 +124,12 @@ async def test_only_a_stream_that_requests_need_ends_with_a_warning(caplog: pyte
     await streams.close()
 
 
-async def test_nothing_is_attached_to_a_closed_stream() -> None:
+async def test_a_node_that_refuses_is_asked_again_until_it_left() -> None:
     node = Node()
-    streams = streams_to(node)
-    streams.keep([D1])
+    streams, d1 = streams_to(node)
+    streams.keep([d1])
     await until(lambda: node.asked > 3)
-    assert not streams.is_open(KEY)
-    with pytest.raises(NodeLost):
-        streams.attach(KEY, "r1", Listener())
-    streams.detach(KEY, "r1")
+    assert not d1.open
     streams.keep([])
     asked = node.asked
     await asyncio.sleep(0.05)
@@ -142,46 +138,24 @@ async def test_nothing_is_attached_to_a_closed_stream() -> None:
 
 
 async def test_a_node_that_left_fails_its_listeners() -> None:
-    streams = streams_to(Node(Body()))
-    streams.keep([D1])
-    await until(lambda: streams.is_open(KEY))
+    streams, d1 = streams_to(Node(Body()))
+    streams.keep([d1])
+    await until(lambda: d1.open)
     listener = Listener()
-    streams.attach(KEY, "r1", listener)
+    d1.listeners["r1"] = listener
     streams.keep([])
     assert isinstance(listener.heard[0], NodeLost)
-    assert not streams.is_open(KEY)
+    assert not d1.open
     await streams.close()
 
 
 async def test_silence_breaks_a_real_stream() -> None:
     async with Bench([decode()], silence_s=0.4) as bench:
         listener = Listener()
-        bench.fleet.streams.attach(KEY, "r1", listener)
+        bench.nodes.entries[KEY].listeners["r1"] = listener
         await asyncio.sleep(0.6)
         assert listener.heard == []
         bench["d1"].frozen = True
         bench["d1"]._queues["router-test"].put_nowait(StepFrame())
         await until(lambda: len(listener.heard) == 1)
         assert isinstance(listener.heard[0], NodeLost)
-
-
-async def test_refusals_arrive_as_the_nodes_own_error() -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path.endswith("cancel"):
-            return httpx.Response(502, text="<html>")
-        return httpx.Response(429, json=Overloaded("full").body(), headers={"retry-after": "2.5"})
-
-    client = NodeClient("router", transport=httpx.MockTransport(answer))
-    with pytest.raises(Overloaded, match="full") as caught:
-        await client.prefill(D1, PrefillRequest(JOB), lambda message: None)
-    assert caught.value.retry_after == 2.5
-    with pytest.raises(KvferryError, match="502"):
-        await client.cancel(D1, CancelRequest("r1", 0))
-    await client.aclose()
-
-
-async def test_prefill_answers_are_delivered_as_they_come() -> None:
-    async with Bench([prefill(), decode()]) as bench:
-        heard: list[Any] = []
-        await bench.client.prefill(bench["p1"].lease, PrefillRequest(JOB), heard.append)
-        assert heard[:1] == [first_token(JOB)]

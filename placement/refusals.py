@@ -1,0 +1,27 @@
+"""Why nothing can be placed, and when to come back."""
+
+from __future__ import annotations
+
+from protocol.errors import ContextLengthExceeded, NoNodes, Overloaded
+
+NODES_S = 2.0
+"""A node that is there is known within this time: its lease is written every second and read twice a second."""
+RETRY_S = (1.0, 30.0)
+"""Shortest and longest time that a client is told to stay away."""
+
+
+def no_nodes() -> NoNodes:
+    return NoNodes("no decode node can take the request", retry_after=NODES_S)
+
+
+def too_long(tokens: int, largest: int) -> ContextLengthExceeded:
+    """`largest`: tokens that the largest pool holds."""
+    return ContextLengthExceeded(
+        f"the request needs KV of {tokens} tokens; the maximum context length that fits into a decode node's memory is "
+        f"{largest}"
+    )
+
+
+def full(drained_s: float) -> Overloaded:
+    """`drained_s`: seconds until the blocks beyond what decode nodes take have come back."""
+    return Overloaded("every decode node is full", retry_after=min(max(drained_s, RETRY_S[0]), RETRY_S[1]))
