@@ -10,13 +10,12 @@ import os
 import sys
 
 from process.limits import available_cores
-from protocol.errors import KvferryError
 
 ERROR_PREFIX = "kvferry: error: "
 """Starts the one line on stderr that explains exit status 2; the supervisor looks for it in its children's output."""
 
 
-class GivenUp(KvferryError):
+class GivenUp(Exception):
     """A process that this one started does not run, however often; `exit_status` is what this one ends with."""
 
     def __init__(self, message: str, exit_status: int) -> None:

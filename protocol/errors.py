@@ -115,10 +115,11 @@ class Cancelled(KvferryError):
 
 
 def _tree(cls: type[KvferryError]) -> dict[str, type[KvferryError]]:
-    found = {cls.code: cls}
+    """Classes by code; a subclass that keeps its parent's code is the parent on the wire."""
+    found: dict[str, type[KvferryError]] = {}
     for sub in cls.__subclasses__():
         found.update(_tree(sub))
-    return found
+    return {**found, cls.code: cls}
 
 
 def from_body(body: Any, fallback: str = "unreadable error") -> KvferryError:
