@@ -36,7 +36,7 @@ def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metr
     _add_models(app, serving)
     _add_text(app, serving)
     _add_operations(app, serving)
-    app.add_middleware(Envelope, api_key=settings.api_key)
+    app.add_middleware(Envelope, settings=settings)
     return app
 
 

@@ -11,6 +11,7 @@ from router.api.sampling import check_logprobs
 from router.api.schemas import ChatBody, parse, reject_unbuilt
 from router.api.serving import Serving, text_options
 from router.api.sse import TextEvent, event
+from router.call import Call
 from router.text.transcript import Entry, Piece
 
 
@@ -20,7 +21,7 @@ class ChatEndpoint:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
-    async def begin(self, data: bytes, request_id: str, arrived: float) -> Reply:
+    async def begin(self, data: bytes, call: Call) -> Reply:
         """See Endpoint."""
         serving, body = self._serving, parse(ChatBody, data)
         serving.check_model(body.model)
@@ -31,7 +32,8 @@ class ChatEndpoint:
         token_ids = await serving.render(body)
         spec = serving.spec(
             body,
-            request_id,
+            call,
+            call.id,
             token_ids,
             asked=asked,
             asked_field=field,
@@ -45,9 +47,8 @@ class ChatEndpoint:
             [spec],
             text_options(body),
             n=body.n or 1,
-            arrived=arrived,
         )
-        return ChatReply(serving, body, generation, request_id)
+        return ChatReply(serving, body, generation, call)
 
 
 def _asked(body: ChatBody) -> tuple[str, int | None]:
@@ -68,8 +69,8 @@ def _top(body: ChatBody) -> int | None:
 class ChatReply(Reply):
     """Chat's shapes. A stream opens each choice with its role."""
 
-    def __init__(self, serving: Serving, body: ChatBody, generation: Generation, request_id: str) -> None:
-        super().__init__(serving, body, generation, f"chatcmpl-{request_id}")
+    def __init__(self, serving: Serving, body: ChatBody, generation: Generation, call: Call) -> None:
+        super().__init__(serving, body, generation, f"chatcmpl-{call.id}")
         self._top = _top(body)
         self._plain: dict[int, TextEvent] = {}
 

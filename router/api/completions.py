@@ -12,6 +12,7 @@ from router.api.sampling import check_logprobs
 from router.api.schemas import CompletionBody, Prompt, parse, reject_unbuilt
 from router.api.serving import Serving, text_options
 from router.api.sse import TextEvent, event
+from router.call import Call
 from router.journey.spec import RequestSpec
 from router.text.detokenizer import detokenizer
 from router.text.transcript import Entry, Piece
@@ -25,7 +26,7 @@ class CompletionEndpoint:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
-    async def begin(self, data: bytes, request_id: str, arrived: float) -> Reply:
+    async def begin(self, data: bytes, call: Call) -> Reply:
         """See Endpoint."""
         serving, body = self._serving, parse(CompletionBody, data)
         serving.check_model(body.model)
@@ -37,12 +38,10 @@ class CompletionEndpoint:
         if body.max_tokens == 0 and not body.echo:
             raise InvalidRequest("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
         prompts = await self._token_ids(body)
-        specs = [self._spec(body, request_id, number, token_ids) for number, token_ids in enumerate(prompts)]
+        specs = [self._spec(body, call, number, token_ids) for number, token_ids in enumerate(prompts)]
         options = text_options(body, echo_only=body.max_tokens == 0)
-        generation = Generation(
-            serving.cluster, serving.metrics, serving.text.tokenizer, specs, options, n=n, arrived=arrived
-        )
-        return CompletionReply(serving, body, generation, request_id)
+        generation = Generation(serving.cluster, serving.metrics, serving.text.tokenizer, specs, options, n=n)
+        return CompletionReply(serving, body, generation, call)
 
     async def _token_ids(self, body: CompletionBody) -> list[Sequence[int]]:
         prompts: list[Prompt] = body.prompt
@@ -50,11 +49,12 @@ class CompletionEndpoint:
         encoded = iter(await self._serving.encode(texts, add_special_tokens=body.add_special_tokens is not False))
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def _spec(self, body: CompletionBody, request_id: str, number: int, token_ids: Sequence[int]) -> RequestSpec:
+    def _spec(self, body: CompletionBody, call: Call, number: int, token_ids: Sequence[int]) -> RequestSpec:
         wanted = [count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None]
         return self._serving.spec(
             body,
-            request_id if len(body.prompt) == 1 else f"{request_id}-p{number}",
+            call,
+            call.id if len(body.prompt) == 1 else f"{call.id}-p{number}",
             token_ids,
             asked=body.max_tokens,
             logprobs=body.logprobs,
@@ -65,8 +65,8 @@ class CompletionEndpoint:
 class CompletionReply(Reply):
     """The legacy shapes. With echo, each choice begins with its prompt's text and log-probabilities."""
 
-    def __init__(self, serving: Serving, body: CompletionBody, generation: Generation, request_id: str) -> None:
-        super().__init__(serving, body, generation, f"cmpl-{request_id}")
+    def __init__(self, serving: Serving, body: CompletionBody, generation: Generation, call: Call) -> None:
+        super().__init__(serving, body, generation, f"cmpl-{call.id}")
         self._body = body
         self._plain: dict[int, TextEvent] = {}
         self._echoes: dict[int, str] = {}

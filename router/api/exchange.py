@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -15,11 +14,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import Cancelled, InvalidRequest, KvferryError, Overloaded
+from router.api.envelope import CALL
 from router.api.generation import Choice, Generation
 from router.api.http_errors import error_headers
 from router.api.reply import Endpoint, Reply
 from router.api.serving import Serving
 from router.api.sse import dump, event
+from router.call import Call
 from router.text.transcript import Piece
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -59,7 +60,7 @@ class Exchange(Response):
         self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics, arrived = self._serving.metrics, time.monotonic()
+        metrics, call = self._serving.metrics, scope[CALL]
         writer = _Writer(send)
         status = 500
         try:
@@ -67,9 +68,9 @@ class Exchange(Response):
             metrics.inflight.inc()
             try:
                 data = await _read_body(Request(scope, receive))
-                reply = await until_disconnect(receive, self._serve(data, writer, arrived))
+                reply = await until_disconnect(receive, self._serve(data, writer, call))
                 status = 200
-                metrics.e2e.observe(time.monotonic() - arrived)
+                metrics.e2e.observe(time.monotonic() - call.arrival)
                 await writer.finish(reply)
             finally:
                 metrics.inflight.dec()
@@ -78,14 +79,14 @@ class Exchange(Response):
             status = error.status
             await writer.fail(error)
         except Exception:
-            logger.exception("%s failed", self._endpoint.name)
+            logger.exception("%s: %s failed", call.id, self._endpoint.name)
             await writer.fail(KvferryError("internal error of the router; its log has the details"))
         finally:
             metrics.requests.labels(self._endpoint.name, str(status)).inc()
 
-    async def _serve(self, data: bytes, writer: _Writer, arrived: float) -> Reply:
+    async def _serve(self, data: bytes, writer: _Writer, call: Call) -> Reply:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
-        reply = await self._endpoint.begin(data, uuid.uuid4().hex, arrived)
+        reply = await self._endpoint.begin(data, call)
         generation = reply.generation
         try:
             async with aclosing(generation.pieces()) as pieces:

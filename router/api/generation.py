@@ -45,11 +45,9 @@ class Generation:
         options: TextOptions,
         *,
         n: int = 1,
-        arrived: float | None = None,
     ) -> None:
         self._cluster = cluster
         self._metrics = metrics
-        self._arrived = time.monotonic() if arrived is None else arrived
         self._started = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.prompts = tuple(prompts)
@@ -147,7 +145,7 @@ class Generation:
     def _count_first(self, now: float, route: Route | None) -> None:
         if not self._started:
             self._started = True
-            self._metrics.ttft.observe(now - self._arrived)
+            self._metrics.ttft.observe(now - self.prompts[0].call.arrival)
         if route is not None:
             for source, tokens in _sources(route.reuse).items():
                 self._metrics.prompt_tokens.labels(source).inc(tokens)

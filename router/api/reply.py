@@ -13,6 +13,7 @@ from router.api.logprobs import LogprobWriter
 from router.api.schemas import GenerationBody
 from router.api.serving import Serving
 from router.api.sse import DONE, event
+from router.call import Call
 from router.text.transcript import Entry, Piece
 
 
@@ -21,7 +22,7 @@ class Endpoint(Protocol):
 
     name: str
 
-    async def begin(self, data: bytes, request_id: str, arrived: float) -> Reply:
+    async def begin(self, data: bytes, call: Call) -> Reply:
         """Validate the body and tokenise; nothing is started yet. Raises InvalidRequest."""
 
 

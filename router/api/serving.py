@@ -12,6 +12,7 @@ from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.sampling import output_budget, sampling_params
 from router.api.schemas import ChatBody, CompletionBody, GenerationBody, TokenizeBody
+from router.call import Call
 from router.journey.spec import Cluster, RequestSpec
 from router.text.text_model import TextModel
 from router.text.transcript import TextOptions
@@ -85,6 +86,7 @@ class Serving:
     def spec(
         self,
         body: GenerationBody,
+        call: Call,
         request_id: str,
         token_ids: Sequence[int],
         *,
@@ -108,7 +110,7 @@ class Serving:
         params = sampling_params(
             body, self.text, max_tokens=max(budget, 1), logprobs=logprobs, prompt_logprobs=prompt_logprobs
         )
-        return RequestSpec(request_id, tuple(token_ids), params, body.cache_salt or "", self.settings.request_timeout)
+        return RequestSpec(call, request_id, tuple(token_ids), params, body.cache_salt or "")
 
 
 def text_options(body: GenerationBody, *, echo_only: bool = False) -> TextOptions:

@@ -54,7 +54,9 @@ async def test_wire_ids_differ_for_equal_request_ids() -> None:
     async with Bench([prefill(), decode()]) as bench:
         results = await asyncio.gather(*(collect(bench.start(6)) for _ in range(8)))
         assert all(ids(outputs) == expected(PROMPT, 6) for outputs in results)
-        assert len({request.job.request_id for request in bench["p1"].prefills}) == 8
+        names = [request.job.request_id for request in bench["p1"].prefills]
+        assert len(set(names)) == 8
+        assert all(name.startswith("r-") for name in names)
 
 
 async def test_without_prefill_nodes_decode_computes_the_prompt() -> None:
