@@ -48,7 +48,7 @@ class Serving:
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text; long ones are encoded in a thread, since the event loop has streams to feed."""
-        encode = self.text.tokenizer.encode
+        encode = self.text.encode
 
         def all_of_them() -> list[list[int]]:
             return [encode(text, add_special_tokens=add_special_tokens) for text in texts]
@@ -58,13 +58,6 @@ class Serving:
 
     async def render(self, body: ChatBody | TokenizeBody) -> list[int]:
         """Token ids of a chat's prompt. Raises InvalidRequest."""
-        template = self.text.template
-        if template is None:
-            raise InvalidRequest(
-                f"the model {self.text.name!r} has no chat template; give the router one with --chat-template, or use "
-                "/v1/completions",
-                param="messages",
-            )
         continues = bool(body.continue_final_message)
         if continues and body.add_generation_prompt:
             raise InvalidRequest(
@@ -73,7 +66,7 @@ class Serving:
         extra = dict(body.chat_template_kwargs or {})
         if isinstance(body, ChatBody) and body.reasoning_effort is not None:
             extra.setdefault("reasoning_effort", body.reasoning_effort)
-        prompt = template.render(
+        prompt = self.text.render(
             body.messages or [],
             tools=body.tools,
             documents=body.documents if isinstance(body, ChatBody) else None,

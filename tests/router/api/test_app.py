@@ -14,7 +14,7 @@ from api_parts import EOS, MESSAGES, Api, FakeCluster, demo_text, error_of, ids_
 from protocol.errors import ConfigError, Overloaded
 from protocol.settings import RouterSettings
 from protocol.version import VERSION
-from router.text.text_model import load_text_model
+from router.text.load import load_text_model
 
 LONG = says("word " * 2000)
 
@@ -161,8 +161,7 @@ def test_settings_name_the_model_and_replace_its_template(tmp_path: Path) -> Non
     file.write_text("{{ messages[0].content }}!")
     text = load_text_model(RouterSettings(served_model_name="mine", chat_template=str(file)))
     assert text.name == "mine"
-    assert text.template is not None
-    assert text.template.render(MESSAGES) == "Hello!"
+    assert text.render(MESSAGES) == "Hello!"
     with pytest.raises(ConfigError, match="chat template"):
         load_text_model(RouterSettings(chat_template=str(tmp_path / "missing.jinja")))
 

@@ -13,7 +13,8 @@ from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings
 from router.api.sampling import sampling_params
 from router.api.schemas import CompletionBody
-from router.text.text_model import TextModel, load_text_model
+from router.text.load import load_text_model
+from router.text.text_model import TextModel
 
 
 def directory(path: Path, **tokenizer_config: Any) -> Path:
@@ -38,9 +39,7 @@ def load(path: Path) -> TextModel:
 
 
 def rendered(path: Path, **options: Any) -> str:
-    template = load(path).template
-    assert template is not None
-    return template.render(MESSAGES, **options)
+    return load(path).render(MESSAGES, **options)
 
 
 def test_a_directory_gives_tokenizer_template_and_facts(tmp_path: Path) -> None:
@@ -54,7 +53,7 @@ def test_a_directory_gives_tokenizer_template_and_facts(tmp_path: Path) -> None:
     assert rendered(path) == "<s>Hello</s>"
     assert text.name == tmp_path.name
     assert (text.facts.eos_token_ids, text.facts.max_model_len, text.facts.vocab_size) == ((7,), 128, 300)
-    assert text.tokenizer.decode(text.tokenizer.encode("é1")) == "é1"
+    assert text.tokenizer.decode(text.encode("é1")) == "é1"
 
 
 def test_special_tokens_may_stand_in_their_own_file(tmp_path: Path) -> None:
@@ -85,9 +84,8 @@ def test_a_model_may_have_no_template(tmp_path: Path) -> None:
 def test_a_template_setting_in_json(tmp_path: Path) -> None:
     path, file = directory(tmp_path), tmp_path / "own.json"
     file.write_text('{"chat_template": "own"}')
-    template = load_text_model(RouterSettings(model=str(path), chat_template=str(file))).template
-    assert template is not None
-    assert template.render(MESSAGES) == "own"
+    text = load_text_model(RouterSettings(model=str(path), chat_template=str(file)))
+    assert text.render(MESSAGES) == "own"
     file.write_text("{}")
     with pytest.raises(ConfigError, match="no chat_template"):
         load_text_model(RouterSettings(model=str(path), chat_template=str(file)))
