@@ -39,9 +39,7 @@ async def test_a_whole_answer() -> None:
     (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": ANSWER, "refusal": None}
     assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == ("stop", None, None)
-    template = demo_text().template
-    assert template is not None
-    prompt = ids_of(template.render(MESSAGES))
+    prompt = ids_of(demo_text().render(MESSAGES))
     assert body["usage"] == {
         "prompt_tokens": len(prompt),
         "completion_tokens": len(ids_of(ANSWER)) + 1,

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_parts import MESSAGES
+from api_parts import MESSAGES, FakeCluster, says
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from protocol.errors import ConfigError
+from protocol.metrics import RouterMetrics
 from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings
-from router.api.sampling import sampling_params
+from router.api.pool import Pool
 from router.api.schemas import CompletionBody
+from router.call import Call
 from router.text.load import load_text_model
 from router.text.text_model import TextModel
 
@@ -97,9 +100,10 @@ def test_the_model_s_own_sampling_defaults_stand_in_for_what_a_request_leaves_ou
     (path / "generation_config.json").write_text(json.dumps(defaults))
 
     def params(settings: RouterSettings, **body: Any) -> SamplingParams:
-        asked = CompletionBody(model="m", prompt="p", **body)
-        text = load_text_model(settings)
-        return sampling_params(asked, text, max_tokens=9, logprobs=None, prompt_logprobs=None)
+        asked = CompletionBody(model="m", prompt="p", max_tokens=9, **body)
+        pool = Pool(load_text_model(settings), FakeCluster(says("x")), RouterMetrics())
+        (spec,) = asyncio.run(pool.specs(Call("c", arrival=0.0, deadline=9.0), asked))
+        return spec.params
 
     own = params(RouterSettings(model=str(path)), top_p=0.5)
     assert (own.temperature, own.top_k, own.top_p, own.max_tokens) == (0.6, 20, 0.5, 9)
