@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, NotRequired
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    GetPydanticSchema,
+    WithJsonSchema,
+    with_config,
+)
+from pydantic_core import core_schema
+from typing_extensions import TypedDict
 
 from protocol.sampling import MAX_LOGPROBS
+from router.text.text_model import ROLES
 
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024
 
@@ -42,37 +55,62 @@ def _stops(value: Any) -> list[str]:
     return stops
 
 
-def _messages(value: Any) -> list[Mapping[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a list of at least one message")
-    for place, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {place} must be an object with a role")
-        if not isinstance(message.get("content"), str | list | None):
-            raise ValueError(f"content of message {place} must be a string or a list of parts")
-        if not isinstance(message.get("tool_calls"), list | None):
-            raise ValueError(f"tool_calls of message {place} must be a list")
-    return value
+def _list_of(*items: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "array", "items": item, "minItems": 1} for item in items]
 
 
-Prompts = Annotated[list[Any], BeforeValidator(_prompts)]
-Stops = Annotated[list[str], BeforeValidator(_stops)]
-Messages = Annotated[list[Any], BeforeValidator(_messages)]
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+Prompts = Annotated[
+    list[Any], BeforeValidator(_prompts), WithJsonSchema({"anyOf": [_TEXT, _IDS, *_list_of(_TEXT, _IDS)]})
+]
+_STOP = {**_TEXT, "maxLength": MAX_STOP_CHARS}
+_STOPS = {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}
+Stops = Annotated[
+    list[str], BeforeValidator(_stops), WithJsonSchema({"anyOf": [_STOP, _STOPS, {"type": "null"}], "default": []})
+]
 
 
-def unbuilt(what: str) -> BeforeValidator:
-    """For a field that asks for what this server cannot do yet."""
+def told(must: str) -> GetPydanticSchema:
+    """For a field of several types: one error that names them all, instead of one for each."""
+    return GetPydanticSchema(
+        lambda source, build: core_schema.custom_error_schema(build(source), "type", custom_error_message=must)
+    )
 
-    def refuse(value: Any) -> Any:
+
+@with_config(ConfigDict(extra="allow"))
+class Message(TypedDict):
+    """One message of a chat. Which roles there are depends on the model's template too: `TextModel.render` checks them.
+    Further fields are the template's to read."""
+
+    role: Annotated[str, Field(description=f"{', '.join(ROLES)}, or a role that the model's chat template names")]
+    content: NotRequired[Annotated[str | list[Any] | None, told("must be a string or a list of parts")]]
+    tool_calls: NotRequired[list[Any] | None]
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unbuilt:
+    """Marks a field that asks for what this server cannot do yet: refused, unless its value asks for nothing."""
+
+    what: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self._refuse, handler(source))
+
+    def __get_pydantic_json_schema__(self, _: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "null", "description": f"{self.what} not supported by this server"}
+
+    def _refuse(self, value: Any) -> Any:
         if value:
-            raise ValueError(f"{what} not supported by this server")
+            raise ValueError(f"{self.what} not supported by this server")
         return value
 
-    return BeforeValidator(refuse)
 
-
-Structured = Annotated[Any, unbuilt("structured outputs are")]
-Functions = Annotated[Any, unbuilt("functions (and tools) are")]
+Structured = Annotated[Any, Unbuilt("structured outputs are")]
+Functions = Annotated[Any, Unbuilt("functions (and tools) are")]
 Top = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -97,12 +135,12 @@ class SamplingFields(BaseModel):
 class UnbuiltFields(BaseModel):
     """What this server cannot do yet, and refuses where it is asked for."""
 
-    use_beam_search: Annotated[Any, unbuilt("beam search is")] = False
+    use_beam_search: Annotated[Any, Unbuilt("beam search is")] = False
     guided_json: Structured = None
     guided_regex: Structured = None
     guided_choice: Structured = None
     guided_grammar: Structured = None
     structured_outputs: Structured = None
-    logits_processors: Annotated[Any, unbuilt("custom logits processors are")] = None
-    allowed_token_ids: Annotated[Any, unbuilt("allowed_token_ids is")] = None
-    bad_words: Annotated[Any, unbuilt("bad_words is")] = None
+    logits_processors: Annotated[Any, Unbuilt("custom logits processors are")] = None
+    allowed_token_ids: Annotated[Any, Unbuilt("allowed_token_ids is")] = None
+    bad_words: Annotated[Any, Unbuilt("bad_words is")] = None

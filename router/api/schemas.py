@@ -12,7 +12,18 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.errors import InvalidRequest
-from router.api.fields import Functions, Messages, Prompt, Prompts, SamplingFields, Stops, Top, UnbuiltFields, unbuilt
+from router.api.fields import (
+    Functions,
+    Messages,
+    Prompt,
+    Prompts,
+    SamplingFields,
+    Stops,
+    Top,
+    Unbuilt,
+    UnbuiltFields,
+    told,
+)
 from router.text.text_model import TextModel
 from router.text.transcript import TextOptions
 
@@ -115,8 +126,8 @@ class CompletionBody(GenerationBody):
     logprobs: Top | None = None
     add_special_tokens: bool | None = True
 
-    suffix: Annotated[Any, unbuilt("inserting before a suffix is")] = None
-    prompt_embeds: Annotated[Any, unbuilt("prompt embeddings are")] = None
+    suffix: Annotated[Any, Unbuilt("inserting before a suffix is")] = None
+    prompt_embeds: Annotated[Any, Unbuilt("prompt embeddings are")] = None
 
     def check(self) -> None:
         super().check()
@@ -177,15 +188,15 @@ class ChatBody(ChatPrompt, GenerationBody):
     logprobs: bool | None = False
     top_logprobs: Top | None = None
     add_special_tokens: bool | None = False
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Annotated[str | dict[str, Any] | None, told("must be a string or an object")] = None
 
-    echo: Annotated[Any, unbuilt("for chat it is")] = False
-    chat_template: Annotated[Any, unbuilt("a chat template in the request is")] = None
+    echo: Annotated[Any, Unbuilt("for chat it is")] = False
+    chat_template: Annotated[Any, Unbuilt("a chat template in the request is")] = None
     functions: Functions = None
     function_call: Functions = None
     modalities: list[str] | None = None
-    audio: Annotated[Any, unbuilt("audio is")] = None
-    web_search_options: Annotated[Any, unbuilt("web search is")] = None
+    audio: Annotated[Any, Unbuilt("audio is")] = None
+    web_search_options: Annotated[Any, Unbuilt("web search is")] = None
 
     def check(self) -> None:
         super().check()

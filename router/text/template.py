@@ -32,6 +32,7 @@ class ChatTemplate:
 
     plain           what `source` says
     tool_use        rendered instead when a request brings tools, for models that ship both
+    roles           what the templates compare a message's role with: the roles that the model knows by name
     special_tokens  bos_token, eos_token, ...: visible to the templates
     wants_parts     a message's content must be a list of parts, not a string
     """
@@ -43,6 +44,7 @@ class ChatTemplate:
             self.tool_use = environment.from_string(tool_use) if tool_use is not None else self.plain
         except TemplateSyntaxError as error:
             raise ConfigError(f"the chat template does not parse: {error}", param="chat_template") from error
+        self.roles = _roles(environment.parse(source)) | _roles(environment.parse(tool_use or ""))
         self.special_tokens = dict(special_tokens)
         self.wants_parts = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
 
@@ -54,6 +56,28 @@ class ChatTemplate:
         except Exception:  # as in TextModel.render: this form of content does not suit the template
             return False
         return _PROBE in text and "'type'" not in text
+
+
+def _roles(tree: nodes.Template) -> frozenset[str]:
+    """Texts on one side of a comparison whose other side is called role."""
+    found: set[str] = set()
+    for comparison in tree.find_all(nodes.Compare):
+        sides = [comparison.expr, *(operand.expr for operand in comparison.ops)]
+        if any(map(_is_role, sides)):
+            found |= {text for side in sides if not _is_role(side) for text in _texts(side)}
+    return frozenset(found)
+
+
+def _is_role(expression: nodes.Expr) -> bool:
+    match expression:
+        case nodes.Name(name="role") | nodes.Getattr(attr="role") | nodes.Getitem(arg=nodes.Const(value="role")):
+            return True
+    return False
+
+
+def _texts(expression: nodes.Expr) -> list[str]:
+    constants = [expression] if isinstance(expression, nodes.Const) else expression.find_all(nodes.Const)
+    return [constant.value for constant in constants if isinstance(constant.value, str)]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

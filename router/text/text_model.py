@@ -12,6 +12,8 @@ from protocol.errors import InvalidRequest
 from router.text.template import ChatTemplate
 from router.text.tokenizer import TextTokenizer
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""The OpenAI API's. Models that were trained on other roles name them in their chat template."""
 _RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"))
 
 Message = Mapping[str, Any]
@@ -55,6 +57,7 @@ class TextModel:
         taken = sorted(_RESERVED & extra.keys())
         if taken:
             raise InvalidRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")
+        self._check_roles(messages, template.roles)
         messages = [_shaped(message, place, template.wants_parts) for place, message in enumerate(messages)]
         try:
             text = (template.tool_use if tools else template.plain).render(
@@ -67,6 +70,16 @@ class TextModel:
         except Exception as error:  # a template is a program: it can fail in any way on messages it does not expect
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
         return _up_to_content(text, messages[-1]) if continue_final_message else text
+
+    def _check_roles(self, messages: Sequence[Message], named: frozenset[str]) -> None:
+        """Only what the model can tell apart: a role that nothing names is a client's slip of the pen."""
+        for place, message in enumerate(messages):
+            role = message.get("role")
+            if role not in ROLES and role not in named:
+                allowed = ", ".join((*ROLES, *sorted(named.difference(ROLES))))
+                raise InvalidRequest(
+                    f"messages[{place}].role must be one of {allowed}; got {role!r}", param=f"messages[{place}].role"
+                )
 
 
 def _shaped(message: Message, place: int, as_parts: bool) -> dict[str, Any]:

@@ -123,3 +123,20 @@ def test_reserved_variables_cannot_be_replaced() -> None:
 def test_a_broken_template_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="does not parse"):
         ChatTemplate("{% if %}", {})
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "message.role == 'observation'",
+        "message['role'] in ['observation', 'other']",
+        "'observation' == message['role']",
+        "role != 'observation'",
+    ],
+)
+def test_roles_that_a_template_names_are_allowed_and_others_are_not(condition: str) -> None:
+    source = "{% for message in messages %}{% if " + condition + " %}!{% endif %}{{ message.content }}{% endfor %}"
+    assert render(source, [{"role": "observation", "content": "seen"}]).endswith("seen")
+    with pytest.raises(InvalidRequest, match="function, observation") as caught:
+        render(source, [USER, {"role": "content", "content": "x"}])
+    assert caught.value.param == "messages[1].role"
