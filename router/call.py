@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CALL = "kvferry.call"
+"""Its key in a request's ASGI scope."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -31,7 +31,7 @@ from router.api.chat import ChatShape
 from router.api.completions import CompletionShape
 from router.api.documentation import Operation, describe
 from router.api.door import OPEN_PATHS, Admission, Door, Exchange
-from router.api.http_errors import HANDLERS
+from router.api.http_errors import HANDLERS, retry_headers
 from router.api.pool import Pool, Pools
 from router.api.schemas import ChatBody, CompletionBody
 from router.api.shape import Endpoint
@@ -117,7 +117,7 @@ def _state(pools: Pools, metrics: RouterMetrics) -> list[Route]:
     async def ready(_: Request) -> Response:
         nodes = pools.ready()
         if not nodes["decode"]:
-            return _json({"status": "no node can serve yet", "nodes": nodes}, 503)
+            return _json({"status": "no node can serve yet", "nodes": nodes}, 503, retry_headers(503))
         return _json({"status": "ready", "nodes": nodes})
 
     async def scrape(_: Request) -> Response:
@@ -142,5 +142,5 @@ def _documentation(*, keyed: bool) -> list[Route]:
     return [Route("/openapi.json", openapi), Route("/docs", docs)]
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(dump(value), status, media_type=JSON)
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(dump(value), status, headers, JSON)

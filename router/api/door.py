@@ -29,11 +29,10 @@ from router.api.pool import Pools
 from router.api.responder import Responder
 from router.api.schemas import parse
 from router.api.shape import Endpoint
-from router.call import Call
+from router.call import CALL, Call
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
 MAX_BODY_BYTES = 64 * 1024 * 1024
-CALL = "kvferry.call"
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,12 @@ from starlette.responses import Response
 
 from protocol.errors import InvalidRequest, KvferryError, NotFound
 from router.api.sse import dump
+from router.call import CALL
 
 logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = {429: 1.0, 503: 5.0}
+"""A place is free again after about a token's time, a node after its restart."""
 
 
 class MethodNotAllowed(InvalidRequest):
@@ -23,11 +27,16 @@ class MethodNotAllowed(InvalidRequest):
     status, code = 405, "method_not_allowed"
 
 
-def error_headers(error: KvferryError) -> dict[str, str]:
-    """Retry-After in whole seconds for errors that say when to come back."""
-    if error.retry_after is None:
+def retry_headers(status: int, seconds: float | None = None) -> dict[str, str]:
+    """Retry-After in whole seconds, for the statuses that ask a client to come back; without `seconds` what suits the
+    status."""
+    if status not in RETRY_AFTER_S:
         return {}
-    return {"retry-after": str(max(1, math.ceil(error.retry_after)))}
+    return {"retry-after": str(max(1, math.ceil(RETRY_AFTER_S[status] if seconds is None else seconds)))}
+
+
+def error_headers(error: KvferryError) -> dict[str, str]:
+    return retry_headers(error.status, error.retry_after)
 
 
 def error_response(error: KvferryError) -> Response:
@@ -47,7 +56,8 @@ async def _framework(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    call = request.scope[CALL].id
+    logger.error("%s: %s %s failed", call, request.method, request.url.path, exc_info=error)
     return error_response(KvferryError("internal error of the router; its log has the details"))
 
 
