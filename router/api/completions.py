@@ -72,11 +72,11 @@ class CompletionShape(Shape[CompletionBody]):
 
     def _prompt_entries(self, choice: Choice) -> list[Entry]:
         """Log-probabilities of the prompt's tokens but the first, with their places in its text."""
-        steps = detokenizer(self.tokenizer, skip_special_tokens=self.body.skip_special_tokens is not False)
+        output = detokenizer(self.tokenizer, skip_special_tokens=self.body.skip_special_tokens is not False)
         entries: list[Entry] = []
         offset = 0
         for token_id, found in zip(choice.spec.token_ids, self.prompt_logprobs.get(choice.prompt, ()), strict=False):
             if found is not None:
                 entries.append(Entry(found, offset))
-            offset += len(steps.step(token_id))
+            offset += len(output.feed(token_id))
         return entries

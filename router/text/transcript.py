@@ -83,7 +83,7 @@ class Transcript:
 
     def _shown(self, token_id: int, number: int) -> str:
         """Text to show for the request's output token `number` (from 1); stop strings count from min_tokens on."""
-        text = self._detokenizer.step(token_id)
+        text = self._detokenizer.feed(token_id)
         self._offset += len(text)
         if self._stop is None or number < self._params.min_tokens:
             return text
@@ -92,7 +92,7 @@ class Transcript:
     def _rest(self) -> str:
         if self._stop is None:
             return self._detokenizer.finish()
-        return self._stop.feed(self._detokenizer.finish()) + self._stop.flush()
+        return self._stop.feed(self._detokenizer.finish()) + self._stop.finish()
 
     def _finish(self, piece: Piece, output: Output) -> None:
         matched = self._stop.matched if self._stop is not None else None

@@ -16,7 +16,7 @@ BAD = "\N{REPLACEMENT CHARACTER}"
 
 
 def run(steps: Detokenizer, ids: list[int]) -> list[str]:
-    return [*map(steps.step, ids), steps.finish()]
+    return [*map(steps.feed, ids), steps.finish()]
 
 
 @given(TEXT)
@@ -72,6 +72,6 @@ def test_special_tokens_are_skipped_unless_asked_for() -> None:
 def test_bytes_that_are_no_character_do_not_hold_the_text_back_forever() -> None:
     steps = WindowDetokenizer(SP, frozenset())
     lone = SP.library.encode("é", add_special_tokens=False).ids[-1]
-    shown = [steps.step(lone) for _ in range(200)]
+    shown = [steps.feed(lone) for _ in range(200)]
     assert sum(map(len, shown)) > 150
     assert len(steps._window) < 20
