@@ -67,14 +67,15 @@ def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metr
     """The application that serves `text`'s model on `cluster`. It starts and stops neither."""
     pools = Pools(Pool(text, cluster, metrics))
     admission = Admission(settings.max_inflight)
+    exchanges = {each.path: Exchange(each, pools, admission, metrics) for each in ENDPOINTS}
     routes = [
-        *(Route(each.path, Exchange(each, pools, admission, metrics), methods=["POST"]) for each in ENDPOINTS),
+        *(Route(path, exchange, methods=["POST"]) for path, exchange in exchanges.items()),
         *_text(pools),
         *_models(pools),
         *_state(pools, metrics),
         *_documentation(keyed=bool(settings.api_key)),
     ]
-    return Door(Starlette(routes=routes, exception_handlers=HANDLERS), settings)
+    return Door(Starlette(routes=routes, exception_handlers=HANDLERS), settings, exchanges)
 
 
 def _text(pools: Pools) -> list[Route]:

@@ -11,7 +11,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -41,10 +41,12 @@ T = TypeVar("T")
 
 class Door:
     """ASGI middleware: what it wraps finds the request's Call in the scope, under CALL; its id goes on every response.
-    With an API key in the settings clients must present it outside OPEN_PATHS."""
+    With an API key in the settings clients must present it outside OPEN_PATHS. A POST to one of `exchanges` goes there
+    directly: what routing and its layers cost, they would cost for every token."""
 
-    def __init__(self, app: ASGIApp, settings: RouterSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: RouterSettings, exchanges: Mapping[str, ASGIApp]) -> None:
         self._app = app
+        self._exchanges = exchanges
         self._key = settings.api_key.encode()
         self._timeout_s = settings.request_timeout
 
@@ -71,7 +73,8 @@ class Door:
             response.headers["www-authenticate"] = "Bearer"
             await response(scope, receive, stamped)
             return
-        await self._app(scope, receive, stamped)
+        exchange = self._exchanges.get(scope["path"]) if scope["method"] == "POST" else None
+        await (exchange or self._app)(scope, receive, stamped)
 
     def _known(self, authorization: str) -> bool:
         """Header values arrive decoded as latin-1; the key is compared in bytes, in constant time."""

@@ -62,6 +62,8 @@ class Transcript:
         """The text this Output completes. The ending token has no text unless stops are to be included."""
         if self._options.echo_only:
             return Piece(finish_reason="length", prompt_logprobs=output.prompt_logprobs)
+        if self._stop is None and output.finish_reason is None and output.logprobs is None:
+            return self._plain(output)
         piece = Piece(prompt_logprobs=output.prompt_logprobs)
         taken, texts = 0, []
         for place, token_id in enumerate(output.token_ids):
@@ -80,6 +82,13 @@ class Transcript:
         piece.text = "".join(texts)
         self._finish(piece, output)
         return piece
+
+    def _plain(self, output: Output) -> Piece:
+        """Nearly every Output: nothing ends with it, nothing is looked for in it."""
+        text = "".join(map(self._detokenizer.feed, output.token_ids))
+        self._offset += len(text)
+        self.completion_tokens += len(output.token_ids)
+        return Piece(text, output.token_ids, prompt_logprobs=output.prompt_logprobs)
 
     def _shown(self, token_id: int, number: int) -> str:
         """Text to show for the request's output token `number` (from 1); stop strings count from min_tokens on."""
