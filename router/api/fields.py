@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -132,9 +133,30 @@ class SamplingFields(BaseModel):
     prompt_logprobs: int | None = None
 
 
+class StreamOptions(BaseModel):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+def _text_format(value: dict[str, Any]) -> dict[str, Any]:
+    if value.get("type", "text") != "text":
+        raise ValueError(f"type {value['type']!r} is not supported, only 'text'")
+    return value
+
+
+def _only_text(value: list[str]) -> list[str]:
+    if set(value) - {"text"}:
+        raise ValueError("only 'text' is supported by this server")
+    return value
+
+
+TextOnly = Annotated[list[str], AfterValidator(_only_text)]
+
+
 class UnbuiltFields(BaseModel):
     """What this server cannot do yet, and refuses where it is asked for."""
 
+    response_format: Annotated[dict[str, Any], AfterValidator(_text_format)] | None = None
     use_beam_search: Annotated[Any, Unbuilt("beam search is")] = False
     guided_json: Structured = None
     guided_regex: Structured = None

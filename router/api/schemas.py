@@ -19,6 +19,8 @@ from router.api.fields import (
     Prompts,
     SamplingFields,
     Stops,
+    StreamOptions,
+    TextOnly,
     Top,
     Unbuilt,
     UnbuiltFields,
@@ -40,11 +42,6 @@ class RequestBody(BaseModel):
 
     def check(self) -> None:
         """Raise InvalidRequest for what no field shows by itself."""
-
-
-class StreamOptions(BaseModel):
-    include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
 
 
 class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
@@ -71,7 +68,6 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     best_of: int | None = None
-    response_format: dict[str, Any] | None = None
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -80,11 +76,6 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
             raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequest("best_of: only best_of equal to n is supported by this server", param="best_of")
-        kind = (self.response_format or {}).get("type", "text")
-        if kind != "text":
-            raise InvalidRequest(
-                f"response_format: type {kind!r} is not supported, only 'text'", param="response_format"
-            )
 
     def prompts(self, text: TextModel) -> list[Prompt]:
         """What is to be continued: texts, or token ids that need no encoding. Raises InvalidRequest."""
@@ -194,7 +185,7 @@ class ChatBody(ChatPrompt, GenerationBody):
     chat_template: Annotated[Any, Unbuilt("a chat template in the request is")] = None
     functions: Functions = None
     function_call: Functions = None
-    modalities: list[str] | None = None
+    modalities: TextOnly | None = None
     audio: Annotated[Any, Unbuilt("audio is")] = None
     web_search_options: Annotated[Any, Unbuilt("web search is")] = None
 
@@ -205,8 +196,9 @@ class ChatBody(ChatPrompt, GenerationBody):
             raise InvalidRequest(f"{field} must be at least 1", param=field)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        if set(self.modalities or ()) - {"text"}:
-            raise InvalidRequest("modalities: only 'text' is supported by this server", param="modalities")
+        self._check_tools()
+
+    def _check_tools(self) -> None:
         choice = self.tool_choice or ("auto" if self.tools else "none")
         if choice != "none" and (self.tools or choice != "auto"):
             raise InvalidRequest(
