@@ -213,6 +213,13 @@ async def test_deadline() -> None:
         await until(lambda: bench["d1"].running == 0)
 
 
+async def test_a_deadline_that_passed_before_the_journey_began() -> None:
+    async with Bench([prefill(), decode()]) as bench:
+        with pytest.raises(DeadlineExceeded):
+            await collect(bench.start(1000, deadline_s=-1.0))
+        await until(lambda: bench["d1"].running == 0)
+
+
 async def test_info_and_ready() -> None:
     async with Bench([prefill(), decode(changes={"max_model_len": 2048})]) as bench:
         info = bench.cluster.info()
