@@ -19,6 +19,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from process.disconnect import disconnected
 from protocol.errors import Cancelled, InvalidRequest, KvferryError, Overloaded, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
@@ -164,7 +165,7 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client goes away; raises Cancelled then. The request's body
     must have been read."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_gone(receive))
+    leaving = asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -174,8 +175,3 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
