@@ -35,7 +35,7 @@ from process.limits import available_cores
 from protocol.messages import Job, TokenLogprobs
 from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings, WorkerSettings
-from router.text.text_model import load_text_model
+from router.text.load import load_text_model
 
 PROSE = Path(__file__).with_name("prose.txt")
 PROMPTS, PROMPT_LEN, CONTINUED = 8, 64, 64
@@ -141,8 +141,7 @@ def main() -> None:
     set_threads(options.threads)
     torch.set_num_threads(options.threads)
     models = find_models(options.gguf, options.llama_quantize, None, vllm=False)
-    tokenizer = load_text_model(RouterSettings(model=str(models[SOURCE]))).tokenizer
-    tokens = tokenizer.encode(PROSE.read_text())
+    tokens = load_text_model(RouterSettings(model=str(models[SOURCE]))).encode(PROSE.read_text())
     references: dict[str, Answers] = {}
     rows = []
     for subject in SUBJECTS:

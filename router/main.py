@@ -20,7 +20,7 @@ from protocol.settings import RouterSettings
 from router.api.app import create_app
 from router.journey.cluster import BlockLookup, RouterCluster
 from router.nodes.table import NodeSource
-from router.text.text_model import load_text_model
+from router.text.load import load_text_model
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
 from router.journey.spec import ClusterInfo, Output, RequestSpec, Route
-from router.text.text_model import TextModel, load_text_model
+from router.text.load import load_text_model
+from router.text.text_model import TextModel
 
 EOS = 2
 Script = Callable[[RequestSpec], Sequence[Output | KvferryError]]
@@ -31,7 +32,7 @@ def demo_text() -> TextModel:
 
 
 def ids_of(text: str) -> list[int]:
-    return demo_text().tokenizer.encode(text, add_special_tokens=False)
+    return demo_text().encode(text, add_special_tokens=False)
 
 
 class FakeJourney:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,7 @@ from protocol.messages import (
 from protocol.metrics import RouterMetrics
 from protocol.sampling import SamplingParams
 from protocol.wire import pack, unpack
+from router.call import Call
 from router.journey.cluster import RouterCluster
 from router.journey.journey import RouterJourney
 from router.journey.spec import Output, RequestSpec
@@ -313,9 +315,12 @@ class Bench:
         """No booking, no listener, no errand is left."""
         return all(entry.idle for entry in self.nodes.entries.values()) and not self.cluster.errands.open
 
-    def start(self, max_tokens: int = 8, prompt: Sequence[int] = PROMPT, **spec: Any) -> RouterJourney:
+    def start(
+        self, max_tokens: int = 8, prompt: Sequence[int] = PROMPT, *, deadline_s: float = 600.0, **spec: Any
+    ) -> RouterJourney:
         params = SamplingParams(max_tokens=max_tokens, **spec.pop("params", {}))
-        return self.cluster.start(RequestSpec("r", tuple(prompt), params, **spec))
+        call = Call("r", arrival=(now := time.monotonic()), deadline=now + deadline_s)
+        return self.cluster.start(RequestSpec(call, "r", tuple(prompt), params, **spec))
 
     def rungs(self) -> dict[str, int]:
         samples = self.metrics.ladder.collect()[0].samples

@@ -1,117 +1,147 @@
-"""The router's HTTP application: routes, and nothing else."""
+"""The router's HTTP application: routes, what they are documented as, and nothing else."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from protocol.errors import ModelNotFound
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from protocol.version import VERSION
-from router.api import http_errors
-from router.api.chat import ChatEndpoint
-from router.api.completions import CompletionEndpoint
-from router.api.envelope import Envelope
-from router.api.exchange import Admission, Exchange
-from router.api.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from router.api.serving import Serving
+from router.api.answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    Health,
+    Model,
+    ModelList,
+    Ready,
+    Text,
+    Tokens,
+    Version,
+)
+from router.api.chat import ChatShape
+from router.api.completions import CompletionShape
+from router.api.documentation import Operation, describe
+from router.api.door import OPEN_PATHS, Admission, Door, Exchange
+from router.api.http_errors import HANDLERS, retry_headers
+from router.api.pool import Pool, Pools
+from router.api.schemas import ChatBody, CompletionBody
+from router.api.shape import Endpoint
 from router.api.sse import dump
-from router.api.tokenization import detokenize, tokenize
+from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.journey.spec import Cluster
 from router.text.text_model import TextModel
 
+JSON = "application/json"
+GENERATING = (400, 404, 429, 500, 503, 504)
+ENCODING = (400, 404, 500)
+OPERATIONS = (
+    Operation("POST", "/v1/chat/completions", "Answer a chat", ChatAnswer, ChatBody, streams=True, errors=GENERATING),
+    Operation(
+        "POST", "/v1/completions", "Continue texts", CompletionAnswer, CompletionBody, streams=True, errors=GENERATING
+    ),
+    Operation("POST", "/tokenize", "Text or messages to token ids", Tokens, TokenizeBody, errors=ENCODING),
+    Operation("POST", "/detokenize", "Token ids to text", Text, DetokenizeBody, errors=ENCODING),
+    Operation("GET", "/v1/models", "The models that are served", ModelList),
+    Operation("GET", "/v1/models/{id}", "One of them", Model, errors=(404,)),
+    Operation("GET", "/health", "The process runs", Health),
+    Operation("GET", "/ready", "A request could be placed now", Ready, others=((503, Ready),)),
+    Operation("GET", "/metrics", "Prometheus' text format", "text/plain"),
+    Operation("GET", "/version", "The version", Version),
+)
+ENDPOINTS = (
+    Endpoint("/v1/chat/completions", ChatBody, ChatShape),
+    Endpoint("/v1/completions", CompletionBody, CompletionShape),
+)
 
-def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metrics: RouterMetrics) -> FastAPI:
+
+def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metrics: RouterMetrics) -> ASGIApp:
     """The application that serves `text`'s model on `cluster`. It starts and stops neither."""
-    app = FastAPI(title="kvferry", version=VERSION)
-    serving = Serving(settings, cluster, text, metrics)
-    http_errors.install(app)
-    _add_generation(app, serving, Admission(settings.max_inflight))
-    _add_models(app, serving)
-    _add_text(app, serving)
-    _add_operations(app, serving)
-    app.add_middleware(Envelope, api_key=settings.api_key)
-    return app
+    pools = Pools(Pool(text, cluster, metrics))
+    admission = Admission(settings.max_inflight)
+    exchanges = {each.path: Exchange(each, pools, admission, metrics) for each in ENDPOINTS}
+    routes = [
+        *(Route(path, exchange, methods=["POST"]) for path, exchange in exchanges.items()),
+        *_text(pools),
+        *_models(pools),
+        *_state(pools, metrics),
+        *_documentation(keyed=bool(settings.api_key)),
+    ]
+    return Door(Starlette(routes=routes, exception_handlers=HANDLERS), settings, exchanges)
 
 
-def _add_generation(app: FastAPI, serving: Serving, admission: Admission) -> None:
-    chat_endpoint, completion_endpoint = ChatEndpoint(serving), CompletionEndpoint(serving)
+def _text(pools: Pools) -> list[Route]:
+    async def tokenized(request: Request) -> Response:
+        return _json(await tokenize(pools, await request.body()))
 
-    @app.post("/v1/chat/completions", openapi_extra=_documented(ChatBody))
-    async def chat_completions() -> Response:
-        return Exchange(chat_endpoint, serving, admission)
+    async def detokenized(request: Request) -> Response:
+        return _json(detokenize(pools, await request.body()))
 
-    @app.post("/v1/completions", openapi_extra=_documented(CompletionBody))
-    async def completions() -> Response:
-        return Exchange(completion_endpoint, serving, admission)
+    return [Route("/tokenize", tokenized, methods=["POST"]), Route("/detokenize", detokenized, methods=["POST"])]
 
 
-def _add_models(app: FastAPI, serving: Serving) -> None:
+def _models(pools: Pools) -> list[Route]:
     created = int(time.time())
 
-    def model() -> dict[str, Any]:
+    def model(pool: Pool) -> dict[str, Any]:
         return {
-            "id": serving.text.name,
+            "id": pool.name,
             "object": "model",
             "created": created,
             "owned_by": "kvferry",
-            "root": serving.text.name,
+            "root": pool.name,
             "parent": None,
-            "max_model_len": serving.max_model_len,
+            "max_model_len": pool.max_model_len,
         }
 
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return _json({"object": "list", "data": [model()]})
+    async def models(_: Request) -> Response:
+        return _json({"object": "list", "data": [model(pool) for pool in pools]})
 
-    @app.get("/v1/models/{name:path}")
-    async def model_by_id(name: str) -> Response:
-        if name != serving.text.name:
-            raise ModelNotFound(f"the model {name!r} does not exist here", param="model")
-        return _json(model())
+    async def model_by_id(request: Request) -> Response:
+        return _json(model(pools.pool(request.path_params["id"])))
+
+    return [Route("/v1/models", models), Route("/v1/models/{id:path}", model_by_id)]
 
 
-def _add_text(app: FastAPI, serving: Serving) -> None:
-    @app.post("/tokenize", openapi_extra=_documented(TokenizeBody))
-    async def tokenize_text(request: Request) -> Response:
-        return _json(await tokenize(serving, await request.body()))
-
-    @app.post("/detokenize", openapi_extra=_documented(DetokenizeBody))
-    async def detokenize_ids(request: Request) -> Response:
-        return _json(detokenize(serving, await request.body()))
-
-
-def _add_operations(app: FastAPI, serving: Serving) -> None:
-    @app.get("/health")
-    async def health() -> Response:
+def _state(pools: Pools, metrics: RouterMetrics) -> list[Route]:
+    async def health(_: Request) -> Response:
         return _json({"status": "ok"})
 
-    @app.get("/ready")
-    async def ready() -> Response:
-        nodes = serving.cluster.ready()
+    async def ready(_: Request) -> Response:
+        nodes = pools.ready()
         if not nodes["decode"]:
-            return _json({"status": "no node can serve yet", "nodes": nodes}, 503)
+            return _json({"status": "no node can serve yet", "nodes": nodes}, 503, retry_headers(503))
         return _json({"status": "ready", "nodes": nodes})
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(serving.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    async def scrape(_: Request) -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/version")
-    async def version_() -> Response:
+    async def version(_: Request) -> Response:
         return _json({"version": VERSION})
 
+    routes = {"/health": health, "/ready": ready, "/metrics": scrape, "/version": version}
+    return [Route(path, endpoint) for path, endpoint in routes.items()]
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(dump(value), status, media_type="application/json")
+
+def _documentation(*, keyed: bool) -> list[Route]:
+    description = dump(describe(OPERATIONS, guarded=lambda path: keyed and path not in OPEN_PATHS))
+
+    async def openapi(_: Request) -> Response:
+        return Response(description, media_type=JSON)
+
+    async def docs(_: Request) -> Response:
+        return get_swagger_ui_html(openapi_url="/openapi.json", title="kvferry")
+
+    return [Route("/openapi.json", openapi), Route("/docs", docs)]
 
 
-def _documented(body: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI text of a body that the endpoint parses itself."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}}
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(dump(value), status, headers, JSON)

@@ -1,4 +1,8 @@
-"""All sequences of one HTTP request: starts their journeys, merges what they produce, counts, cancels the rest."""
+"""All sequences of one HTTP request: starts their journeys, merges what they produce, counts, cancels the rest.
+
+What a journey yields becomes a Piece in `_follow`: the transcript makes text of it. A stage that finds calls of tools
+or reasoning in the text stands behind the transcript, before the shape that shows the piece.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,23 @@ from typing import Any
 
 from protocol.errors import KvferryError
 from protocol.messages import Reuse
-from protocol.metrics import RouterMetrics
-from router.api.sampling import choice_seed
-from router.journey.spec import Cluster, Journey, RequestSpec, Route
-from router.text.tokenizer import TextTokenizer
+from router.api.pool import Pool
+from router.journey.spec import Journey, RequestSpec, Route
 from router.text.transcript import Piece, TextOptions, Transcript
+
+_SEEDS = 2**64
 
 
 @dataclass(slots=True)
 class Choice:
-    """One sequence under way: `index` in the response, made from prompt number `prompt`."""
+    """One sequence under way: `index` in the response, made from prompt number `prompt`. Its transcript begins with its
+    first output: until then the nodes should not wait for it."""
 
     index: int
     prompt: int
     spec: RequestSpec
-    transcript: Transcript
     journey: Journey | None = None
+    transcript: Transcript | None = None
     ended: bool = False
 
 
@@ -38,23 +43,20 @@ class Generation:
 
     def __init__(
         self,
-        cluster: Cluster,
-        metrics: RouterMetrics,
-        tokenizer: TextTokenizer,
+        pool: Pool,
         prompts: Sequence[RequestSpec],
         options: TextOptions,
         *,
         n: int = 1,
-        arrived: float | None = None,
     ) -> None:
-        self._cluster = cluster
-        self._metrics = metrics
-        self._arrived = time.monotonic() if arrived is None else arrived
+        self._pool = pool
+        self._metrics = pool.metrics
+        self._options = options
         self._started = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.prompts = tuple(prompts)
         self.choices = [
-            Choice(number * n + i, number, spec, Transcript(tokenizer, spec.token_ids, spec.params, options))
+            Choice(number * n + i, number, spec)
             for number, first in enumerate(prompts)
             for i, spec in enumerate(_specs(first, n))
         ]
@@ -64,7 +66,7 @@ class Generation:
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
         """What the choices produce, as it comes. Raises the KvferryError of the first journey that fails."""
         for leader in self._leaders:
-            leader.journey = self._cluster.start(leader.spec)
+            leader.journey = self._pool.cluster.start(leader.spec)
         if len(self.choices) == 1:
             async for piece in self._follow(self.choices[0]):
                 yield self.choices[0], piece
@@ -96,7 +98,7 @@ class Generation:
     def usage(self) -> dict[str, Any]:
         """The API's usage object so far; each prompt counts once."""
         prompt = sum(len(spec.token_ids) for spec in self.prompts)
-        completion = sum(choice.transcript.completion_tokens for choice in self.choices)
+        completion = sum(choice.transcript.completion_tokens for choice in self.choices if choice.transcript)
         routes = (leader.journey.route for leader in self._leaders if leader.journey is not None)
         cached = sum(route.reuse.cached_len for route in routes if route is not None)
         return {
@@ -120,14 +122,15 @@ class Generation:
 
     async def _follow(self, choice: Choice) -> AsyncGenerator[Piece]:
         if choice.journey is None:
-            choice.journey = self._cluster.start(choice.spec)
-        journey, transcript, last = choice.journey, choice.transcript, 0.0
+            choice.journey = self._pool.cluster.start(choice.spec)
+        journey, transcript, last = choice.journey, None, 0.0
         async for output in journey:
             now = time.monotonic()
-            if last:
-                self._count_gap(now - last, len(output.token_ids))
-            else:
+            if transcript is None:
+                transcript = choice.transcript = self._transcript(choice.spec)
                 self._count_first(now, journey.route)
+            else:
+                self._count_gap(now - last, len(output.token_ids))
             last = now
             piece = transcript.add(output)
             self._metrics.output_tokens.inc(len(piece.token_ids))
@@ -139,6 +142,9 @@ class Generation:
         choice.ended = True
         raise KvferryError("the request ended without a finish reason")
 
+    def _transcript(self, spec: RequestSpec) -> Transcript:
+        return Transcript(self._pool.text.tokenizer, spec.token_ids, spec.params, self._options)
+
     async def _cancel(self, choice: Choice) -> None:
         if choice.journey is not None and not choice.ended:
             choice.ended = True
@@ -147,7 +153,7 @@ class Generation:
     def _count_first(self, now: float, route: Route | None) -> None:
         if not self._started:
             self._started = True
-            self._metrics.ttft.observe(now - self._arrived)
+            self._metrics.ttft.observe(now - self.prompts[0].call.arrival)
         if route is not None:
             for source, tokens in _sources(route.reuse).items():
                 self._metrics.prompt_tokens.labels(source).inc(tokens)
@@ -155,6 +161,12 @@ class Generation:
     def _count_gap(self, seconds: float, tokens: int) -> None:
         for _ in range(tokens):
             self._metrics.itl.observe(seconds / tokens)
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Seed of the request's choice number `choice` (0 keeps the seed), within 64 signed bits."""
+    half = _SEEDS // 2
+    return (seed + choice + half) % _SEEDS - half
 
 
 def _specs(first: RequestSpec, n: int) -> list[RequestSpec]:

@@ -1,187 +1,232 @@
-"""Bodies of requests: the fields of the OpenAI API and vLLM's extensions. Unknown fields are ignored.
+"""Bodies of generating requests: the fields of the OpenAI API and vLLM's extensions. Unknown fields are ignored.
 
-Fields whose function is not built are declared too, so that `reject_unbuilt` can refuse them by name where ignoring
-them would change the answer.
+Fields whose function is not built are declared too, so that they are refused by name where ignoring them would change
+the answer. What differs between the shapes of the API is asked of the body: its prompts, its bounds, its defaults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.errors import InvalidRequest
+from router.api.fields import (
+    Functions,
+    Messages,
+    Prompt,
+    Prompts,
+    SamplingFields,
+    Stops,
+    StreamOptions,
+    TextOnly,
+    Top,
+    Unbuilt,
+    UnbuiltFields,
+    told,
+)
+from router.text.text_model import TextModel
+from router.text.transcript import TextOptions
 
 MAX_CHOICES = 128
-MAX_STOPS, MAX_STOP_CHARS = 64, 1024
+MAX_SEQUENCES = 1024
 
-Prompt = str | tuple[int, ...]
-
-
-def _prompts(value: Any) -> list[Prompt]:
-    """Text, token ids, or a list of either, as a list of prompts."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise ValueError("must be a string, a list of strings, a list of token ids or a list of lists of token ids")
-    if _is_ids(value):
-        return [tuple(value)]
-    if all(isinstance(item, str) or (isinstance(item, list) and _is_ids(item)) for item in value):
-        return [item if isinstance(item, str) else tuple(item) for item in value]
-    raise ValueError("its items must all be strings, all token ids, or all lists of token ids")
+Body = TypeVar("Body", bound="RequestBody")
 
 
-def _is_ids(value: list[Any]) -> bool:
-    return all(type(item) is int for item in value)
-
-
-def _stops(value: Any) -> list[str]:
-    stops = [value] if isinstance(value, str) else value
-    if stops is None:
-        return []
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ValueError("must be a string or a list of strings, none of them empty")
-    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
-        raise ValueError(f"takes at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
-    return stops
-
-
-def _messages(value: Any) -> list[Mapping[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a list of at least one message")
-    for place, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {place} must be an object with a role")
-        if not isinstance(message.get("content"), str | list | None):
-            raise ValueError(f"content of message {place} must be a string or a list of parts")
-        if not isinstance(message.get("tool_calls"), list | None):
-            raise ValueError(f"tool_calls of message {place} must be a list")
-    return value
-
-
-Prompts = Annotated[list[Any], BeforeValidator(_prompts)]
-Stops = Annotated[list[str], BeforeValidator(_stops)]
-Messages = Annotated[list[Any], BeforeValidator(_messages)]
-
-
-class _Body(BaseModel):
+class RequestBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
-
-class StreamOptions(_Body):
-    include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
-
-
-class GenerationBody(_Body):
-    """What chat and completions share. None means the default everywhere."""
-
     model: str | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequest for what no field shows by itself."""
+
+
+class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
+    """What chat and completions share. None means the default everywhere.
+
+    prompt_field    the field that holds the prompts, for errors
+    output_default  output tokens of a request that does not bound them; None: the rest of the context
+    """
+
+    prompt_field: ClassVar[str]
+    output_default: ClassVar[int | None]
+
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
     stop: Stops = []
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = False
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
-    prompt_logprobs: int | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     best_of: int | None = None
-    response_format: dict[str, Any] | None = None
-    use_beam_search: bool | None = False
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    logits_processors: Any = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+
+    def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequest("best_of: only best_of equal to n is supported by this server", param="best_of")
+
+    def prompts(self, text: TextModel) -> list[Prompt]:
+        """What is to be continued: texts, or token ids that need no encoding. Raises InvalidRequest."""
+        raise NotImplementedError
+
+    def marks_texts(self) -> bool:
+        """Whether encoding puts the model's own special tokens around a text."""
+        raise NotImplementedError
+
+    def output_bound(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value."""
+        return "max_tokens", self.max_tokens
+
+    def top(self) -> int | None:
+        """How many likely tokens are shown with each output token; None without log-probabilities."""
+        raise NotImplementedError
+
+    def prompt_top(self) -> int | None:
+        """The same for each token of the prompt."""
+        return self.prompt_logprobs
+
+    def text_options(self) -> TextOptions:
+        """How the output is shown."""
+        return TextOptions(
+            stops=tuple(self.stop),
+            include_stop=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            echo_only=self.max_tokens == 0,
+        )
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions. `prompt` becomes a list of texts and tuples of token ids."""
 
+    prompt_field, output_default = "prompt", 16
+
     prompt: Prompts
     echo: bool | None = False
-    logprobs: int | None = None
+    logprobs: Top | None = None
     add_special_tokens: bool | None = True
 
-    suffix: str | None = None
-    prompt_embeds: Any = None
+    suffix: Annotated[Any, Unbuilt("inserting before a suffix is")] = None
+    prompt_embeds: Annotated[Any, Unbuilt("prompt embeddings are")] = None
+
+    def check(self) -> None:
+        super().check()
+        if not 1 <= len(self.prompt) * (self.n or 1) <= MAX_SEQUENCES:
+            raise InvalidRequest(f"prompt: prompts times n must be 1 to {MAX_SEQUENCES}", param="prompt")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
+
+    def prompts(self, text: TextModel) -> list[Prompt]:
+        return self.prompt
+
+    def marks_texts(self) -> bool:
+        return self.add_special_tokens is not False
+
+    def top(self) -> int | None:
+        return self.logprobs
+
+    def prompt_top(self) -> int | None:
+        wanted = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
+        return max(wanted, default=None)
 
 
-class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
+class ChatPrompt(RequestBody):
+    """The fields that make a prompt of messages."""
 
-    messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
-    logprobs: bool | None = False
-    top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
-    add_special_tokens: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
 
-    echo: bool | None = False
-    chat_template: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    web_search_options: Any = None
-
-
-class TokenizeBody(_Body):
-    """POST /tokenize: a prompt, or messages to render first."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    return_token_strs: bool | None = False
+    def rendered(self, text: TextModel, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt's text. Raises InvalidRequest."""
+        continues = bool(self.continue_final_message)
+        if continues and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
+        extra = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return text.render(
+            messages,
+            tools=self.tools,
+            documents=self.documents,
+            add_generation_prompt=not continues if self.add_generation_prompt is None else self.add_generation_prompt,
+            continue_final_message=continues,
+            extra={**extra, **(self.chat_template_kwargs or {})},
+        )
 
 
-class DetokenizeBody(_Body):
-    """POST /detokenize."""
+class ChatBody(ChatPrompt, GenerationBody):
+    """POST /v1/chat/completions."""
 
-    model: str | None = None
-    tokens: list[int]
+    prompt_field, output_default = "messages", None
 
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Top | None = None
+    add_special_tokens: bool | None = False
+    tool_choice: Annotated[str | dict[str, Any] | None, told("must be a string or an object")] = None
 
-Body = TypeVar("Body", bound=_Body)
+    echo: Annotated[Any, Unbuilt("for chat it is")] = False
+    chat_template: Annotated[Any, Unbuilt("a chat template in the request is")] = None
+    functions: Functions = None
+    function_call: Functions = None
+    modalities: TextOnly | None = None
+    audio: Annotated[Any, Unbuilt("audio is")] = None
+    web_search_options: Annotated[Any, Unbuilt("web search is")] = None
+
+    def check(self) -> None:
+        super().check()
+        field, bound = self.output_bound()
+        if bound == 0:
+            raise InvalidRequest(f"{field} must be at least 1", param=field)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        choice = self.tool_choice or ("auto" if self.tools else "none")
+        if choice != "none" and (self.tools or choice != "auto"):
+            raise InvalidRequest(
+                "tool_choice: calling tools is not supported by this server; with tool_choice 'none' the tools are "
+                "shown to the model and it answers in text",
+                param="tool_choice" if self.tool_choice else "tools",
+            )
+
+    def prompts(self, text: TextModel) -> list[Prompt]:
+        return [self.rendered(text, self.messages)]
+
+    def marks_texts(self) -> bool:
+        return bool(self.add_special_tokens)
+
+    def output_bound(self) -> tuple[str, int | None]:
+        """The newer name wins."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().output_bound()
+
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 def parse(kind: type[Body], data: bytes) -> Body:
     """The body that `data` spells in JSON. Raises InvalidRequest naming the first field at fault."""
     try:
-        return kind.model_validate_json(data)
+        body = kind.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         if first["type"] == "json_invalid":
@@ -191,6 +236,8 @@ def parse(kind: type[Body], data: bytes) -> Body:
         param = _field_path(first["loc"])
         reason = first["msg"].removeprefix("Value error, ")
         raise InvalidRequest(f"{param}: {reason}", param=param) from None
+    body.check()
+    return body
 
 
 def _field_path(loc: tuple[int | str, ...]) -> str:
@@ -199,51 +246,3 @@ def _field_path(loc: tuple[int | str, ...]) -> str:
     for part in loc:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path
-
-
-_UNBUILT = {
-    "use_beam_search": "beam search is",
-    "guided_json": "structured outputs are",
-    "guided_regex": "structured outputs are",
-    "guided_choice": "structured outputs are",
-    "guided_grammar": "structured outputs are",
-    "structured_outputs": "structured outputs are",
-    "logits_processors": "custom logits processors are",
-    "allowed_token_ids": "allowed_token_ids is",
-    "bad_words": "bad_words is",
-    "suffix": "inserting before a suffix is",
-    "prompt_embeds": "prompt embeddings are",
-    "functions": "functions (and tools) are",
-    "function_call": "functions (and tools) are",
-    "audio": "audio is",
-    "web_search_options": "web search is",
-    "chat_template": "a chat template in the request is",
-}
-
-
-def reject_unbuilt(body: GenerationBody) -> None:
-    """Raise InvalidRequest for a field that asks for what this server cannot do yet."""
-    for name, what in _UNBUILT.items():
-        if getattr(body, name, None):
-            raise InvalidRequest(f"{name}: {what} not supported by this server", param=name)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequest("best_of: only best_of equal to n is supported by this server", param="best_of")
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise InvalidRequest(f"response_format: type {kind!r} is not supported, only 'text'", param="response_format")
-    if isinstance(body, ChatBody):
-        _reject_unbuilt_chat(body)
-
-
-def _reject_unbuilt_chat(body: ChatBody) -> None:
-    choice = body.tool_choice or ("auto" if body.tools else "none")
-    if choice != "none" and (body.tools or choice != "auto"):
-        raise InvalidRequest(
-            "tool_choice: calling tools is not supported by this server; with tool_choice 'none' the tools are shown "
-            "to the model and it answers in text",
-            param="tool_choice" if body.tool_choice else "tools",
-        )
-    if body.echo:
-        raise InvalidRequest("echo: not supported by this server for chat", param="echo")
-    if set(body.modalities or ()) - {"text"}:
-        raise InvalidRequest("modalities: only 'text' is supported by this server", param="modalities")

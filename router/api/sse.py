@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from json.encoder import encode_basestring
 from typing import Any
 
 DONE = b"data: [DONE]\n\n"
@@ -31,4 +32,4 @@ class TextEvent:
         self._head, self._tail = event(shape).split(dump(self.SLOT))
 
     def fill(self, text: str) -> bytes:
-        return self._head + dump(text) + self._tail
+        return self._head + encode_basestring(text).encode() + self._tail

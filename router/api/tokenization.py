@@ -5,34 +5,50 @@ from __future__ import annotations
 from typing import Any
 
 from protocol.errors import InvalidRequest
-from router.api.schemas import DetokenizeBody, TokenizeBody, parse
-from router.api.serving import Serving
+from router.api.fields import Messages
+from router.api.pool import Pools
+from router.api.schemas import ChatPrompt, RequestBody, parse
 
 
-async def tokenize(serving: Serving, data: bytes) -> dict[str, Any]:
+class TokenizeBody(ChatPrompt):
+    """POST /tokenize: a prompt, or messages to render first."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+
+
+class DetokenizeBody(RequestBody):
+    """POST /detokenize."""
+
+    tokens: list[int]
+
+
+async def tokenize(pools: Pools, data: bytes) -> dict[str, Any]:
     """Token ids of a prompt, or of messages rendered by the chat template. Raises InvalidRequest."""
     body = parse(TokenizeBody, data)
-    serving.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("give either prompt or messages", param="prompt")
+    pool = pools.pool(body.model)
     if body.prompt is not None:
-        (tokens,) = await serving.encode([body.prompt], add_special_tokens=body.add_special_tokens is not False)
+        text, marked = body.prompt, body.add_special_tokens is not False
     else:
-        tokens = await serving.render(body)
-    strings = [serving.text.tokenizer.token(token) for token in tokens] if body.return_token_strs else None
+        text, marked = body.rendered(pool.text, body.messages or []), bool(body.add_special_tokens)
+    (tokens,) = await pool.encode([text], add_special_tokens=marked)
     return {
         "count": len(tokens),
-        "max_model_len": serving.max_model_len,
+        "max_model_len": pool.max_model_len,
         "tokens": tokens,
-        "token_strs": strings,
+        "token_strs": [pool.text.tokenizer.token(token) for token in tokens] if body.return_token_strs else None,
     }
 
 
-def detokenize(serving: Serving, data: bytes) -> dict[str, Any]:
+def detokenize(pools: Pools, data: bytes) -> dict[str, Any]:
     """The text of token ids, special tokens included. Raises InvalidRequest."""
     body = parse(DetokenizeBody, data)
-    serving.check_model(body.model)
-    vocabulary = serving.text.facts.vocab_size
-    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < vocabulary:
-        raise InvalidRequest(f"tokens must be at least 0 and below {vocabulary}", param="tokens")
-    return {"prompt": serving.text.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    pool = pools.pool(body.model)
+    pool.check_ids(body.tokens, "tokens")
+    return {"prompt": pool.text.tokenizer.decode(body.tokens, skip_special_tokens=False)}

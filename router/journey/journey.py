@@ -41,7 +41,7 @@ class RouterJourney:
     def __init__(self, spec: RequestSpec, cluster: RouterCluster) -> None:
         self.route: Route | None = None
         self._spec, self._cluster = spec, cluster
-        self._wire_id = f"{spec.request_id[:64]}-{secrets.token_hex(6)}"
+        self._wire_id = f"{spec.request_id}-{secrets.token_hex(6)}"
         self._mail: asyncio.Queue[Event | KvferryError | None] = asyncio.Queue()
         self._sequence = Sequence()
         self._ladder = Ladder()
@@ -199,7 +199,7 @@ class RouterJourney:
     def _begin(self) -> None:
         loop = asyncio.get_running_loop()
         self._progress_at = loop.time()
-        self._deadline_at = self._progress_at + self._spec.deadline_s
+        self._deadline_at = self._spec.call.deadline
         self._watch()
 
     def _watch(self) -> None:
@@ -210,7 +210,9 @@ class RouterJourney:
         now = loop.time()
         stalled_at = self._progress_at + SHARE * (self._deadline_at - self._progress_at)
         if now >= self._deadline_at:
-            self._mail.put_nowait(DeadlineExceeded(f"not finished after {self._spec.deadline_s:g} s"))
+            self._mail.put_nowait(
+                DeadlineExceeded(f"not finished after {self._deadline_at - self._spec.call.arrival:.3g} s")
+            )
             return
         if self._attempt and now >= stalled_at:
             self._progress_at = now

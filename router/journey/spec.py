@@ -8,17 +8,18 @@ from typing import Protocol
 
 from protocol.messages import Reuse, TokenLogprobs
 from protocol.sampling import SamplingParams
+from router.call import Call
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One sequence to generate. `deadline_s`: seconds it may still take."""
+    """One sequence to generate for `call`. `request_id` begins with the call's id and tells its sequences apart."""
 
+    call: Call
     request_id: str
     token_ids: tuple[int, ...]
     params: SamplingParams
     namespace: str = ""
-    deadline_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
-    """The concatenation of all `step` results and `finish` is the text of the tokens. Each call is O(1)."""
+    """The concatenation of all `feed` results and `finish` is the text of the tokens. Each call is O(1)."""
 
-    def step(self, token_id: int) -> str:
+    def feed(self, token_id: int) -> str:
         """Text that this token completes; empty while a character is incomplete."""
 
     def finish(self) -> str:
@@ -41,7 +41,7 @@ class ByteDetokenizer:
         self._hidden = hidden
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
-    def step(self, token_id: int) -> str:
+    def feed(self, token_id: int) -> str:
         return "" if token_id in self._hidden else self._decode(self._token_bytes(token_id))
 
     def finish(self) -> str:
@@ -62,7 +62,7 @@ class WindowDetokenizer:
         self._window = [token_id for token_id in prompt[-_CONTEXT:] if token_id not in hidden]
         self._read = len(self._window)
 
-    def step(self, token_id: int) -> str:
+    def feed(self, token_id: int) -> str:
         if token_id in self._hidden:
             return ""
         self._window.append(token_id)

@@ -36,7 +36,7 @@ class StopMatcher:
         self._held = text[cut:]
         return text[:cut]
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         """The text ended, or must be shown whatever it may become: return what was held back."""
         held, self._held = self._held, ""
         return held

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -12,12 +12,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from protocol.errors import ConfigError, InvalidRequest
+from protocol.errors import ConfigError
 
-_RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"))
 _PROBE = "kvferry-probe"
-
-Message = Mapping[str, Any]
 
 
 class _Generation(Extension):
@@ -31,106 +28,56 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """Messages to prompt text. `special_tokens` (bos_token, eos_token, ...) are visible to the template.
+    """A model's compiled templates; `TextModel.render` fills them. Raises ConfigError when one does not parse.
 
-    `tool_use` is rendered instead of `source` when a request brings tools, for models that ship both.
-    Raises ConfigError when the template does not parse.
+    plain           what `source` says
+    tool_use        rendered instead when a request brings tools, for models that ship both
+    roles           what the templates compare a message's role with: the roles that the model knows by name
+    special_tokens  bos_token, eos_token, ...: visible to the templates
+    wants_parts     a message's content must be a list of parts, not a string
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, tool_use: str | None = None) -> None:
         environment = _environment()
         try:
-            self._template = environment.from_string(source)
-            self._tool_use = environment.from_string(tool_use) if tool_use is not None else self._template
+            self.plain = environment.from_string(source)
+            self.tool_use = environment.from_string(tool_use) if tool_use is not None else self.plain
         except TemplateSyntaxError as error:
             raise ConfigError(f"the chat template does not parse: {error}", param="chat_template") from error
-        self._special_tokens = dict(special_tokens)
-        self._wants_parts = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        extra: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt. `extra` are further variables (chat_template_kwargs). With continue_final_message the prompt
-        ends where the last message's content ends. Raises InvalidRequest naming the field at fault."""
-        extra = extra or {}
-        taken = sorted(_RESERVED & extra.keys())
-        if taken:
-            raise InvalidRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")
-        messages = [self._shaped(message, place) for place, message in enumerate(messages)]
-        template = self._tool_use if tools else self._template
-        try:
-            text = template.render(
-                **{**self._special_tokens, **extra},
-                messages=messages,
-                tools=tools or None,
-                documents=documents or None,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except Exception as error:  # a template is a program: it can fail in any way on messages it does not expect
-            raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
-        return _up_to_content(text, messages[-1]) if continue_final_message else text
-
-    def _shaped(self, message: Message, place: int) -> dict[str, Any]:
-        content = _flat(message.get("content"), f"messages[{place}].content")
-        shaped = {**message, "content": [{"type": "text", "text": content}] if self._wants_parts else content}
-        if message.get("tool_calls"):
-            shaped["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
-        return shaped
+        self.roles = _roles(environment.parse(source)) | _roles(environment.parse(tool_use or ""))
+        self.special_tokens = dict(special_tokens)
+        self.wants_parts = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
 
     def _shows(self, content: Any) -> bool:
         try:
-            text = self._template.render(
-                **self._special_tokens, messages=[{"role": "user", "content": content}], add_generation_prompt=True
+            text = self.plain.render(
+                **self.special_tokens, messages=[{"role": "user", "content": content}], add_generation_prompt=True
             )
-        except Exception:  # as in render: this form of content does not suit the template
+        except Exception:  # as in TextModel.render: this form of content does not suit the template
             return False
         return _PROBE in text and "'type'" not in text
 
 
-def _flat(content: Any, field: str) -> str:
-    """Content as one string; text parts are joined by newlines, as other servers do."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for place, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if kind == "text" else part.get("refusal") if kind == "refusal" else None
-        if not isinstance(text, str):
-            raise InvalidRequest(
-                f"content parts of type {kind!r} are not supported, only text", param=f"{field}[{place}]"
-            )
-        texts.append(text)
-    return "\n".join(texts)
+def _roles(tree: nodes.Template) -> frozenset[str]:
+    """Texts on one side of a comparison whose other side is called role."""
+    found: set[str] = set()
+    for comparison in tree.find_all(nodes.Compare):
+        sides = [comparison.expr, *(operand.expr for operand in comparison.ops)]
+        if any(map(_is_role, sides)):
+            found |= {text for side in sides if not _is_role(side) for text in _texts(side)}
+    return frozenset(found)
 
 
-def _parsed_call(call: Any) -> Any:
-    """Templates want a call's arguments as an object; clients send them as JSON text."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+def _is_role(expression: nodes.Expr) -> bool:
+    match expression:
+        case nodes.Name(name="role") | nodes.Getattr(attr="role") | nodes.Getitem(arg=nodes.Const(value="role")):
+            return True
+    return False
 
 
-def _up_to_content(text: str, message: Mapping[str, Any]) -> str:
-    content = message["content"]
-    content = (content[-1]["text"] if isinstance(content, list) else content).strip()
-    at = text.rfind(content)
-    if not content or at < 0:
-        raise InvalidRequest("the last message has no content to continue", param="continue_final_message")
-    return text[: at + len(content)]
+def _texts(expression: nodes.Expr) -> list[str]:
+    constants = [expression] if isinstance(expression, nodes.Const) else expression.find_all(nodes.Const)
+    return [constant.value for constant in constants if isinstance(constant.value, str)]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

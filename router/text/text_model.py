@@ -1,103 +1,129 @@
-"""All that the router knows of its model: name, tokenizer, chat template, facts. Loaded once, before serving."""
+"""A model as text: messages to a prompt, texts to token ids, and what its configuration says. Made once, by `load`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from model_files.gguf import read_gguf
-from model_files.source import ModelFacts, ModelSource, read_facts, read_json, resolve
-from protocol.errors import ConfigError
-from protocol.settings import RouterSettings
-from router.text.gguf_tokenizer import build_tokenizer
+from model_files.source import ModelFacts
+from protocol.errors import InvalidRequest
 from router.text.template import ChatTemplate
 from router.text.tokenizer import TextTokenizer
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""The OpenAI API's. Models that were trained on other roles name them in their chat template."""
+_RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"))
+
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """name: what clients call it. template: None when the model has none and none was given."""
+    """name: what clients call it. template: None when the model has none and none was given. Safe to use from several
+    threads; encoding releases the GIL."""
 
     name: str
     tokenizer: TextTokenizer
     template: ChatTemplate | None
     facts: ModelFacts
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Special tokens spelled out in the text are recognised either way."""
+        ids: list[int] = self.tokenizer.library.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
-@dataclass(frozen=True, slots=True)
-class _Templates:
-    chat: str | None = None
-    tool_use: str | None = None
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. `extra` are further variables (chat_template_kwargs). With continue_final_message the prompt
+        ends where the last message's content ends. Raises InvalidRequest naming the field at fault."""
+        template = self.template
+        if template is None:
+            raise InvalidRequest(
+                f"the model {self.name!r} has no chat template; give the router one with --chat-template, or use "
+                "/v1/completions",
+                param="messages",
+            )
+        extra = extra or {}
+        taken = sorted(_RESERVED & extra.keys())
+        if taken:
+            raise InvalidRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")
+        self._check_roles(messages, template.roles)
+        messages = [_shaped(message, place, template.wants_parts) for place, message in enumerate(messages)]
+        try:
+            text = (template.tool_use if tools else template.plain).render(
+                **{**template.special_tokens, **extra},
+                messages=messages,
+                tools=tools or None,
+                documents=documents or None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:  # a template is a program: it can fail in any way on messages it does not expect
+            raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
+        return _up_to_content(text, messages[-1]) if continue_final_message else text
 
-
-def load_text_model(settings: RouterSettings) -> TextModel:
-    """The model of `settings.model`, without its weights. Raises ConfigError."""
-    source = resolve(settings.model, weights=False)
-    load = _from_gguf if source.kind == "gguf" else _from_directory
-    tokenizer, special_tokens, templates = load(source)
-    if settings.chat_template:
-        templates = _Templates(_read_text(Path(settings.chat_template).expanduser()))
-    template = None
-    if templates.chat is not None:
-        template = ChatTemplate(templates.chat, special_tokens, tool_use=templates.tool_use)
-    facts = read_facts(source)
-    if settings.generation_config == "none":
-        facts = replace(facts, sampling=())
-    return TextModel(settings.served_model_name or source.name, tokenizer, template, facts)
-
-
-def _from_gguf(source: ModelSource) -> tuple[TextTokenizer, dict[str, str], _Templates]:
-    metadata = read_gguf(source.path).metadata
-    tokens = metadata.get("tokenizer.ggml.tokens", ())
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in names.items()}
-    special_tokens = {name: tokens[index] for name, index in ids.items() if index is not None and index < len(tokens)}
-    templates = _Templates(metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.chat_template.tool_use"))
-    return TextTokenizer(build_tokenizer(metadata)), special_tokens, templates
-
-
-def _from_directory(source: ModelSource) -> tuple[TextTokenizer, dict[str, str], _Templates]:
-    config = _optional_json(source.path / "tokenizer_config.json")
-    legacy = _optional_json(source.path / "special_tokens_map.json")
-    found = {name: _content(config.get(name, legacy.get(name))) for name in _SPECIAL}
-    special_tokens = {name: token for name, token in found.items() if token is not None}
-    return TextTokenizer.from_directory(source.path), special_tokens, _directory_templates(source.path, config)
-
-
-def _directory_templates(path: Path, config: Mapping[str, Any]) -> _Templates:
-    """chat_template.jinja, else chat_template.json, else tokenizer_config.json (one text or a list of named ones)."""
-    own_file = path / "chat_template.jinja"
-    if own_file.is_file():
-        return _Templates(_read_text(own_file))
-    value = _optional_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        return _Templates(named.get("default"), named.get("tool_use"))
-    return _Templates(value if isinstance(value, str) else None)
-
-
-def _content(token: Any) -> str | None:
-    """A special token of tokenizer_config.json: text, or an object with its content."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
+    def _check_roles(self, messages: Sequence[Message], named: frozenset[str]) -> None:
+        """Only what the model can tell apart: a role that nothing names is a client's slip of the pen."""
+        for place, message in enumerate(messages):
+            role = message.get("role")
+            if role not in ROLES and role not in named:
+                allowed = ", ".join((*ROLES, *sorted(named.difference(ROLES))))
+                raise InvalidRequest(
+                    f"messages[{place}].role must be one of {allowed}; got {role!r}", param=f"messages[{place}].role"
+                )
 
 
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+def _shaped(message: Message, place: int, as_parts: bool) -> dict[str, Any]:
+    content = _flat(message.get("content"), f"messages[{place}].content")
+    shaped = {**message, "content": [{"type": "text", "text": content}] if as_parts else content}
+    if message.get("tool_calls"):
+        shaped["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
+    return shaped
 
 
-def _read_text(path: Path) -> str:
-    """A template file: Jinja source, or JSON holding it under `chat_template`."""
-    if path.suffix == ".json":
-        value = read_json(path).get("chat_template")
-        if not isinstance(value, str):
-            raise ConfigError(f"{path} holds no chat_template", param="chat_template")
-        return value
+def _flat(content: Any, field: str) -> str:
+    """Content as one string; text parts are joined by newlines, as other servers do."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for place, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if kind == "text" else part.get("refusal") if kind == "refusal" else None
+        if not isinstance(text, str):
+            raise InvalidRequest(
+                f"content parts of type {kind!r} are not supported, only text", param=f"{field}[{place}]"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _parsed_call(call: Any) -> Any:
+    """Templates want a call's arguments as an object; clients send them as JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the chat template {path}: {error}", param="chat_template") from error
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _up_to_content(text: str, message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    content = (content[-1]["text"] if isinstance(content, list) else content).strip()
+    at = text.rfind(content)
+    if not content or at < 0:
+        raise InvalidRequest("the last message has no content to continue", param="continue_final_message")
+    return text[: at + len(content)]

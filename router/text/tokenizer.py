@@ -26,8 +26,10 @@ _ALPHABET = _byte_alphabet()
 
 
 class TextTokenizer:
-    """One model's tokenizer. Safe to use from several threads; encoding releases the GIL.
+    """One model's vocabulary: token ids back to text; `TextModel.encode` is the other direction. Safe to use from
+    several threads.
 
+    library       the tokenizer itself, of the `tokenizers` library
     special_ids   tokens that carry no text of their own and are skipped in output unless asked for
     byte_level    a token is a sequence of bytes, so text is the plain concatenation of `token_bytes`
     """
@@ -36,7 +38,7 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
-        self._tokenizer = tokenizer
+        self.library = tokenizer
         self._added = {index: token.content for index, token in added.items()}
         self._bytes: dict[int, bytes] = {}
         steps = _decoder_steps(tokenizer)
@@ -59,18 +61,13 @@ class TextTokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"cannot read {file}: {error}", param="model") from error
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Special tokens spelled out in the text are recognised either way."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
-
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        text: str = self.library.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token(self, token_id: int) -> str:
         """The vocabulary's own spelling; empty for ids without one (padded vocabularies)."""
-        return self._tokenizer.id_to_token(token_id) or ""
+        return self.library.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to a text (no space is stripped at its beginning)."""

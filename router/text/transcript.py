@@ -62,6 +62,8 @@ class Transcript:
         """The text this Output completes. The ending token has no text unless stops are to be included."""
         if self._options.echo_only:
             return Piece(finish_reason="length", prompt_logprobs=output.prompt_logprobs)
+        if self._stop is None and output.finish_reason is None and output.logprobs is None:
+            return self._plain(output)
         piece = Piece(prompt_logprobs=output.prompt_logprobs)
         taken, texts = 0, []
         for place, token_id in enumerate(output.token_ids):
@@ -81,9 +83,16 @@ class Transcript:
         self._finish(piece, output)
         return piece
 
+    def _plain(self, output: Output) -> Piece:
+        """Nearly every Output: nothing ends with it, nothing is looked for in it."""
+        text = "".join(map(self._detokenizer.feed, output.token_ids))
+        self._offset += len(text)
+        self.completion_tokens += len(output.token_ids)
+        return Piece(text, output.token_ids, prompt_logprobs=output.prompt_logprobs)
+
     def _shown(self, token_id: int, number: int) -> str:
         """Text to show for the request's output token `number` (from 1); stop strings count from min_tokens on."""
-        text = self._detokenizer.step(token_id)
+        text = self._detokenizer.feed(token_id)
         self._offset += len(text)
         if self._stop is None or number < self._params.min_tokens:
             return text
@@ -92,7 +101,7 @@ class Transcript:
     def _rest(self) -> str:
         if self._stop is None:
             return self._detokenizer.finish()
-        return self._stop.feed(self._detokenizer.finish()) + self._stop.flush()
+        return self._stop.feed(self._detokenizer.finish()) + self._stop.finish()
 
     def _finish(self, piece: Piece, output: Output) -> None:
         matched = self._stop.matched if self._stop is not None else None

@@ -11,7 +11,7 @@ import torch
 
 from model_files.source import resolve
 from protocol.settings import RouterSettings
-from router.text.text_model import load_text_model
+from router.text.load import load_text_model
 
 NEW_TOKENS = 16
 TIE = 1e-4
@@ -40,7 +40,7 @@ class Answer:
 def prompts() -> tuple[tuple[int, ...], ...]:
     """50 prompts of 10 to 3,000 tokens of English prose."""
     text = "\n".join(topics[name] for name in sorted(topics))
-    ids = load_text_model(RouterSettings()).tokenizer.encode(text[:400_000])
+    ids = load_text_model(RouterSettings()).encode(text[:400_000])
     rng = random.Random(0)
     starts = [rng.randrange(len(ids) - n) for n in LENGTHS]
     return tuple(tuple(ids[at : at + n]) for at, n in zip(starts, LENGTHS, strict=True))

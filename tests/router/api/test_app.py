@@ -14,7 +14,7 @@ from api_parts import EOS, MESSAGES, Api, FakeCluster, demo_text, error_of, ids_
 from protocol.errors import ConfigError, Overloaded
 from protocol.settings import RouterSettings
 from protocol.version import VERSION
-from router.text.text_model import load_text_model
+from router.text.load import load_text_model
 
 LONG = says("word " * 2000)
 
@@ -38,8 +38,6 @@ async def test_operations() -> None:
     assert (await api.http.get("/health")).status_code == 200
     assert (await api.http.get("/version")).json() == {"version": VERSION}
     assert "kvferry_requests_inflight 0.0" in (await api.http.get("/metrics")).text
-    paths = (await api.http.get("/openapi.json")).json()["paths"]
-    assert "messages" in str(paths["/v1/chat/completions"]["post"]["requestBody"])
 
 
 async def test_models() -> None:
@@ -93,11 +91,37 @@ async def test_request_ids(given: str | None) -> None:
         assert shown
 
 
-async def test_requests_of_the_same_id_stay_apart() -> None:
+async def test_a_clients_id_is_the_id_in_body_header_logs_and_messages(caplog: pytest.LogCaptureFixture) -> None:
     api = Api(FakeCluster(says("x")))
-    for _ in range(2):
-        await api.http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "same"})
-    assert len({journey.spec.request_id for journey in api.cluster.journeys}) == 2
+    headers = {"x-request-id": "order-7", "traceparent": "00-1-2-01"}
+    chat = await api.http.post("/v1/chat/completions", json={"messages": MESSAGES}, headers=headers)
+    text = await api.http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2}, headers=headers)
+    assert (chat.headers["x-request-id"], chat.json()["id"]) == ("order-7", "chatcmpl-order-7")
+    assert (text.headers["x-request-id"], text.json()["id"]) == ("order-7", "cmpl-order-7")
+    specs = [journey.spec for journey in api.cluster.journeys]
+    assert {spec.call.id for spec in specs} == {"order-7"}
+    assert {spec.call.trace for spec in specs} == {"00-1-2-01"}
+    assert all(spec.request_id.startswith("order-7") for spec in specs)
+    api.cluster.script = None  # type: ignore[assignment]
+    await api.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+    assert "order-7: /v1/completions failed" in caplog.text
+
+
+async def test_a_drawn_id_is_one_id_too() -> None:
+    api = Api(FakeCluster(says("x")))
+    response = await api.complete()
+    assert response.json()["id"] == f"cmpl-{response.headers['x-request-id']}"
+    (journey,) = api.cluster.journeys
+    assert journey.spec.request_id == response.headers["x-request-id"]
+
+
+async def test_the_deadline_counts_from_arrival() -> None:
+    api = Api(FakeCluster(says("x")), request_timeout=30.0)
+    before = time.monotonic()
+    await api.complete()
+    call = api.cluster.journeys[0].spec.call
+    assert before <= call.arrival <= time.monotonic()
+    assert call.deadline == call.arrival + 30.0
 
 
 async def test_more_requests_than_the_limit_are_told_to_come_back() -> None:
@@ -135,8 +159,7 @@ def test_settings_name_the_model_and_replace_its_template(tmp_path: Path) -> Non
     file.write_text("{{ messages[0].content }}!")
     text = load_text_model(RouterSettings(served_model_name="mine", chat_template=str(file)))
     assert text.name == "mine"
-    assert text.template is not None
-    assert text.template.render(MESSAGES) == "Hello!"
+    assert text.render(MESSAGES) == "Hello!"
     with pytest.raises(ConfigError, match="chat template"):
         load_text_model(RouterSettings(chat_template=str(tmp_path / "missing.jinja")))
 

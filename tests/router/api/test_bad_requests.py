@@ -13,8 +13,14 @@ CHAT = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
-    ({"messages": [{"content": "no role"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+    ({"messages": [{"content": "no role"}]}, "messages[0].role"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [{"role": 5}]}, "messages[0].role"),
+    ({"messages": [*MESSAGES, {"role": "admin", "content": "x"}]}, "messages[1].role"),
+    ({"messages": [{"role": "User", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": ["text"]}]}, "messages[0].content[0]"),
     ({"temperature": "hot"}, "temperature"),
@@ -59,6 +65,7 @@ CHAT = [
     ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": 5}, "tool_choice"),
     ({"best_of": 2}, "best_of"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"bad_words": ["x"]}, "bad_words"),
@@ -106,6 +113,16 @@ async def test_completions(fields: dict[str, Any], param: str) -> None:
     response = await api.complete(**fields)
     assert (response.status_code, error_of(response)["param"]) == (400, param)
     assert not api.cluster.journeys
+
+
+async def test_an_unknown_role_names_the_known_ones() -> None:
+    api = Api(FakeCluster(says("x")))
+    error = error_of(await api.chat(messages=[{"role": "admin", "content": "x"}]))
+    assert "system, developer, user, assistant, tool, function" in error["message"]
+    for role in ("system", "developer", "user", "assistant", "tool", "function"):
+        assert (await api.chat(messages=[{"role": role, "content": "x", "name": "n"}])).is_success
+    error = error_of(await api.http.post("/tokenize", json={"messages": [{"role": "admin", "content": "x"}]}))
+    assert error["param"] == "messages[0].role"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import pytest
 from api_parts import EOS, Api, FakeCluster, demo_text, error_of, events, ids_of, logprob_of, outputs_for, says
 
 from router.journey.spec import RequestSpec
-from router.text.tokenizer import TextTokenizer
+from router.text.text_model import TextModel
 
 
 def echo_seed(spec: RequestSpec) -> list:
@@ -145,12 +144,13 @@ async def test_prompt_logprobs_of_vllm() -> None:
 async def test_many_short_prompts_together_are_encoded_off_the_loop() -> None:
     threads: set[int] = set()
 
-    class Watched(TextTokenizer):
+    class Watched(TextModel):
         def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
             threads.add(threading.get_ident())
-            return demo_text().tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return demo_text().encode(text, add_special_tokens=add_special_tokens)
 
-    text = replace(demo_text(), tokenizer=Watched(demo_text().tokenizer._tokenizer))
+    demo = demo_text()
+    text = Watched(demo.name, demo.tokenizer, demo.template, demo.facts)
     api = Api(FakeCluster(echo_seed), text)
     await api.complete(prompt=["some words " * 50] * 3)
     assert threads == {threading.get_ident()}

@@ -54,7 +54,9 @@ async def test_wire_ids_differ_for_equal_request_ids() -> None:
     async with Bench([prefill(), decode()]) as bench:
         results = await asyncio.gather(*(collect(bench.start(6)) for _ in range(8)))
         assert all(ids(outputs) == expected(PROMPT, 6) for outputs in results)
-        assert len({request.job.request_id for request in bench["p1"].prefills}) == 8
+        names = [request.job.request_id for request in bench["p1"].prefills]
+        assert len(set(names)) == 8
+        assert all(name.startswith("r-") for name in names)
 
 
 async def test_without_prefill_nodes_decode_computes_the_prompt() -> None:
@@ -208,6 +210,13 @@ async def test_deadline() -> None:
     async with Bench([decode(step_s=0.05)]) as bench:
         with pytest.raises(DeadlineExceeded):
             await collect(bench.start(1000, deadline_s=0.3))
+        await until(lambda: bench["d1"].running == 0)
+
+
+async def test_a_deadline_that_passed_before_the_journey_began() -> None:
+    async with Bench([prefill(), decode()]) as bench:
+        with pytest.raises(DeadlineExceeded):
+            await collect(bench.start(1000, deadline_s=-1.0))
         await until(lambda: bench["d1"].running == 0)
 
 

@@ -16,7 +16,7 @@ def run(pieces: list[str], stops: list[str], include: bool = False) -> tuple[lis
     matcher = StopMatcher(stops, include=include)
     shown = [matcher.feed(piece) for piece in pieces]
     if matcher.matched is None:
-        shown.append(matcher.flush())
+        shown.append(matcher.finish())
     return shown, matcher.matched
 
 

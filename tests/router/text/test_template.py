@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from api_parts import demo_text
 
 from protocol.errors import ConfigError, InvalidRequest
 from router.text.template import ChatTemplate
+from router.text.text_model import TextModel
 
 USER = {"role": "user", "content": "Hi"}
 CHATML = (
@@ -19,14 +21,16 @@ CHATML = (
 )
 
 
+def text_of(template: ChatTemplate) -> TextModel:
+    return replace(demo_text(), template=template)
+
+
 def render(source: str, messages: Any = (USER,), **options: Any) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages, **options)
+    return text_of(ChatTemplate(source, {"bos_token": "<s>"})).render(messages, **options)
 
 
 def test_the_demo_models_own_template() -> None:
-    template = demo_text().template
-    assert template is not None
-    assert template.render([USER]) == (
+    assert demo_text().render([USER]) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -71,12 +75,13 @@ def test_globals_special_tokens_and_extra_variables() -> None:
 
 
 def test_tools_choose_their_own_template_and_arguments_are_objects() -> None:
-    template = ChatTemplate(
+    both = ChatTemplate(
         "plain", {}, tool_use="{{ tools | length }}{{ messages[0].tool_calls[0].function.arguments.x }}"
     )
+    text = text_of(both)
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 5}'}}]}
-    assert template.render([call], tools=[{}, {}]) == "25"
-    assert template.render([USER]) == "plain"
+    assert text.render([call], tools=[{}, {}]) == "25"
+    assert text.render([USER]) == "plain"
 
 
 def test_the_final_message_can_be_continued() -> None:
@@ -118,3 +123,20 @@ def test_reserved_variables_cannot_be_replaced() -> None:
 def test_a_broken_template_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="does not parse"):
         ChatTemplate("{% if %}", {})
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "message.role == 'observation'",
+        "message['role'] in ['observation', 'other']",
+        "'observation' == message['role']",
+        "role != 'observation'",
+    ],
+)
+def test_roles_that_a_template_names_are_allowed_and_others_are_not(condition: str) -> None:
+    source = "{% for message in messages %}{% if " + condition + " %}!{% endif %}{{ message.content }}{% endfor %}"
+    assert render(source, [{"role": "observation", "content": "seen"}]).endswith("seen")
+    with pytest.raises(InvalidRequest, match="function, observation") as caught:
+        render(source, [USER, {"role": "content", "content": "x"}])
+    assert caught.value.param == "messages[1].role"

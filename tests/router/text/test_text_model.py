@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_parts import MESSAGES
+from api_parts import MESSAGES, FakeCluster, says
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from protocol.errors import ConfigError
+from protocol.metrics import RouterMetrics
 from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings
-from router.api.sampling import sampling_params
+from router.api.pool import Pool
 from router.api.schemas import CompletionBody
-from router.text.text_model import TextModel, load_text_model
+from router.call import Call
+from router.text.load import load_text_model
+from router.text.text_model import TextModel
 
 
 def directory(path: Path, **tokenizer_config: Any) -> Path:
@@ -38,9 +42,7 @@ def load(path: Path) -> TextModel:
 
 
 def rendered(path: Path, **options: Any) -> str:
-    template = load(path).template
-    assert template is not None
-    return template.render(MESSAGES, **options)
+    return load(path).render(MESSAGES, **options)
 
 
 def test_a_directory_gives_tokenizer_template_and_facts(tmp_path: Path) -> None:
@@ -54,7 +56,7 @@ def test_a_directory_gives_tokenizer_template_and_facts(tmp_path: Path) -> None:
     assert rendered(path) == "<s>Hello</s>"
     assert text.name == tmp_path.name
     assert (text.facts.eos_token_ids, text.facts.max_model_len, text.facts.vocab_size) == ((7,), 128, 300)
-    assert text.tokenizer.decode(text.tokenizer.encode("é1")) == "é1"
+    assert text.tokenizer.decode(text.encode("é1")) == "é1"
 
 
 def test_special_tokens_may_stand_in_their_own_file(tmp_path: Path) -> None:
@@ -85,9 +87,8 @@ def test_a_model_may_have_no_template(tmp_path: Path) -> None:
 def test_a_template_setting_in_json(tmp_path: Path) -> None:
     path, file = directory(tmp_path), tmp_path / "own.json"
     file.write_text('{"chat_template": "own"}')
-    template = load_text_model(RouterSettings(model=str(path), chat_template=str(file))).template
-    assert template is not None
-    assert template.render(MESSAGES) == "own"
+    text = load_text_model(RouterSettings(model=str(path), chat_template=str(file)))
+    assert text.render(MESSAGES) == "own"
     file.write_text("{}")
     with pytest.raises(ConfigError, match="no chat_template"):
         load_text_model(RouterSettings(model=str(path), chat_template=str(file)))
@@ -99,9 +100,10 @@ def test_the_model_s_own_sampling_defaults_stand_in_for_what_a_request_leaves_ou
     (path / "generation_config.json").write_text(json.dumps(defaults))
 
     def params(settings: RouterSettings, **body: Any) -> SamplingParams:
-        asked = CompletionBody(model="m", prompt="p", **body)
-        text = load_text_model(settings)
-        return sampling_params(asked, text, max_tokens=9, logprobs=None, prompt_logprobs=None)
+        asked = CompletionBody(model="m", prompt="p", max_tokens=9, **body)
+        pool = Pool(load_text_model(settings), FakeCluster(says("x")), RouterMetrics())
+        (spec,) = asyncio.run(pool.specs(Call("c", arrival=0.0, deadline=9.0), asked))
+        return spec.params
 
     own = params(RouterSettings(model=str(path)), top_p=0.5)
     assert (own.temperature, own.top_k, own.top_p, own.max_tokens) == (0.6, 20, 0.5, 9)

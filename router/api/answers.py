@@ -1,0 +1,116 @@
+"""What the endpoints answer, for the documentation and for tests that hold the answers to it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class Error(BaseModel):
+    """OpenAI's error object. `param` names the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    error: Error
+
+
+class Usage(BaseModel):
+    """`prompt_tokens_details.cached_tokens`: tokens of the prompt that were not computed again."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class Message(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: str | None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: Message
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+    stop_reason: str | int | None
+    token_ids: list[int] = Field(default=[], description="with return_token_ids")
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+    stop_reason: str | int | None
+    prompt_logprobs: list[dict[str, Any] | None] = Field(default=[], description="with prompt_logprobs")
+    prompt_token_ids: list[int] = Field(default=[], description="with return_token_ids")
+    token_ids: list[int] = Field(default=[], description="with return_token_ids")
+
+
+class ChatAnswer(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[str, Any] | None] = Field(default=[], description="with prompt_logprobs")
+    prompt_token_ids: list[int] = Field(default=[], description="with return_token_ids")
+
+
+class CompletionAnswer(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+class Health(BaseModel):
+    status: str
+
+
+class Ready(BaseModel):
+    """`nodes`: how many of each role could take a request now."""
+
+    status: str
+    nodes: dict[str, int]
+
+
+class Version(BaseModel):
+    version: str

@@ -1,0 +1,177 @@
+"""How a request comes in: its key and its Call; if it generates, admission, body, and a client that may leave.
+
+`Door` stands around the whole application, an `Exchange` behind each generating route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Mapping
+from contextlib import aclosing
+from typing import TypeVar
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from process.disconnect import disconnected
+from protocol.errors import Cancelled, InvalidRequest, KvferryError, Overloaded, Unauthorized
+from protocol.metrics import RouterMetrics
+from protocol.settings import RouterSettings
+from router.api.answer import Answer
+from router.api.generation import Generation
+from router.api.http_errors import error_response
+from router.api.pool import Pools
+from router.api.responder import Responder
+from router.api.schemas import parse
+from router.api.shape import Endpoint
+from router.call import CALL, Call
+
+OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
+MAX_BODY_BYTES = 64 * 1024 * 1024
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Door:
+    """ASGI middleware: what it wraps finds the request's Call in the scope, under CALL; its id goes on every response.
+    With an API key in the settings clients must present it outside OPEN_PATHS. A POST to one of `exchanges` goes there
+    directly: what routing and its layers cost, they would cost for every token."""
+
+    def __init__(self, app: ASGIApp, settings: RouterSettings, exchanges: Mapping[str, ASGIApp]) -> None:
+        self._app = app
+        self._exchanges = exchanges
+        self._key = settings.api_key.encode()
+        self._timeout_s = settings.request_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given, arrival = headers.get("x-request-id", ""), time.monotonic()
+        call = scope[CALL] = Call(
+            given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex,
+            arrival=arrival,
+            deadline=arrival + self._timeout_s,
+            trace=headers.get("traceparent", ""),
+        )
+
+        async def stamped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.id.encode())]
+            await send(message)
+
+        if self._key and scope["path"] not in OPEN_PATHS and not self._known(headers.get("authorization", "")):
+            response = error_response(Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'"))
+            response.headers["www-authenticate"] = "Bearer"
+            await response(scope, receive, stamped)
+            return
+        exchange = self._exchanges.get(scope["path"]) if scope["method"] == "POST" else None
+        await (exchange or self._app)(scope, receive, stamped)
+
+    def _known(self, authorization: str) -> bool:
+        """Header values arrive decoded as latin-1; the key is compared in bytes, in constant time."""
+        scheme, _, token = authorization.partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode("latin-1"), self._key)
+
+
+class Admission:
+    """Bounds the generating requests in progress. `count` is how many there are."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.count = 0
+
+    def enter(self) -> None:
+        """Raises Overloaded; otherwise `leave` must follow."""
+        if self.count >= self._limit:
+            raise Overloaded(f"{self.count} requests are in progress, the limit of this router", retry_after=1.0)
+        self.count += 1
+
+    def leave(self) -> None:
+        self.count -= 1
+
+
+class Exchange:
+    """ASGI application of a generating endpoint. It sees the client leave at any point, and cancels all journeys then.
+    Headers wait for the first output: errors before it have a status."""
+
+    def __init__(self, endpoint: Endpoint, pools: Pools, admission: Admission, metrics: RouterMetrics) -> None:
+        self._endpoint = endpoint
+        self._pools = pools
+        self._admission = admission
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call, metrics, responder, status = scope[CALL], self._metrics, Responder(send), 500
+        try:
+            self._admission.enter()
+            metrics.inflight.inc()
+            try:
+                data = await _read_body(Request(scope, receive))
+                answer = await until_disconnect(receive, self._work(call, data, responder))
+                status = 200
+                metrics.e2e.observe(time.monotonic() - call.arrival)
+                await answer.finish(responder)
+            finally:
+                metrics.inflight.dec()
+                self._admission.leave()
+        except KvferryError as error:
+            status = error.status
+            await responder.fail(error)
+        except Exception:
+            logger.exception("%s: %s failed", call.id, self._endpoint.path)
+            await responder.fail(KvferryError("internal error of the router; its log has the details"))
+        finally:
+            metrics.requests.labels(self._endpoint.path, str(status)).inc()
+
+    async def _work(self, call: Call, data: bytes, responder: Responder) -> Answer:
+        """All of the work but the last bytes: once those are out, the server reports the client as gone."""
+        body = parse(self._endpoint.body, data)
+        pool = self._pools.pool(body.model)
+        generation = Generation(pool, await pool.specs(call, body), body.text_options(), n=body.n or 1)
+        try:
+            async with aclosing(generation.pieces()) as pieces:
+                first = await anext(pieces)
+                answer = Answer(call, body, generation, self._endpoint.shape(pool, body, generation))
+                await answer.fold(first, pieces, responder)
+        finally:
+            await generation.close()
+        return answer
+
+
+async def _read_body(request: Request) -> bytes:
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            parts.append(part)
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise InvalidRequest(f"the request body is longer than {MAX_BODY_BYTES} bytes")
+    except ClientDisconnect as error:
+        raise Cancelled("the client went away") from error
+    return b"".join(parts)
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away; raises Cancelled then. The request's body
+    must have been read."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Cancelled("the client went away")
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

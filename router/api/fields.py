@@ -1,0 +1,168 @@
+"""Types of the fields of request bodies, and the groups of fields that do nothing but be there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, NotRequired
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    GetPydanticSchema,
+    WithJsonSchema,
+    with_config,
+)
+from pydantic_core import core_schema
+from typing_extensions import TypedDict
+
+from protocol.sampling import MAX_LOGPROBS
+from router.text.text_model import ROLES
+
+MAX_STOPS, MAX_STOP_CHARS = 64, 1024
+
+Prompt = str | tuple[int, ...]
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """Text, token ids, or a list of either, as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of lists of token ids")
+    if _is_ids(value):
+        return [tuple(value)]
+    if all(isinstance(item, str) or (isinstance(item, list) and _is_ids(item)) for item in value):
+        return [item if isinstance(item, str) else tuple(item) for item in value]
+    raise ValueError("its items must all be strings, all token ids, or all lists of token ids")
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+def _stops(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError("must be a string or a list of strings, none of them empty")
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise ValueError(f"takes at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
+    return stops
+
+
+def _list_of(*items: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "array", "items": item, "minItems": 1} for item in items]
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+Prompts = Annotated[
+    list[Any], BeforeValidator(_prompts), WithJsonSchema({"anyOf": [_TEXT, _IDS, *_list_of(_TEXT, _IDS)]})
+]
+_STOP = {**_TEXT, "maxLength": MAX_STOP_CHARS}
+_STOPS = {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}
+Stops = Annotated[
+    list[str], BeforeValidator(_stops), WithJsonSchema({"anyOf": [_STOP, _STOPS, {"type": "null"}], "default": []})
+]
+
+
+def told(must: str) -> GetPydanticSchema:
+    """For a field of several types: one error that names them all, instead of one for each."""
+    return GetPydanticSchema(
+        lambda source, build: core_schema.custom_error_schema(build(source), "type", custom_error_message=must)
+    )
+
+
+@with_config(ConfigDict(extra="allow"))
+class Message(TypedDict):
+    """One message of a chat. Which roles there are depends on the model's template too: `TextModel.render` checks them.
+    Further fields are the template's to read."""
+
+    role: Annotated[str, Field(description=f"{', '.join(ROLES)}, or a role that the model's chat template names")]
+    content: NotRequired[Annotated[str | list[Any] | None, told("must be a string or a list of parts")]]
+    tool_calls: NotRequired[list[Any] | None]
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unbuilt:
+    """Marks a field that asks for what this server cannot do yet: refused, unless its value asks for nothing."""
+
+    what: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self._refuse, handler(source))
+
+    def __get_pydantic_json_schema__(self, _: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "null", "description": f"{self.what} not supported by this server"}
+
+    def _refuse(self, value: Any) -> Any:
+        if value:
+            raise ValueError(f"{self.what} not supported by this server")
+        return value
+
+
+Structured = Annotated[Any, Unbuilt("structured outputs are")]
+Functions = Annotated[Any, Unbuilt("functions (and tools) are")]
+Top = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+class SamplingFields(BaseModel):
+    """What `SamplingParams` takes over by the same name; it knows the bounds."""
+
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = False
+    prompt_logprobs: int | None = None
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+def _text_format(value: dict[str, Any]) -> dict[str, Any]:
+    if value.get("type", "text") != "text":
+        raise ValueError(f"type {value['type']!r} is not supported, only 'text'")
+    return value
+
+
+def _only_text(value: list[str]) -> list[str]:
+    if set(value) - {"text"}:
+        raise ValueError("only 'text' is supported by this server")
+    return value
+
+
+TextOnly = Annotated[list[str], AfterValidator(_only_text)]
+
+
+class UnbuiltFields(BaseModel):
+    """What this server cannot do yet, and refuses where it is asked for."""
+
+    response_format: Annotated[dict[str, Any], AfterValidator(_text_format)] | None = None
+    use_beam_search: Annotated[Any, Unbuilt("beam search is")] = False
+    guided_json: Structured = None
+    guided_regex: Structured = None
+    guided_choice: Structured = None
+    guided_grammar: Structured = None
+    structured_outputs: Structured = None
+    logits_processors: Annotated[Any, Unbuilt("custom logits processors are")] = None
+    allowed_token_ids: Annotated[Any, Unbuilt("allowed_token_ids is")] = None
+    bad_words: Annotated[Any, Unbuilt("bad_words is")] = None

@@ -1,0 +1,138 @@
+"""What is served: a pool for each model, found by name in one place."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from starlette.concurrency import run_in_threadpool
+
+from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from protocol.metrics import ROLES, RouterMetrics
+from protocol.sampling import SamplingParams
+from router.api.schemas import GenerationBody
+from router.call import Call
+from router.journey.spec import Cluster, RequestSpec
+from router.text.text_model import TextModel
+
+LONG_TEXT_CHARS = 16_384
+_FIELDS = (
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
+    "presence_penalty",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Everything behind one served model: its text side, its limits, and the nodes that compute it."""
+
+    text: TextModel
+    cluster: Cluster
+    metrics: RouterMetrics
+
+    @property
+    def name(self) -> str:
+        return self.text.name
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together: the nodes' limit once one is known, never above the model's."""
+        info = self.cluster.info()
+        own = self.text.facts.max_model_len
+        return min(own, info.max_model_len) if info is not None else own
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text; long ones are encoded in a thread, since the event loop has streams to feed."""
+        encode = self.text.encode
+
+        def all_of_them() -> list[list[int]]:
+            return [encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        long = sum(map(len, texts)) >= LONG_TEXT_CHARS
+        return await run_in_threadpool(all_of_them) if long else all_of_them()
+
+    async def specs(self, call: Call, body: GenerationBody) -> list[RequestSpec]:
+        """What the body asks for: the first sequence of each of its prompts. Raises InvalidRequest naming the field."""
+        prompts = body.prompts(self.text)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(await self.encode(texts, add_special_tokens=body.marks_texts()))
+        names = [call.id] if len(prompts) == 1 else [f"{call.id}-p{number}" for number in range(len(prompts))]
+        return [
+            self._spec(call, name, body, next(encoded) if isinstance(prompt, str) else prompt)
+            for name, prompt in zip(names, prompts, strict=True)
+        ]
+
+    def check_ids(self, token_ids: Sequence[int], field: str) -> None:
+        """Raise InvalidRequest unless the model's vocabulary has all of them."""
+        vocabulary = self.text.facts.vocab_size
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
+            raise InvalidRequest(f"token ids in {field} must be at least 0 and below {vocabulary}", param=field)
+
+    def _spec(self, call: Call, request_id: str, body: GenerationBody, token_ids: Sequence[int]) -> RequestSpec:
+        field = body.prompt_field
+        if not token_ids:
+            raise InvalidRequest(f"{field} must hold at least one token", param=field)
+        self.check_ids(token_ids, field)
+        if body.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-body.truncate_prompt_tokens :]
+        params = self._params(body, self._budget(body, len(token_ids)))
+        return RequestSpec(call, request_id, tuple(token_ids), params, body.cache_salt or "")
+
+    def _budget(self, body: GenerationBody, prompt_len: int) -> int:
+        """max_tokens of a prompt: what is asked, else the shape's default, else the rest of the context. An asked 0
+        (echo only) still takes one. Raises ContextLengthExceeded."""
+        bound_field, asked = body.output_bound()
+        limit = self.max_model_len
+        room = limit - prompt_len
+        needed = max(asked if asked is not None else min(room, body.output_default or room), 1)
+        if needed > room:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {limit} tokens, but the request needs {prompt_len + needed} "
+                f"({prompt_len} in the prompt, {needed} for the output); shorten the prompt or ask for fewer tokens",
+                param=body.prompt_field if room < 1 else bound_field,
+            )
+        return needed
+
+    def _params(self, body: GenerationBody, max_tokens: int) -> SamplingParams:
+        """Parameters of a prompt's first choice; the model's own defaults stand in for what the body leaves out.
+        Without a seed in the body one is drawn here, so that a retried attempt continues the same text."""
+        facts = self.text.facts
+        given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
+        params = SamplingParams(
+            **{**dict(facts.sampling), **given},
+            max_tokens=max_tokens,
+            logit_bias=tuple((body.logit_bias or {}).items()),
+            seed=body.seed if body.seed is not None else random.getrandbits(63),
+            logprobs=body.top(),
+            prompt_logprobs=body.prompt_top(),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            eos_token_ids=facts.eos_token_ids,
+            ignore_eos=bool(body.ignore_eos),
+        )
+        params.validate(facts.vocab_size)
+        return params
+
+
+class Pools:
+    """All served models. Without a name the first is meant."""
+
+    def __init__(self, first: Pool, *others: Pool) -> None:
+        self.first = first
+        self._pools = {pool.name: pool for pool in (first, *others)}
+
+    def __iter__(self) -> Iterator[Pool]:
+        return iter(self._pools.values())
+
+    def ready(self) -> dict[str, int]:
+        """Nodes of each role that could take a request now, of all pools together."""
+        counts = [pool.cluster.ready() for pool in self]
+        return {role: sum(count[role] for count in counts) for role in ROLES}
+
+    def pool(self, model: str | None) -> Pool:
+        """Raises ModelNotFound."""
+        pool = self._pools.get(model) if model else self.first
+        if pool is None:
+            served = ", ".join(map(repr, self._pools))
+            raise ModelNotFound(f"the model {model!r} does not exist here; this server has {served}", param="model")
+        return pool

@@ -1,0 +1,53 @@
+"""A generating request's response on the wire: its head, its body or its events, its error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Send
+
+from protocol.errors import Cancelled, KvferryError
+from router.api.http_errors import error_headers
+from router.api.sse import dump, event
+
+_JSON = "application/json"
+_EVENTS = "text/event-stream; charset=utf-8"
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+@dataclass(slots=True)
+class Responder:
+    """After `begin_stream` errors can only be told in the stream."""
+
+    send: Send
+    _started: bool = False
+    _streams: bool = False
+
+    async def begin_stream(self, headers: Mapping[str, str]) -> None:
+        self._streams = True
+        await self._start(200, _EVENTS, {**_STREAM_HEADERS, **headers})
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        await self.send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def whole(self, status: int, value: Any, headers: Mapping[str, str]) -> None:
+        data = dump(value)
+        await self._start(status, _JSON, {**headers, "content-length": str(len(data))})
+        await self.write(data, more=False)
+
+    async def fail(self, error: KvferryError) -> None:
+        """Tell the client, in the way that is left; nothing is told to a client that went away."""
+        if isinstance(error, Cancelled):
+            return
+        if not self._started:
+            await self.whole(error.status, error.body(), error_headers(error))
+        elif self._streams:
+            await self.write(event(error.body()), more=False)
+
+    async def _start(self, status: int, media_type: str, headers: Mapping[str, str]) -> None:
+        self._started = True
+        pairs = [(b"content-type", media_type.encode())]
+        pairs += [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        await self.send({"type": "http.response.start", "status": status, "headers": pairs})

@@ -1,0 +1,100 @@
+"""How one shape of the API shows a generation. Chat and completions say what differs; `Answer` folds the pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+from protocol.messages import TokenLogprobs
+from router.api.generation import Choice, Generation
+from router.api.logprobs import LogprobWriter
+from router.api.pool import Pool
+from router.api.schemas import GenerationBody
+from router.text.transcript import Entry, Piece
+
+AnyBody = TypeVar("AnyBody", bound=GenerationBody)
+
+
+@dataclass(slots=True)
+class Collected:
+    """All pieces of one choice."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.text.append(piece.text)
+        self.token_ids.extend(piece.token_ids)
+        self.entries.extend(piece.entries)
+        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A generating endpoint: where it is, what it takes, and how it answers."""
+
+    path: str
+    body: type[GenerationBody]
+    shape: type[Shape[Any]]
+
+
+class Shape(Generic[AnyBody]):
+    """One answer's looks.
+
+    id_prefix, whole, chunk  beginning of the answer's id; `object` of a whole answer and of a chunk
+    prompt_logprobs          of each prompt, by its number, once its first piece has come
+    """
+
+    id_prefix: ClassVar[str]
+    whole: ClassVar[str]
+    chunk: ClassVar[str]
+
+    def __init__(self, pool: Pool, body: AnyBody, generation: Generation) -> None:
+        self.body = body
+        self.model = pool.name
+        self.tokenizer = pool.text.tokenizer
+        self.generation = generation
+        self.top = body.top()
+        self.writer = LogprobWriter(self.tokenizer, ids_as_tokens=bool(body.return_tokens_as_token_ids))
+        self.prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}
+
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """`choices[]` of a chunk that brings nothing but text."""
+        raise NotImplementedError
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """Fields of a chunk of its own before the choice's first piece."""
+        return None
+
+    def begins_with_prompt(self) -> bool:
+        """Whether a choice's first piece always has something to show."""
+        return False
+
+    def piece_choice(self, choice: Choice, piece: Piece, *, first: bool) -> dict[str, Any]:
+        """`choices[]` of a chunk for any piece; `first` is the choice's first."""
+        shown = self.text_choice(choice.index, piece.text)
+        shown["logprobs"] = self.logprobs(choice, piece.entries, first=first)
+        shown["finish_reason"] = piece.finish_reason
+        if piece.finish_reason is not None:
+            shown["stop_reason"] = piece.stop_reason
+        if self.body.return_token_ids:
+            shown["token_ids"] = list(piece.token_ids)
+        return shown
+
+    def whole_choice(self, choice: Choice, found: Collected) -> dict[str, Any]:
+        """`choices[]` of a whole answer."""
+        raise NotImplementedError
+
+    def whole_fields(self) -> dict[str, Any]:
+        """Further fields of a whole answer."""
+        return {}
+
+    def logprobs(self, choice: Choice, entries: list[Entry], *, first: bool) -> dict[str, Any] | None:
+        """The field of that name; None without log-probabilities."""
+        raise NotImplementedError
+
+    def shown_prompt_logprobs(self, prompt: int) -> list[dict[str, Any] | None]:
+        return self.writer.prompt(self.prompt_logprobs.get(prompt, ()), self.body.prompt_logprobs or 0)

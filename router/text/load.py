@@ -1,0 +1,94 @@
+"""A model's text side out of its files: tokenizer, chat templates, special tokens, facts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from model_files.gguf import read_gguf
+from model_files.source import ModelSource, read_facts, read_json, resolve
+from protocol.errors import ConfigError
+from protocol.settings import RouterSettings
+from router.text.gguf_tokenizer import build_tokenizer
+from router.text.template import ChatTemplate
+from router.text.text_model import TextModel
+from router.text.tokenizer import TextTokenizer
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+@dataclass(frozen=True, slots=True)
+class _Templates:
+    chat: str | None = None
+    tool_use: str | None = None
+
+
+def load_text_model(settings: RouterSettings) -> TextModel:
+    """The model of `settings.model`, without its weights. Raises ConfigError."""
+    source = resolve(settings.model, weights=False)
+    load = _from_gguf if source.kind == "gguf" else _from_directory
+    tokenizer, special_tokens, templates = load(source)
+    if settings.chat_template:
+        templates = _Templates(_read_text(Path(settings.chat_template).expanduser()))
+    template = None
+    if templates.chat is not None:
+        template = ChatTemplate(templates.chat, special_tokens, tool_use=templates.tool_use)
+    facts = read_facts(source)
+    if settings.generation_config == "none":
+        facts = replace(facts, sampling=())
+    return TextModel(settings.served_model_name or source.name, tokenizer, template, facts)
+
+
+def _from_gguf(source: ModelSource) -> tuple[TextTokenizer, dict[str, str], _Templates]:
+    metadata = read_gguf(source.path).metadata
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in names.items()}
+    special_tokens = {name: tokens[index] for name, index in ids.items() if index is not None and index < len(tokens)}
+    templates = _Templates(metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.chat_template.tool_use"))
+    return TextTokenizer(build_tokenizer(metadata)), special_tokens, templates
+
+
+def _from_directory(source: ModelSource) -> tuple[TextTokenizer, dict[str, str], _Templates]:
+    config = _optional_json(source.path / "tokenizer_config.json")
+    legacy = _optional_json(source.path / "special_tokens_map.json")
+    found = {name: _content(config.get(name, legacy.get(name))) for name in _SPECIAL}
+    special_tokens = {name: token for name, token in found.items() if token is not None}
+    return TextTokenizer.from_directory(source.path), special_tokens, _directory_templates(source.path, config)
+
+
+def _directory_templates(path: Path, config: Mapping[str, Any]) -> _Templates:
+    """chat_template.jinja, else chat_template.json, else tokenizer_config.json (one text or a list of named ones)."""
+    own_file = path / "chat_template.jinja"
+    if own_file.is_file():
+        return _Templates(_read_text(own_file))
+    value = _optional_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        return _Templates(named.get("default"), named.get("tool_use"))
+    return _Templates(value if isinstance(value, str) else None)
+
+
+def _content(token: Any) -> str | None:
+    """A special token of tokenizer_config.json: text, or an object with its content."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _read_text(path: Path) -> str:
+    """A template file: Jinja source, or JSON holding it under `chat_template`."""
+    if path.suffix == ".json":
+        value = read_json(path).get("chat_template")
+        if not isinstance(value, str):
+            raise ConfigError(f"{path} holds no chat_template", param="chat_template")
+        return value
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the chat template {path}: {error}", param="chat_template") from error

@@ -1,0 +1,55 @@
+"""How many files one must read to follow a request from its arrival to its journey."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from api_parts import demo_text
+from fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
+from walk import Walk
+
+from protocol.messages import PrefillRequest
+from protocol.metrics import RouterMetrics
+from protocol.settings import RouterSettings
+from router.api.app import create_app
+
+API_HALF = {
+    "router/api/door.py",
+    "router/api/schemas.py",
+    "router/api/pool.py",
+    "router/api/generation.py",
+    "router/text/text_model.py",
+    "router/journey/cluster.py",
+}
+"""Key and call; what the body asks for; its model; its sequences; its prompt; the nodes."""
+WORDS = "What does a ferry carry? " * 10
+CHAT = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 4}
+
+
+async def walked(path: str, body: dict[str, Any]) -> set[str]:
+    """Files that a request runs through before its POST to the prefill node, after one that opened connections."""
+    walk = Walk("router", "placement")
+
+    async def arrived(worker: FakeWorker, request: PrefillRequest) -> Answer:
+        walk.stop()
+        async for answer in honest_prefill(worker, request):
+            yield answer
+
+    async with Bench([prefill(prefill_script=arrived), decode()]) as bench:
+        app = create_app(RouterSettings(), bench.cluster, demo_text(), RouterMetrics())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
+            assert (await http.post(path, json={**body, "seed": 1})).status_code == 200
+            with walk:
+                assert (await http.post(path, json={**body, "seed": 2})).status_code == 200
+    assert "router/journey/journey.py" in walk.files
+    assert len(walk.files) <= 12, walk.files
+    return {file for file in walk.files if file.startswith(("router/api/", "router/text/", "router/journey/cluster"))}
+
+
+async def test_a_chat_walks_through_six_files_before_its_journey() -> None:
+    assert await walked("/v1/chat/completions", CHAT) == API_HALF
+
+
+async def test_a_completion_walks_the_same_way_and_reads_its_prompts() -> None:
+    assert await walked("/v1/completions", {"prompt": WORDS}) == API_HALF | {"router/api/fields.py"}
