@@ -103,7 +103,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         complain(f"{error.format_message()} (see kvferry {_command_of(error)}--help)")
         return error.exit_code
     except GivenUp as error:
-        complain(error.message)
+        complain(str(error))
         return error.exit_status
     except KvferryError as error:
         complain(error.message)
