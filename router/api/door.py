@@ -33,6 +33,8 @@ from router.api.shape import Endpoint
 from router.call import CALL, Call
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
+AGAIN_S = 0.1
+"""Until work that ignored a cancellation is cancelled again."""
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -172,6 +174,15 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
             return working.result()
         raise Cancelled("the client went away")
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        leaving.cancel()
+        await _ended(working)
+
+
+async def _ended(work: asyncio.Future[T]) -> None:
+    """Cancel until it ends: a library below may swallow a cancellation (asyncio.wait_for did before Python 3.12), and
+    work that nobody waits for any more would run on to its last token."""
+    while not work.done():
+        work.cancel()
+        await asyncio.wait((work,), timeout=AGAIN_S)
+    if not work.cancelled():
+        work.exception()
