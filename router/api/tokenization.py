@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from protocol.errors import InvalidRequest
-from router.api.fields import Messages
+from router.api.fields import Messages, TokenIds
 from router.api.pool import Pools
 from router.api.schemas import ChatPrompt, RequestBody, parse
 
@@ -26,7 +26,7 @@ class TokenizeBody(ChatPrompt):
 class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
-    tokens: list[int]
+    tokens: TokenIds
 
 
 async def tokenize(pools: Pools, data: bytes) -> dict[str, Any]:
