@@ -72,31 +72,6 @@ async def test_during_the_lookup(way: Any) -> None:
         assert bench["p1"].prefills == []
 
 
-async def test_a_lookup_that_swallows_the_cancellation() -> None:
-    """As asyncio.wait_for does before Python 3.12, which Redis' client awaits: the request went on to its last token,
-    and nobody read it."""
-
-    class Deaf:
-        asked = 0
-
-        async def longest_prefix(self, hashes: Any, nodes: Any) -> dict[str, int]:
-            self.asked += 1
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(0.05)
-            return {}
-
-    async with Bench([prefill(), decode()]) as bench:
-        bench.fleet.index = index = Deaf()
-        journey = bench.start(2000)
-        task = asyncio.create_task(collect(journey))
-        await until(lambda: index.asked == 1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 0.5)
-        await asyncio.sleep(0.1)
-        assert bench["p1"].prefills == []
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("script", [hang, hang_after_first])
 async def test_while_prefill_works(way: Any, script: Any) -> None:
