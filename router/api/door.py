@@ -16,14 +16,15 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from process.disconnect import disconnected
-from protocol.errors import Cancelled, InvalidRequest, KvferryError, Overloaded, Unauthorized
+from protocol.errors import Cancelled, KvferryError, Overloaded, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.answer import Answer
+from router.api.bodies import BodyReader
 from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
@@ -35,7 +36,6 @@ from router.call import CALL, Call
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
 AGAIN_S = 0.1
 """Until work that ignored a cancellation is cancelled again."""
-MAX_BODY_BYTES = 64 * 1024 * 1024
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 logger = logging.getLogger(__name__)
@@ -106,10 +106,13 @@ class Exchange:
     """ASGI application of a generating endpoint. It sees the client leave at any point, and cancels all journeys then.
     Headers wait for the first output: errors before it have a status."""
 
-    def __init__(self, endpoint: Endpoint, pools: Pools, admission: Admission, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, endpoint: Endpoint, pools: Pools, admission: Admission, reader: BodyReader, metrics: RouterMetrics
+    ) -> None:
         self._endpoint = endpoint
         self._pools = pools
         self._admission = admission
+        self._reader = reader
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,7 +121,7 @@ class Exchange:
             self._admission.enter()
             metrics.inflight.inc()
             try:
-                data = await _read_body(Request(scope, receive))
+                data = await self._reader.read(Request(scope, receive))
                 answer = await until_disconnect(receive, self._work(call, data, responder))
                 status = 200
                 metrics.e2e.observe(time.monotonic() - call.arrival)
@@ -139,7 +142,7 @@ class Exchange:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
         body = parse(self._endpoint.body, data)
         pool = self._pools.pool(body.model)
-        generation = Generation(pool, await pool.specs(call, body), body.text_options(), n=body.n or 1)
+        generation = Generation(pool, await pool.specs(call, body, len(data)), body.text_options(), n=body.n or 1)
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)
@@ -148,19 +151,6 @@ class Exchange:
         finally:
             await generation.close()
         return answer
-
-
-async def _read_body(request: Request) -> bytes:
-    parts, size = [], 0
-    try:
-        async for part in request.stream():
-            parts.append(part)
-            size += len(part)
-            if size > MAX_BODY_BYTES:
-                raise InvalidRequest(f"the request body is longer than {MAX_BODY_BYTES} bytes")
-    except ClientDisconnect as error:
-        raise Cancelled("the client went away") from error
-    return b"".join(parts)
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
