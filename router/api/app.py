@@ -27,11 +27,10 @@ from router.api.answers import (
     Tokens,
     Version,
 )
-from router.api.bodies import BodyReader
 from router.api.chat import ChatShape
 from router.api.completions import CompletionShape
 from router.api.documentation import Operation, describe
-from router.api.door import OPEN_PATHS, Admission, Door, Exchange
+from router.api.door import OPEN_PATHS, Admission, BodyReader, Door, Exchange
 from router.api.http_errors import HANDLERS, retry_headers
 from router.api.pool import Pool, Pools
 from router.api.schemas import ChatBody, CompletionBody
@@ -43,8 +42,8 @@ from router.text.encoding import Encoder
 from router.text.text_model import TextModel
 
 JSON = "application/json"
-GENERATING = (400, 404, 429, 500, 503, 504)
-ENCODING = (400, 404, 500)
+GENERATING = (400, 404, 413, 429, 500, 503, 504)
+ENCODING = (400, 404, 413, 429, 500)
 OPERATIONS = (
     Operation("POST", "/v1/chat/completions", "Answer a chat", ChatAnswer, ChatBody, streams=True, errors=GENERATING),
     Operation(

@@ -16,15 +16,14 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from process.disconnect import disconnected
-from protocol.errors import Cancelled, KvferryError, Overloaded, Unauthorized
+from protocol.errors import Cancelled, KvferryError, Overloaded, RequestTooLarge, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.answer import Answer
-from router.api.bodies import BodyReader
 from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
@@ -34,6 +33,8 @@ from router.api.shape import Endpoint
 from router.call import CALL, Call
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
+AT_ONCE = 32
+"""As many of the longest bodies may be arriving at the same time."""
 AGAIN_S = 0.1
 """Until work that ignored a cancellation is cancelled again."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -100,6 +101,39 @@ class Admission:
 
     def leave(self) -> None:
         self.count -= 1
+
+
+class BodyReader:
+    """Of one router; `longest` is in bytes."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._held = 0
+
+    async def read(self, request: Request) -> bytes:
+        """The request's body. Raises RequestTooLarge, as soon as the header says so; Overloaded when too much is
+        arriving; Cancelled when the client leaves meanwhile."""
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._longest:
+            raise self._too_large()
+        parts, size = [], 0
+        try:
+            async for part in request.stream():
+                size += len(part)
+                self._held += len(part)
+                if size > self._longest:
+                    raise self._too_large()
+                if self._held > AT_ONCE * self._longest:
+                    raise Overloaded("too many long bodies are arriving", retry_after=1.0)
+                parts.append(part)
+            return b"".join(parts)
+        except ClientDisconnect as error:
+            raise Cancelled("the client went away") from error
+        finally:
+            self._held -= size
+
+    def _too_large(self) -> RequestTooLarge:
+        return RequestTooLarge(f"the request body is longer than {self._longest} bytes")
 
 
 class Exchange:

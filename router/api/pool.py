@@ -13,11 +13,9 @@ from protocol.sampling import SamplingParams
 from router.api.schemas import GenerationBody
 from router.call import Call
 from router.journey.spec import Cluster, RequestSpec
-from router.text.encoding import Bound, Encoder
+from router.text.encoding import LONG_CHARS, Bound, Encoder
 from router.text.text_model import TextModel
 
-LONG_BODY_BYTES = 16_384
-"""From here on a chat is rendered beside the event loop, which has streams to feed."""
 _FIELDS = (
     "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
     "presence_penalty",
@@ -44,14 +42,17 @@ class Pool:
         own = self.text.facts.max_model_len
         return min(own, info.max_model_len) if info is not None else own
 
-    async def specs(self, call: Call, body: GenerationBody, size: int) -> list[RequestSpec]:
+    async def specs(self, call: Call, body: GenerationBody, size: int = 0) -> list[RequestSpec]:
         """What the body of so many bytes asks for: the first sequence of each of its prompts. Raises InvalidRequest
         naming the field."""
-        long = size >= LONG_BODY_BYTES
+        long = size >= LONG_CHARS
         prompts = await self.encoder.beside(body.prompts, self.text) if long else body.prompts(self.text)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        bound = Bound(self.max_model_len, body.prompt_field, body.truncate_prompt_tokens is not None)
-        encoded = iter(await self.encoder.encode(texts, bound, add_special_tokens=body.marks_texts()))
+        if long:
+            bound = Bound(self.max_model_len, body.prompt_field, body.truncate_prompt_tokens is not None)
+            encoded = iter(await self.encoder.encode(texts, bound, add_special_tokens=body.marks_texts()))
+        else:
+            encoded = iter([self.text.encode(text, add_special_tokens=body.marks_texts()) for text in texts])
         names = [call.id] if len(prompts) == 1 else [f"{call.id}-p{number}" for number in range(len(prompts))]
         specs = []
         for name, prompt in zip(names, prompts, strict=True):
