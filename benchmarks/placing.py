@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from placement.costs import Demand, NodeView
+
 from placement.place import place
 from protocol.messages import Load, NodeLease, Rates
 

@@ -6,7 +6,10 @@ KvferryError                 500 server_error
 │  ├─ ContextLengthExceeded  400 context_length_exceeded
 │  ├─ ModelNotFound          404 model_not_found
 │  ├─ Unauthorized           401 invalid_api_key
-│  └─ NotFound               404 not_found
+│  ├─ NotFound               404 not_found
+│  ├─ SlowRequest            408 request_timeout (header or body did not arrive in time)
+│  ├─ RequestTooLarge        413 request_too_large
+│  └─ HeaderTooLong          431 header_too_long
 ├─ Retryable                 503 unavailable: another attempt can help
 │  ├─ Overloaded             429 overloaded (carries retry_after seconds)
 │  ├─ NoNodes                503 no_nodes
@@ -68,6 +71,18 @@ class Unauthorized(InvalidRequest):
 
 class NotFound(InvalidRequest):
     status, code = 404, "not_found"
+
+
+class SlowRequest(InvalidRequest):
+    status, code = 408, "request_timeout"
+
+
+class RequestTooLarge(InvalidRequest):
+    status, code = 413, "request_too_large"
+
+
+class HeaderTooLong(InvalidRequest):
+    status, code = 431, "header_too_long"
 
 
 class Retryable(KvferryError):

@@ -10,6 +10,10 @@ from protocol.errors import InvalidRequest
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 """Entries of logit_bias."""
+MAX_COUNT = 2**31 - 1
+"""Of anything that counts tokens."""
+REPETITION = (0.01, 100.0)
+"""Bounds of the repetition penalty: logits are divided and multiplied by it, and stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +57,13 @@ class SamplingParams:
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest naming the first field that is out of its bounds."""
-        _within("max_tokens", self.max_tokens, 0, None)
+        _within("max_tokens", self.max_tokens, 0, MAX_COUNT)
         _within("min_tokens", self.min_tokens, 0, self.max_tokens)
         _within("temperature", self.temperature, 0.0, 2.0)
         _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _within("top_k", self.top_k, -1, None)
+        _within("top_k", self.top_k, -1, MAX_COUNT)
         _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        _within("repetition_penalty", self.repetition_penalty, *REPETITION)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("seed", self.seed, -(2**63), 2**63 - 1)

@@ -61,6 +61,12 @@ class RouterSettings(CommonSettings):
     )
     request_timeout: float = setting(600.0, "seconds a request may take from arrival to its last token", least=0)
     max_inflight: int = setting(1024, "requests in progress beyond which new ones get 429", least=1)
+    max_body_mib: int = setting(16, "request bodies longer than this many MiB get 413", least=1)
+    header_timeout: float = setting(10.0, "seconds a client may take to send a request's header; 0: any", least=0)
+    body_timeout: float = setting(30.0, "seconds that may pass between two pieces of a body; 0: any", least=0)
+    max_connections_per_address: int = setting(
+        4096, "open connections of one address; 0: any. Behind a proxy all clients have the proxy's address", least=0
+    )
     local_prefill_tokens: int = setting(
         0, "prompts with at most this many uncached tokens always prefill on decode", least=0
     )

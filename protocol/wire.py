@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from protocol.errors import KvferryError
+from protocol.errors import InvalidRequest, KvferryError
 
 T = TypeVar("T")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -25,6 +25,7 @@ BUFFER_BYTES = 256
 messages to write."""
 
 _UNREADABLE = (ValueError, TypeError, msgpack.UnpackException)
+_UNWRITABLE = (OverflowError, ValueError, RecursionError)
 _CODES: dict[type, int] = {}
 _CLASSES: dict[int, type] = {}
 _FIELDS: dict[type, tuple[str, ...]] = {}
@@ -35,6 +36,12 @@ class WireError(KvferryError):
     """Bytes that are no message of this wire version."""
 
     status, code = 400, "wire_error"
+
+
+class Unwritable(InvalidRequest):
+    """A value that the wire cannot carry: an integer outside 64 bits, text that is no UTF-8."""
+
+    code = "unwritable"
 
 
 def message(code: int) -> Any:
@@ -51,8 +58,12 @@ def message(code: int) -> Any:
 
 
 def pack(value: Any) -> bytes:
-    """Bytes of one message (or of plain lists, dicts, numbers, strings and bytes holding messages)."""
-    return bytes(msgpack.Packer(default=_to_ext, buf_size=BUFFER_BYTES).pack(value))
+    """Bytes of one message (or of plain lists, dicts, numbers, strings and bytes holding messages). Raises
+    Unwritable."""
+    try:
+        return bytes(msgpack.Packer(default=_to_ext, buf_size=BUFFER_BYTES).pack(value))
+    except _UNWRITABLE as error:
+        raise Unwritable(f"a {type(value).__name__} cannot be sent: {error}") from error
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:

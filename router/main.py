@@ -12,6 +12,7 @@ import uvicorn
 
 from cluster_state.redis_store import RedisStore
 from process.address import host_port
+from process.connections import Limits, guarded
 from process.http import Server, bind
 from process.signals import Stop
 from process.status import Status
@@ -56,7 +57,7 @@ async def run_router(settings: RouterSettings, store: Store, sock: socket.socket
     async with RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens) as cluster:
         config = uvicorn.Config(
             create_app(settings, cluster, text, metrics),
-            http="httptools",
+            http=guarded(connection_limits(settings)),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -73,6 +74,17 @@ async def run_router(settings: RouterSettings, store: Store, sock: socket.socket
         log.info("router ready at %s", url)
         status.ready(url)
         await _until_ended(server, serving, stop)
+
+
+def connection_limits(settings: RouterSettings) -> Limits:
+    """What a client's connection may take of this router."""
+    return Limits(
+        header_s=settings.header_timeout,
+        body_s=settings.body_timeout,
+        request_s=settings.request_timeout,
+        body_bytes=settings.max_body_mib * 2**20,
+        per_address=settings.max_connections_per_address,
+    )
 
 
 async def _until_ended(server: uvicorn.Server, serving: asyncio.Task[None], stop: Stop) -> None:

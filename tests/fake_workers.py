@@ -208,7 +208,8 @@ class FakeWorker:
             return _error(self.refusal)
         job = message.job
         total = len(job.token_ids)
-        self.decode(job, total - job.prompt_len, Reuse(total, 0, 8, 0, total - 8))
+        reused = min(8, total - 1)
+        self.decode(job, total - job.prompt_len, Reuse(total, 0, reused, 0, total - reused))
         return Response(status_code=202)
 
     async def _cancel(self, request: Request) -> Response:
@@ -252,6 +253,7 @@ def _error(error: KvferryError) -> Response:
 
 def first_token(job: Job, reused: int = 16) -> FirstToken:
     total = len(job.token_ids)
+    reused = min(reused, total - 1)
     reason = "length" if job.params.max_tokens == total - job.prompt_len + 1 else None
     token = next_token(job.token_ids)
     reuse = Reuse(total, reused, 0, 0, total - reused)

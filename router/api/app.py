@@ -30,7 +30,7 @@ from router.api.answers import (
 from router.api.chat import ChatShape
 from router.api.completions import CompletionShape
 from router.api.documentation import Operation, describe
-from router.api.door import OPEN_PATHS, Admission, Door, Exchange
+from router.api.door import OPEN_PATHS, Admission, BodyReader, Door, Exchange
 from router.api.http_errors import HANDLERS, retry_headers
 from router.api.pool import Pool, Pools
 from router.api.schemas import ChatBody, CompletionBody
@@ -38,11 +38,12 @@ from router.api.shape import Endpoint
 from router.api.sse import dump
 from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.journey.spec import Cluster
+from router.text.encoding import Encoder
 from router.text.text_model import TextModel
 
 JSON = "application/json"
-GENERATING = (400, 404, 429, 500, 503, 504)
-ENCODING = (400, 404, 500)
+GENERATING = (400, 404, 413, 429, 500, 503, 504)
+ENCODING = (400, 404, 413, 429, 500)
 OPERATIONS = (
     Operation("POST", "/v1/chat/completions", "Answer a chat", ChatAnswer, ChatBody, streams=True, errors=GENERATING),
     Operation(
@@ -65,12 +66,13 @@ ENDPOINTS = (
 
 def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metrics: RouterMetrics) -> ASGIApp:
     """The application that serves `text`'s model on `cluster`. It starts and stops neither."""
-    pools = Pools(Pool(text, cluster, metrics))
+    pools = Pools(Pool(text, cluster, metrics, Encoder(text)))
+    reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
-    exchanges = {each.path: Exchange(each, pools, admission, metrics) for each in ENDPOINTS}
+    exchanges = {each.path: Exchange(each, pools, admission, reader, metrics) for each in ENDPOINTS}
     routes = [
         *(Route(path, exchange, methods=["POST"]) for path, exchange in exchanges.items()),
-        *_text(pools),
+        *_text(pools, reader),
         *_models(pools),
         *_state(pools, metrics),
         *_documentation(keyed=bool(settings.api_key)),
@@ -78,12 +80,12 @@ def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metr
     return Door(Starlette(routes=routes, exception_handlers=HANDLERS), settings, exchanges)
 
 
-def _text(pools: Pools) -> list[Route]:
+def _text(pools: Pools, reader: BodyReader) -> list[Route]:
     async def tokenized(request: Request) -> Response:
-        return _json(await tokenize(pools, await request.body()))
+        return _json(await tokenize(pools, await reader.read(request)))
 
     async def detokenized(request: Request) -> Response:
-        return _json(detokenize(pools, await request.body()))
+        return _json(detokenize(pools, await reader.read(request)))
 
     return [Route("/tokenize", tokenized, methods=["POST"]), Route("/detokenize", detokenized, methods=["POST"])]
 

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from process.disconnect import disconnected
-from protocol.errors import Cancelled, InvalidRequest, KvferryError, Overloaded, Unauthorized
+from protocol.errors import Cancelled, KvferryError, Overloaded, RequestTooLarge, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.answer import Answer
@@ -33,7 +33,10 @@ from router.api.shape import Endpoint
 from router.call import CALL, Call
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
-MAX_BODY_BYTES = 64 * 1024 * 1024
+AT_ONCE = 32
+"""As many of the longest bodies may be arriving at the same time."""
+AGAIN_S = 0.1
+"""Until work that ignored a cancellation is cancelled again."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 logger = logging.getLogger(__name__)
@@ -100,14 +103,50 @@ class Admission:
         self.count -= 1
 
 
+class BodyReader:
+    """Of one router; `longest` is in bytes."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._held = 0
+
+    async def read(self, request: Request) -> bytes:
+        """The request's body. Raises RequestTooLarge, as soon as the header says so; Overloaded when too much is
+        arriving; Cancelled when the client leaves meanwhile."""
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._longest:
+            raise self._too_large()
+        parts, size = [], 0
+        try:
+            async for part in request.stream():
+                size += len(part)
+                self._held += len(part)
+                if size > self._longest:
+                    raise self._too_large()
+                if self._held > AT_ONCE * self._longest:
+                    raise Overloaded("too many long bodies are arriving", retry_after=1.0)
+                parts.append(part)
+            return b"".join(parts)
+        except ClientDisconnect as error:
+            raise Cancelled("the client went away") from error
+        finally:
+            self._held -= size
+
+    def _too_large(self) -> RequestTooLarge:
+        return RequestTooLarge(f"the request body is longer than {self._longest} bytes")
+
+
 class Exchange:
     """ASGI application of a generating endpoint. It sees the client leave at any point, and cancels all journeys then.
     Headers wait for the first output: errors before it have a status."""
 
-    def __init__(self, endpoint: Endpoint, pools: Pools, admission: Admission, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, endpoint: Endpoint, pools: Pools, admission: Admission, reader: BodyReader, metrics: RouterMetrics
+    ) -> None:
         self._endpoint = endpoint
         self._pools = pools
         self._admission = admission
+        self._reader = reader
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,7 +155,7 @@ class Exchange:
             self._admission.enter()
             metrics.inflight.inc()
             try:
-                data = await _read_body(Request(scope, receive))
+                data = await self._reader.read(Request(scope, receive))
                 answer = await until_disconnect(receive, self._work(call, data, responder))
                 status = 200
                 metrics.e2e.observe(time.monotonic() - call.arrival)
@@ -137,7 +176,7 @@ class Exchange:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
         body = parse(self._endpoint.body, data)
         pool = self._pools.pool(body.model)
-        generation = Generation(pool, await pool.specs(call, body), body.text_options(), n=body.n or 1)
+        generation = Generation(pool, await pool.specs(call, body, len(data)), body.text_options(), n=body.n or 1)
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)
@@ -146,19 +185,6 @@ class Exchange:
         finally:
             await generation.close()
         return answer
-
-
-async def _read_body(request: Request) -> bytes:
-    parts, size = [], 0
-    try:
-        async for part in request.stream():
-            parts.append(part)
-            size += len(part)
-            if size > MAX_BODY_BYTES:
-                raise InvalidRequest(f"the request body is longer than {MAX_BODY_BYTES} bytes")
-    except ClientDisconnect as error:
-        raise Cancelled("the client went away") from error
-    return b"".join(parts)
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
@@ -172,6 +198,15 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
             return working.result()
         raise Cancelled("the client went away")
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        leaving.cancel()
+        await _ended(working)
+
+
+async def _ended(work: asyncio.Future[T]) -> None:
+    """Cancel until it ends: a library below may swallow a cancellation (asyncio.wait_for did before Python 3.12), and
+    work that nobody waits for any more would run on to its last token."""
+    while not work.done():
+        work.cancel()
+        await asyncio.wait((work,), timeout=AGAIN_S)
+    if not work.cancelled():
+        work.exception()

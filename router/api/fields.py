@@ -20,10 +20,11 @@ from pydantic import (
 from pydantic_core import core_schema
 from typing_extensions import TypedDict
 
-from protocol.sampling import MAX_LOGPROBS
+from protocol.sampling import MAX_COUNT, MAX_LOGPROBS
 from router.text.text_model import ROLES
 
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024
+MAX_BIASES, MAX_STOP_IDS = 300, 1024
 
 Prompt = str | tuple[int, ...]
 
@@ -72,6 +73,25 @@ Stops = Annotated[
 ]
 
 
+def _biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"takes at most {MAX_BIASES} tokens, got {len(value)}")
+    return value
+
+
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenIds = Annotated[list[Number], Field(fail_fast=True)]
+StopIds = Annotated[list[Number], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
+Biases = Annotated[
+    dict[Number, float], BeforeValidator(_biases), WithJsonSchema({
+        "type": "object", "maxProperties": MAX_BIASES, "additionalProperties": {"type": "number"},
+        "propertyNames": {"pattern": "^[0-9]+$"},
+    })
+]  # fmt: skip
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
 def told(must: str) -> GetPydanticSchema:
     """For a field of several types: one error that names them all, instead of one for each."""
     return GetPydanticSchema(
@@ -89,7 +109,7 @@ class Message(TypedDict):
     tool_calls: NotRequired[list[Any] | None]
 
 
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +138,19 @@ Top = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 class SamplingFields(BaseModel):
     """What `SamplingParams` takes over by the same name; it knows the bounds."""
 
-    min_tokens: int | None = None
+    min_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    stop_token_ids: list[int] | None = None
+    logit_bias: Biases | None = None
+    seed: Number | None = None
+    stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = False
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Top | None = None
 
 
 class StreamOptions(BaseModel):

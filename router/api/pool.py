@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from starlette.concurrency import run_in_threadpool
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from protocol.metrics import ROLES, RouterMetrics
@@ -14,9 +13,9 @@ from protocol.sampling import SamplingParams
 from router.api.schemas import GenerationBody
 from router.call import Call
 from router.journey.spec import Cluster, RequestSpec
+from router.text.encoding import LONG_CHARS, Bound, Encoder
 from router.text.text_model import TextModel
 
-LONG_TEXT_CHARS = 16_384
 _FIELDS = (
     "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
     "presence_penalty",
@@ -30,6 +29,7 @@ class Pool:
     text: TextModel
     cluster: Cluster
     metrics: RouterMetrics
+    encoder: Encoder
 
     @property
     def name(self) -> str:
@@ -42,26 +42,24 @@ class Pool:
         own = self.text.facts.max_model_len
         return min(own, info.max_model_len) if info is not None else own
 
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text; long ones are encoded in a thread, since the event loop has streams to feed."""
-        encode = self.text.encode
-
-        def all_of_them() -> list[list[int]]:
-            return [encode(text, add_special_tokens=add_special_tokens) for text in texts]
-
-        long = sum(map(len, texts)) >= LONG_TEXT_CHARS
-        return await run_in_threadpool(all_of_them) if long else all_of_them()
-
-    async def specs(self, call: Call, body: GenerationBody) -> list[RequestSpec]:
-        """What the body asks for: the first sequence of each of its prompts. Raises InvalidRequest naming the field."""
-        prompts = body.prompts(self.text)
+    async def specs(self, call: Call, body: GenerationBody, size: int = 0) -> list[RequestSpec]:
+        """What the body of so many bytes asks for: the first sequence of each of its prompts. Raises InvalidRequest
+        naming the field."""
+        long = size >= LONG_CHARS
+        prompts = await self.encoder.beside(body.prompts, self.text) if long else body.prompts(self.text)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(await self.encode(texts, add_special_tokens=body.marks_texts()))
+        if long:
+            bound = Bound(self.max_model_len, body.prompt_field, body.truncate_prompt_tokens is not None)
+            encoded = iter(await self.encoder.encode(texts, bound, add_special_tokens=body.marks_texts()))
+        else:
+            encoded = iter([self.text.encode(text, add_special_tokens=body.marks_texts()) for text in texts])
         names = [call.id] if len(prompts) == 1 else [f"{call.id}-p{number}" for number in range(len(prompts))]
-        return [
-            self._spec(call, name, body, next(encoded) if isinstance(prompt, str) else prompt)
-            for name, prompt in zip(names, prompts, strict=True)
-        ]
+        specs = []
+        for name, prompt in zip(names, prompts, strict=True):
+            specs.append(self._spec(call, name, body, next(encoded) if isinstance(prompt, str) else prompt))
+            if long:
+                await asyncio.sleep(0)
+        return specs
 
     def check_ids(self, token_ids: Sequence[int], field: str) -> None:
         """Raise InvalidRequest unless the model's vocabulary has all of them."""

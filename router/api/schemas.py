@@ -10,11 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from protocol.errors import InvalidRequest
+from protocol.sampling import MAX_COUNT
 from router.api.fields import (
+    Count,
     Functions,
     Messages,
+    Number,
+    Objects,
     Prompt,
     Prompts,
     SamplingFields,
@@ -31,6 +36,8 @@ from router.text.transcript import TextOptions
 
 MAX_CHOICES = 128
 MAX_SEQUENCES = 1024
+MAX_VALUES = 2**20
+"""Strings, numbers, lists and objects in one body: reading them keeps the event loop busy, 0.1 to 0.2 s for so many."""
 
 Body = TypeVar("Body", bound="RequestBody")
 
@@ -57,17 +64,17 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Count | None = None
     stop: Stops = []
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
-    best_of: int | None = None
+    best_of: Number | None = None
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -147,9 +154,9 @@ class ChatPrompt(RequestBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
     reasoning_effort: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
 
     def rendered(self, text: TextModel, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt's text. Raises InvalidRequest."""
@@ -175,7 +182,7 @@ class ChatBody(ChatPrompt, GenerationBody):
     prompt_field, output_default = "messages", None
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = False
     top_logprobs: Top | None = None
     add_special_tokens: bool | None = False
@@ -225,12 +232,16 @@ class ChatBody(ChatPrompt, GenerationBody):
 
 def parse(kind: type[Body], data: bytes) -> Body:
     """The body that `data` spells in JSON. Raises InvalidRequest naming the first field at fault."""
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
+        raise InvalidRequest(f"the request body holds more than {MAX_VALUES} values")
     try:
-        body = kind.model_validate_json(data)
+        value = from_json(data)
+    except ValueError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    try:
+        body = kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        if first["type"] == "json_invalid":
-            raise InvalidRequest(f"the request body is not valid JSON: {first['msg']}") from None
         if not first["loc"]:
             raise InvalidRequest("the request body must be a JSON object") from None
         param = _field_path(first["loc"])

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from protocol.errors import InvalidRequest
-from router.api.fields import Messages
+from router.api.fields import Messages, TokenIds
 from router.api.pool import Pools
 from router.api.schemas import ChatPrompt, RequestBody, parse
+from router.text.encoding import Bound
 
 
 class TokenizeBody(ChatPrompt):
@@ -26,7 +27,7 @@ class TokenizeBody(ChatPrompt):
 class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
-    tokens: list[int]
+    tokens: TokenIds
 
 
 async def tokenize(pools: Pools, data: bytes) -> dict[str, Any]:
@@ -34,10 +35,12 @@ async def tokenize(pools: Pools, data: bytes) -> dict[str, Any]:
     body = parse(TokenizeBody, data)
     pool = pools.pool(body.model)
     if body.prompt is not None:
-        text, marked = body.prompt, body.add_special_tokens is not False
+        field, text, marked = "prompt", body.prompt, body.add_special_tokens is not False
     else:
-        text, marked = body.rendered(pool.text, body.messages or []), bool(body.add_special_tokens)
-    (tokens,) = await pool.encode([text], add_special_tokens=marked)
+        text = await pool.encoder.beside(body.rendered, pool.text, body.messages or [])
+        field, marked = "messages", bool(body.add_special_tokens)
+    bound = Bound(pool.max_model_len, field, truncated=True)
+    (tokens,) = await pool.encoder.encode([text], bound, add_special_tokens=marked)
     return {
         "count": len(tokens),
         "max_model_len": pool.max_model_len,

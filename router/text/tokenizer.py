@@ -22,7 +22,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in kept} | {chr(256 + place): byte for place, byte in enumerate(moved)}
 
 
-_ALPHABET = _byte_alphabet()
+BYTE_ALPHABET = _byte_alphabet()
 
 
 class TextTokenizer:
@@ -81,7 +81,9 @@ class TextTokenizer:
         if token_id in self._added:
             return token.encode()
         if self.byte_level:
-            return bytes(_ALPHABET[char] for char in token) if _ALPHABET.keys() >= set(token) else token.encode()
+            return (
+                bytes(BYTE_ALPHABET[char] for char in token) if BYTE_ALPHABET.keys() >= set(token) else token.encode()
+            )
         byte = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
         return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
 

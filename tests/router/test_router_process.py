@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,10 +24,12 @@ BODY = {"model": "", "prompt": list(range(100, 164)), "max_tokens": 64, "stream"
 
 
 @contextlib.asynccontextmanager
-async def router(bench: Bench, stop: Stop) -> AsyncIterator[tuple[httpx.AsyncClient, asyncio.Task[None]]]:
+async def router(
+    bench: Bench, stop: Stop, **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, asyncio.Task[None]]]:
     """A router on the bench's registry, its client, and its run."""
     sock = bind("127.0.0.1", 0)
-    run = asyncio.create_task(run_router(RouterSettings(), bench.store, sock, stop))
+    run = asyncio.create_task(run_router(RouterSettings(**settings), bench.store, sock, stop))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=10) as client:
         try:

@@ -1,19 +1,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from api_parts import EOS, MESSAGES, Api, FakeCluster, demo_text, error_of, ids_of, logprob_of, says, served
+from api_parts import (
+    EOS,
+    MESSAGES,
+    Api,
+    FakeCluster,
+    FakeJourney,
+    demo_text,
+    error_of,
+    ids_of,
+    logprob_of,
+    says,
+    served,
+)
 
 from protocol.errors import ConfigError, Overloaded
+from protocol.messages import Reuse
 from protocol.settings import RouterSettings
 from protocol.version import VERSION
+from router.journey.spec import Output, RequestSpec, Route
 from router.text.load import load_text_model
 
 LONG = says("word " * 2000)
@@ -187,6 +203,26 @@ async def test_a_client_that_leaves_before_the_first_token_cancels_too() -> None
         with pytest.raises(httpx.ReadTimeout):
             await httpx.AsyncClient(base_url=url, timeout=0.3).post("/v1/chat/completions", json={"messages": MESSAGES})
         await wait_for(lambda: api.cluster.journeys[0].cancelled.is_set(), 1.0)
+
+
+async def test_work_that_ignores_the_first_cancellation_is_cancelled_again() -> None:
+    class Deaf(FakeJourney):
+        async def __aiter__(self) -> AsyncIterator[Output]:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(30)
+            await asyncio.sleep(30)
+            yield Output((1,))
+
+    class DeafCluster(FakeCluster):
+        def start(self, spec: RequestSpec) -> FakeJourney:
+            self.journeys.append(Deaf(spec, (), Route("p0", "d0", Reuse(1, computed=1)), 0.0))
+            return self.journeys[-1]
+
+    api = Api(DeafCluster(LONG))
+    with served(api.app) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            await httpx.AsyncClient(base_url=url, timeout=0.3).post("/v1/chat/completions", json={"messages": MESSAGES})
+        await wait_for(lambda: api.sample("kvferry_requests_inflight") == 0, 1.0)
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten() -> None:

@@ -10,12 +10,14 @@ from protocol.metrics import RouterMetrics
 from router.api.pool import Pool, Pools
 from router.api.schemas import ChatBody, CompletionBody
 from router.call import Call
+from router.text.encoding import Encoder
 
 CALL = Call("c", arrival=1.0, deadline=2.0)
 
 
 def pool(name: str, max_model_len: int = 4096) -> Pool:
-    return Pool(replace(demo_text(), name=name), FakeCluster(says("x"), max_model_len=max_model_len), RouterMetrics())
+    text = replace(demo_text(), name=name)
+    return Pool(text, FakeCluster(says("x"), max_model_len=max_model_len), RouterMetrics(), Encoder(text))
 
 
 def test_pools_are_found_by_name_and_the_first_is_meant_without_one() -> None:

@@ -16,6 +16,7 @@ from protocol.settings import RouterSettings
 from router.api.pool import Pool
 from router.api.schemas import CompletionBody
 from router.call import Call
+from router.text.encoding import Encoder
 from router.text.load import load_text_model
 from router.text.text_model import TextModel
 
@@ -101,7 +102,7 @@ def test_the_model_s_own_sampling_defaults_stand_in_for_what_a_request_leaves_ou
 
     def params(settings: RouterSettings, **body: Any) -> SamplingParams:
         asked = CompletionBody(model="m", prompt="p", max_tokens=9, **body)
-        pool = Pool(load_text_model(settings), FakeCluster(says("x")), RouterMetrics())
+        pool = Pool(text := load_text_model(settings), FakeCluster(says("x")), RouterMetrics(), Encoder(text))
         (spec,) = asyncio.run(pool.specs(Call("c", arrival=0.0, deadline=9.0), asked))
         return spec.params
 

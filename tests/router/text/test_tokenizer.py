@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from model_files.gguf import read_gguf
 from model_files.source import resolve
 from protocol.errors import ConfigError
-from router.text.tokenizer import _ALPHABET, TextTokenizer
+from router.text.tokenizer import BYTE_ALPHABET, TextTokenizer
 
 UNSAYABLE = "\x04\x06\x13\x14\x16\x1d"
 """The demo model's vocabulary lacks these, and the bytes 0xF1 and 0xF2 of the planes 4 to 11: it drops them."""
@@ -78,7 +78,7 @@ class PlainBPE:
         return parts
 
 
-SPELLING = {byte: char for char, byte in _ALPHABET.items()}
+SPELLING = {byte: char for char, byte in BYTE_ALPHABET.items()}
 
 
 @pytest.fixture(scope="module")

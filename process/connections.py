@@ -1,0 +1,228 @@
+"""Client connections that may not linger: uvicorn's protocol with deadlines, bounds, and a cap per address.
+
+A server that waits for whoever connected can be stopped by a few hundred sockets that never finish a request. Here a
+header must be whole in time, a body must keep coming, and an answer must be taken. Between two requests of a connection
+uvicorn's own keep-alive timeout holds; an answer under way is never cut while its reader reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from protocol.errors import HeaderTooLong, InvalidRequest, KvferryError, Overloaded, RequestTooLarge, SlowRequest
+
+MAX_HEADER_BYTES = 64 * 1024
+"""Of a request line with its headers; the parser itself has no bound."""
+FRAMING = 2
+"""What a body may take on the wire, chunked, as a multiple of `body_bytes`; more ends the connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one server, in seconds and bytes; 0 turns a bound off.
+
+    header_s      from the connection, or the first byte of a later request, to the end of the request's header
+    body_s        between two pieces of a body
+    request_s     from the end of a header to the end of its body; also how long an answer may wait for its reader
+    body_bytes    longest body. To refuse a longer one is the application's part: here, what is read of it is bounded
+    per_address   open connections of one address
+    """
+
+    header_s: float = 10.0
+    body_s: float = 30.0
+    request_s: float = 600.0
+    body_bytes: int = 0
+    per_address: int = 0
+
+
+class Phase(Enum):
+    """What the next byte of a connection belongs to. The answer to an earlier request may be under way in any of
+    them."""
+
+    BETWEEN = auto()
+    HEADER = auto()
+    BODY = auto()
+
+
+def guarded(limits: Limits) -> type[asyncio.Protocol]:
+    """What uvicorn takes as `http=`: a protocol with these limits. Addresses are counted per call of this."""
+    return cast("type[asyncio.Protocol]", partial(GuardedProtocol, limits=limits, census=Counter()))
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. `census` counts the open ones of each address. One timer serves the phase it is in."""
+
+    def __init__(self, *args: Any, limits: Limits, census: Counter[str], **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._limits, self._census = limits, census
+        self._address: str | None = None
+        self._phase = Phase.BETWEEN
+        self._active: RequestResponseCycle | None = None
+        self._begun = False
+        self._received = 0
+        self._heard = self._body_began = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.client is not None:
+            self._address = self.client[0]
+            self._census[self._address] += 1
+            if 0 < self._limits.per_address < self._census[self._address]:
+                bound = self._limits.per_address
+                self._refuse(Overloaded(f"there are {bound} connections from {self._address}", retry_after=1.0))
+                return
+        self._enter_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._address is not None:
+            self._census[self._address] -= 1
+            if not self._census[self._address]:
+                del self._census[self._address]
+            self._address = None
+        self._stop_timer()
+        self._stop_reader_timer()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+        self._disconnect()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._phase is Phase.BETWEEN:
+            self._enter_header()
+        self._heard = self.loop.time()
+        self._received += len(data)
+        super().data_received(data)
+        if not self.transport.is_closing():
+            self._check_length()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._phase is Phase.BETWEEN:
+            self._enter_header()
+        self._begun = True
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._phase, self._body_began = Phase.BODY, self.loop.time()
+        self._stop_timer()
+        self._watch_body()
+
+    def on_message_complete(self) -> None:
+        self._phase = Phase.BETWEEN
+        self._stop_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._phase is not Phase.BETWEEN:
+            self._unset_keepalive_if_required()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._limits.request_s and self._reader_timer is None:
+            self._reader_timer = self.loop.call_later(self._limits.request_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_reader_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(InvalidRequest("this is not an HTTP/1.1 request"))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The request is answered as if it had not asked; the parser reads nothing after it, so it is the last one."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._active = cycle
+        super()._start_asgi_task(cycle, app)
+
+    @property
+    def _answering(self) -> bool:
+        return self._active is not None and not self._active.response_complete
+
+    def _enter_header(self) -> None:
+        self._phase, self._begun, self._received = Phase.HEADER, False, 0
+        if self._limits.header_s:
+            self._timer = self.loop.call_later(self._limits.header_s, self._header_late)
+
+    def _header_late(self) -> None:
+        if self._answering:
+            # A request sent ahead of its time has until the answer is out, and then as long as any other.
+            self._timer = self.loop.call_later(self._limits.header_s, self._header_late)
+        elif self._begun:
+            self._refuse(SlowRequest(f"the request's header did not arrive within {self._limits.header_s:g} s"))
+        else:
+            self.transport.close()
+
+    def _watch_body(self) -> None:
+        """Look at the body's progress, again when it may be late. One that nobody reads here just now is not."""
+        if not self._limits.body_s:
+            return
+        now = self.loop.time()
+        if self.flow.read_paused:
+            self._heard = now
+        due = self._heard + self._limits.body_s
+        if self._limits.request_s:
+            due = min(due, self._body_began + self._limits.request_s)
+        if now >= due:
+            self._refuse(SlowRequest("the request's body did not arrive in time"))
+        else:
+            self._timer = self.loop.call_at(due, self._watch_body)
+
+    def _check_length(self) -> None:
+        if self._phase is Phase.HEADER and self._received > MAX_HEADER_BYTES:
+            self._refuse(HeaderTooLong(f"the request's header is longer than {MAX_HEADER_BYTES} bytes"))
+        bound = self._limits.body_bytes
+        if self._phase is Phase.BODY and bound and self._received > FRAMING * bound + MAX_HEADER_BYTES:
+            self._refuse(RequestTooLarge(f"the request's body is longer than {bound} bytes"))
+
+    def _refuse(self, error: KvferryError) -> None:
+        """Say why, where no other answer has begun, and close. Nothing is waited for: the peer may not read."""
+        self._stop_timer()
+        if self._may_answer():
+            self.transport.write(_answer(error))
+        self._disconnect()
+        self.transport.close()
+
+    def _may_answer(self) -> bool:
+        if self._phase is Phase.BODY:
+            return self.cycle is self._active and not self.cycle.response_started
+        return not self._answering
+
+    def _disconnect(self) -> None:
+        """Tell whoever answers that the client is gone. uvicorn tells the newest request of a connection only."""
+        if self._active is not None and self._answering:
+            self._active.disconnected = True
+            self._active.message_event.set()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _stop_reader_timer(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+
+def _answer(error: KvferryError) -> bytes:
+    body = json.dumps(error.body()).encode()
+    head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+    if error.retry_after is not None:
+        head += b"retry-after: %d\r\n" % math.ceil(error.retry_after)
+    return STATUS_LINE[error.status] + head + b"\r\n" + body

@@ -1,0 +1,121 @@
+"""Texts to token ids beside an event loop that has streams to feed.
+
+The library's `encode` keeps the interpreter to itself for as long as it takes, its batch calls do not. A text that
+cannot fit is refused by its length, or, where its tokens may be long, as soon as its first slices exceed the context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from protocol.errors import ContextLengthExceeded, InvalidRequest
+from router.text.reach import Reach
+from router.text.text_model import TextModel
+
+T = TypeVar("T")
+
+LONG_CHARS = 4096
+"""Texts shorter than this, together, are encoded where they are: a few milliseconds."""
+SLICE_CHARS = 32_768
+PLAIN_CHARS = 8
+"""Per token of the context: a longer text is counted in slices first. Languages and code stay far below it."""
+FALLBACK_CHARS = 256
+"""Per token of the context, where the tokenizer itself sets no bound."""
+TRUNCATED_CHARS = 2**20
+"""Of a text whose tail is wanted, whatever the context: all of it must be encoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What the texts of a request may amount to, each by itself.
+
+    tokens     of the context
+    field      where the texts are, for errors
+    truncated  more tokens than that are welcome: only some of them are used, or none
+    """
+
+    tokens: int
+    field: str
+    truncated: bool = False
+
+
+class Encoder:
+    """Of one model. Long texts share a few threads, in order of arrival; who waits for one may be cancelled."""
+
+    def __init__(self, text: TextModel) -> None:
+        self._text = text
+        self._reach = Reach(text.tokenizer.library)
+        self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="encode")
+
+    async def encode(self, texts: Sequence[str], bound: Bound, *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text. Raises ContextLengthExceeded for one that certainly has more than `bound.tokens`, and
+        InvalidRequest for one that is too long to be truncated here."""
+        for text in texts:
+            self._check_length(text, bound)
+        encode = partial(self._text.encode, add_special_tokens=add_special_tokens)
+        if sum(map(len, texts)) < LONG_CHARS:
+            return [encode(text) for text in texts]
+        found: list[list[int]] = []
+        for group in _groups(texts):
+            for text in group:
+                if not bound.truncated and len(text) > PLAIN_CHARS * bound.tokens:
+                    await self._check_slices(text, bound)
+            found += await self.beside(lambda some: [encode(text) for text in some], group)
+        return found
+
+    async def beside(self, call: Callable[..., T], *args: Any) -> T:
+        """The result of `call(*args)`, from a thread. Cancelled while it waits for one, it is not called."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(call, *args))
+
+    def _check_length(self, text: str, bound: Bound) -> None:
+        most = self._reach.most(bound.tokens)
+        limit = FALLBACK_CHARS * bound.tokens if most is None else most
+        if bound.truncated:
+            limit = max(limit, TRUNCATED_CHARS)
+        if len(text) <= limit or (most is not None and not bound.truncated and self._reach.least(text) <= limit):
+            return
+        if bound.truncated:
+            raise InvalidRequest(
+                f"{bound.field} has {len(text)} characters; at most {limit} can be truncated to tokens here",
+                param=bound.field,
+            )
+        raise _too_long(bound, f"which {len(text)} characters cannot fit into")
+
+    async def _check_slices(self, text: str, bound: Bound) -> None:
+        """Count tokens slice by slice until they are certainly too many: a cut adds less than a slice's hundredth."""
+        count = 0
+        for part in _slices(text):
+            count += len(await self.beside(partial(self._text.encode, add_special_tokens=False), part))
+            if count > bound.tokens * 1.05 + 1000:
+                raise _too_long(bound, f"but the first {count} of the prompt are only a part of it")
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts in order, short ones together up to a slice: a thread for each would cost more than its work."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        if group and size + len(text) > SLICE_CHARS:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+    if group:
+        yield group
+
+
+def _slices(text: str) -> Iterator[str]:
+    for start in range(0, len(text), SLICE_CHARS):
+        yield text[start : start + SLICE_CHARS]
+
+
+def _too_long(bound: Bound, why: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"this model's maximum context length is {bound.tokens} tokens, {why}; shorten the prompt", param=bound.field
+    )
