@@ -8,9 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from placement.costs import Demand, NodeView
-
 from placement.place import place
+from placement.terms import Demand, NodeView
 from protocol.messages import Load, NodeLease, Rates
 
 SECONDS, LIMIT_S = 0.5, 20.0
@@ -55,7 +54,7 @@ def main() -> None:
     views, demand = nodes(count, kind), Demand(TOTAL_LEN)
     turns, began = 0, time.perf_counter()
     while (passed := time.perf_counter() - began) < SECONDS or turns == 0:
-        place(demand, views, turns)
+        place(demand, views)
         turns += 1
     print(1e6 * passed / turns)
 
