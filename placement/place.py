@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import inf
 from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 from placement.refusals import full, no_nodes, too_long
 from placement.terms import Demand, NodeView, Placement
@@ -31,10 +32,12 @@ BACKLOG = 4
 UNKNOWN_BLOCKS = 10**12
 """A pool that does not tell its size is no limit."""
 SHORTEST_STEP_S = 1e-4
+NOISE = 0.2
+"""Learned rates of equal machines differ by as much: nodes that count the same are equal within this share of a cost."""
 
 
 def place(demand: Demand, nodes: Sequence[NodeView]) -> Placement:
-    """The cheapest placement; of nodes with equal figures the one that was not chosen for longest.
+    """The cheapest placement; of equal nodes (see NOISE) the one that was not chosen for longest.
 
     O(n log n) for n nodes, where few decode nodes hold any of the prompt; see `_remote`. Raises NoNodes without a node
     that may be used, ContextLengthExceeded when the request fits into no pool, Overloaded when every decode node that
@@ -160,54 +163,88 @@ def _decodes(demand: Demand, usable: Iterable[NodeView]) -> list[NodeView]:
 
 
 def _alone(demand: Demand, prefills: Iterable[NodeView]) -> Placement:
-    """Of nodes in turn order, like all below: the first of equal ones is the one whose turn it is."""
-    first_s, node = min(((queue_s(node) + compute_s(node, demand), node) for node in prefills), key=itemgetter(0))
+    """Of nodes in turn order, like all below."""
+    first_s, node = _cheapest((queue_s(node) + compute_s(node, demand), node) for node in prefills)
     return Placement(node.lease, None, cached_len(node, demand), first_s, first_s)
 
 
 def _local(demand: Demand, decodes: Iterable[tuple[float, NodeView]]) -> Placement:
     """`decodes` with their wait."""
-    costs = (
-        (queue_s(node) + wait + (seconds := compute_s(node, demand)) + harm_s(node, seconds), wait, node)
-        for wait, node in decodes
-    )
-    cost_s, wait, node = min(costs, key=itemgetter(0))
-    first_s = queue_s(node) + wait + compute_s(node, demand)
-    return Placement(None, node.lease, cached_len(node, demand), cost_s, first_s)
+
+    def cost_s(node: NodeView, wait: float) -> float:
+        seconds = compute_s(node, demand)
+        return queue_s(node) + wait + seconds + harm_s(node, seconds)
+
+    cost, node = _cheapest((cost_s(node, wait), node) for wait, node in decodes)
+    return Placement(None, node.lease, cached_len(node, demand), cost, cost - harm_s(node, compute_s(node, demand)))
 
 
 def _remote(demand: Demand, prefills: Iterable[NodeView], decodes: Iterable[tuple[float, NodeView]]) -> Placement:
-    """The cheapest pair, as if every pair had been tried. `decodes` with their wait.
+    """The cheapest pair, or one that equals it half by half. `decodes` with their wait."""
+    firsts = [(_computing(node, demand), node) for node in prefills]
+    waits = [(wait + HANDOFF_S, shipped_blocks(node, demand), node) for wait, node in decodes]
+    least_s, prefill, (decode_s, blocks, decode) = _cheapest_pair(firsts, waits)
+    _, prefill = _whose_turn(((_pair_s(first, decode_s, blocks), node) for first, node in firsts), prefill, least_s)
+    computing = _computing(prefill, demand)
+    costs = ((_pair_s(computing, decode_s, blocks), node) for decode_s, blocks, node in waits)
+    cost_s, decode = _whose_turn(costs, decode, least_s)
+    return Placement(prefill.lease, decode.lease, cached_len(prefill, demand), cost_s, computing.first_s)
+
+
+def _cheapest_pair(
+    firsts: Iterable[tuple[Computing, NodeView]], waits: Iterable[tuple[float, int, NodeView]]
+) -> tuple[float, NodeView, tuple[float, int, NodeView]]:
+    """Its cost and halves, as if every pair had been tried.
 
     A decode node matters by its wait and the blocks it lacks. Whoever is beaten or equalled in both is left out: more
     blocks never cost less. Without any of the prompt's blocks on decode one node is left, otherwise no more than there
     are different lengths held. Each of these f is paired with prefill nodes from the soonest first token on, until the
     two halves alone cost more than the best pair. O(p log p + d log d + f * p) for p prefill and d decode nodes.
     """
-    firsts = sorted(((_computing(node, demand), node) for node in prefills), key=itemgetter(0))
-    waits = sorted(
-        ((wait + HANDOFF_S, shipped_blocks(node, demand), node) for wait, node in decodes), key=itemgetter(0, 1)
-    )
-    best: tuple[float, float, NodeView, NodeView] | None = None
+    firsts = sorted(firsts, key=itemgetter(0))
+    best: tuple[float, NodeView, tuple[float, int, NodeView]] | None = None
     fewest = inf
-    for decode_s, blocks, decode in waits:
+    for wait in sorted(waits, key=itemgetter(0, 1)):
+        decode_s, blocks, _ = wait
         if blocks >= fewest:
             continue
         fewest = blocks
-        for (first_s, block_s, seconds, last), prefill in firsts:
-            if best and first_s + decode_s > best[0]:
+        for computing, prefill in firsts:
+            if best and computing.first_s + decode_s > best[0]:
                 break
-            cost_s = first_s + decode_s + exposed_s(blocks, last, block_s, seconds)
+            cost_s = _pair_s(computing, decode_s, blocks)
             if best is None or cost_s < best[0]:
-                best = (cost_s, first_s, prefill, decode)
+                best = (cost_s, prefill, wait)
     assert best
-    cost_s, first_s, prefill, decode = best
-    return Placement(prefill.lease, decode.lease, cached_len(prefill, demand), cost_s, first_s)
+    return best
 
 
-def _computing(node: NodeView, demand: Demand) -> tuple[float, float, float, int]:
-    """What matters of a prefill node: seconds to the first token, seconds to ship a block, seconds of computing, blocks
-    of the last chunk."""
+def _cheapest(costs: Iterable[tuple[float, NodeView]]) -> tuple[float, NodeView]:
+    least_s, cheapest = min(known := list(costs), key=itemgetter(0))
+    return _whose_turn(known, cheapest, least_s)
+
+
+def _whose_turn(costs: Iterable[tuple[float, NodeView]], cheapest: NodeView, least_s: float) -> tuple[float, NodeView]:
+    """The first, in turn order, that equals the cheapest: alike in what is counted, near in what is learned."""
+    counted = attrgetter("cached_len", "waiting_tokens", "streams", "pending_blocks")
+    alike = ((cost_s, node) for cost_s, node in costs if counted(node) == counted(cheapest))
+    return next((cost_s, node) for cost_s, node in alike if cost_s <= least_s * (1 + NOISE))
+
+
+class Computing(NamedTuple):
+    """Of a prefill node: seconds to the first token, to ship a block, and of computing; blocks of the last chunk."""
+
+    first_s: float
+    block_s: float
+    compute_s: float
+    last: int
+
+
+def _computing(node: NodeView, demand: Demand) -> Computing:
     lease, seconds = node.lease, compute_s(node, demand)
     block_s = lease.block_bytes / max(lease.rates.ship_bytes_per_s, 1.0)
-    return (queue_s(node) + seconds, block_s, seconds, blocks_for(CHUNK_TOKENS, lease.block_size))
+    return Computing(queue_s(node) + seconds, block_s, seconds, blocks_for(CHUNK_TOKENS, lease.block_size))
+
+
+def _pair_s(computing: Computing, decode_s: float, blocks: int) -> float:
+    return computing.first_s + decode_s + exposed_s(blocks, computing.last, computing.block_s, computing.compute_s)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from placement.place import (
     CHUNK_TOKENS,
     HANDOFF_S,
+    NOISE,
     compute_s,
     exposed_s,
     fits,
@@ -134,6 +135,19 @@ def test_of_equal_nodes_the_one_that_was_not_chosen_for_longest() -> None:
     assert where(place(Demand(1024, local_only=True), nodes)) == (None, "d2")
 
 
+def test_rates_that_were_learned_a_little_apart_are_equal_and_what_is_counted_is_not() -> None:
+    """Warm-ups of equal machines never tell quite the same: one pair had had every request of an idle cluster."""
+    fast, slow = Rates(1000.0, 0.02, 1e9), Rates(900.0, 0.022, 0.9e9)
+    nodes = [node("p0", rates=fast, placed=9), node("p1", rates=slow), node("d0", rates=fast, placed=9)]
+    nodes.append(node("d1", rates=slow))
+    assert where(place(LONG, nodes)) == ("p1", "d1")
+    assert where(place(Demand(1024, prompt_only=True), nodes)) == ("p1", None)
+    assert where(place(Demand(1024, local_only=True), nodes)) == (None, "d1")
+    assert where(place(LONG, [*nodes[:1], replace(nodes[1], waiting_tokens=1), *nodes[2:]])) == ("p0", "d1")
+    assert where(place(LONG, [*nodes[:3], replace(nodes[3], streams=1)])) == ("p1", "d0")
+    assert where(place(LONG, [replace(nodes[0], cached_len=16), *nodes[1:]])) == ("p0", "d1")
+
+
 @pytest.mark.parametrize(
     ("nodes", "error"),
     [
@@ -224,7 +238,8 @@ def local_s(d: NodeView, demand: Demand) -> float:
 
 @given(st.integers(1, 2000).map(Demand), clusters())
 def test_no_pair_is_cheaper(demand: Demand, nodes: list[NodeView]) -> None:
-    """Against every pair tried one by one: the same cost to the last bit, and the cost of the pair that was chosen."""
+    """Against every pair tried one by one: the cost is that of the pair that was chosen, and no more above the least
+    than equal nodes' learned rates differ."""
     placement = attempt(demand, nodes)
     if placement is None:
         return
@@ -233,7 +248,13 @@ def test_no_pair_is_cheaper(demand: Demand, nodes: list[NodeView]) -> None:
     costs = {(None, d.lease.node_id): local_s(d, demand) for d in takes}
     for p in (view for view in ready if view.lease.role == "prefill" and fits(view, demand)):
         costs |= {(p.lease.node_id, d.lease.node_id): pair_s(p, d, demand) for d in takes}
-    assert placement.cost_s == min(costs.values()) == costs[where(placement)]
+    assert placement.cost_s == costs[where(placement)]
+    least_s = min(costs.values())
+    assert least_s <= placement.cost_s <= least_s * (1 + NOISE)
+    chosen = [view for view in ready if view.lease.node_id in where(placement)]
+    cheapest = [view for view in ready if view.lease.node_id in min(costs, key=costs.__getitem__)]
+    if all(costs[pair] > least_s * (1 + NOISE) for pair in costs if pair != where(placement)):
+        assert chosen == cheapest
 
 
 @given(st.integers(1, 2000).map(Demand), clusters(), st.data())
@@ -244,7 +265,7 @@ def test_more_load_never_attracts(demand: Demand, nodes: list[NodeView], data: s
     after = attempt(demand, [*nodes[:i], busier, *nodes[i + 1 :]])
     assert (before is None) == (after is None)
     if before and after and busier.lease.node_id not in where(before):
-        assert where(after) == where(before)
+        assert busier.lease.node_id not in where(after)
 
 
 @given(st.integers(17, 2000), st.integers(0, 2000), st.integers(0, 4000))
