@@ -33,7 +33,7 @@ UNKNOWN_BLOCKS = 10**12
 """A pool that does not tell its size is no limit."""
 SHORTEST_STEP_S = 1e-4
 NOISE = 0.2
-"""Learned rates of equal machines differ by as much: nodes that count the same are equal within this share of a cost."""
+"""Learned rates of equal machines differ by as much: nodes that count alike are equal within this share of a cost."""
 
 
 def place(demand: Demand, nodes: Sequence[NodeView]) -> Placement:
