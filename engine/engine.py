@@ -18,7 +18,6 @@ from engine.lent import Lent
 from engine.request import Request, Reservation, key_of
 from engine.runner import Runner
 from engine.scheduler import Limits, Scheduler
-from engine.self_check import audit
 from engine.step import Stepper
 from protocol.errors import Cancelled, GrantRefused, KvferryError, NodeLost
 from protocol.hashing import root_hash
@@ -179,3 +178,11 @@ class Engine:
     def _request(self, job: Job) -> Request:
         root = root_hash(self.config.fingerprint, job.namespace)
         return Request(job, root, self.config.block_size)
+
+
+def audit(engine: Engine) -> Iterator[None]:
+    """Assert that the books balance and that with nothing under way no block is held; in pieces of a fraction of a
+    millisecond, between which the engine may work."""
+    yield from engine.pool.audit()
+    if not (engine.has_work() or engine.scheduler.reserved or engine.lent):
+        assert engine.pool.available == engine.pool.num_blocks, "blocks leaked"

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from engine.engine import Engine
+from engine.engine import Engine, audit
 from engine.events import Event
 from engine.self_check import SelfCheck
 
@@ -36,7 +36,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._turning = False
-        self._self_check = SelfCheck(engine)
+        self._self_check = SelfCheck(lambda: audit(engine))
         self.load = engine.load()
         self.fault: str | None = None
         self._turn_began: float | None = None

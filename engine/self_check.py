@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from engine.engine import Engine
+from collections.abc import Callable, Iterator
 
 EVERY_S = 10.0
 """Least seconds from the end of a pass to the next."""
@@ -15,19 +11,12 @@ TURN_S, PAUSE_S = 0.0008, 0.01
 """Seconds after which a turn begins no further piece (a command waits for less than 1 ms), and the pause behind it."""
 
 
-def audit(engine: Engine) -> Iterator[None]:
-    """Assert that the books balance and that with nothing under way no block is held; in pieces of a fraction of a
-    millisecond, between which the engine may work."""
-    yield from engine.pool.audit()
-    if not (engine.has_work() or engine.scheduler.reserved or engine.lent):
-        assert engine.pool.available == engine.pool.num_blocks, "blocks leaked"
-
-
 class SelfCheck:
-    """Takes turns of a pass. Owned by the engine thread."""
+    """Takes turns of a pass, which `begin` makes: it is checked in pieces of a fraction of a millisecond, between which
+    the engine may work, and raises AssertionError. Owned by the engine thread."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, begin: Callable[[], Iterator[None]]) -> None:
+        self._begin = begin
         self._pass: Iterator[None] | None = None
         self._dirty = False
         self._ended = 0.0
@@ -48,7 +37,7 @@ class SelfCheck:
         if self._pass is None:
             if not self._dirty or began < self._ended + EVERY_S:
                 return
-            self._dirty, self._pass = False, audit(self._engine)
+            self._dirty, self._pass = False, self._begin()
         try:
             while time.monotonic() < began + TURN_S:
                 next(self._pass)

@@ -15,7 +15,7 @@ from engine.runner import Runner
 from engine.sampler import Sampled
 from engine.scheduler import Scheduler, Slice
 from kernels.draw import NO_TOKEN
-from protocol.errors import KvferryError, NodeLost
+from protocol.errors import KvferryError, ModelFailed, NodeLost
 
 log = logging.getLogger("kvferry.engine")
 
@@ -122,7 +122,7 @@ class Stepper:
         if sampled is None:
             return
         if sampled.token_id == NO_TOKEN:
-            self._fail(request, KvferryError("the model's logits for the next token are not numbers"))
+            self._fail(request, ModelFailed("the model's logits for the next token are not numbers"))
             return
         event = output.append(request, sampled, self._longest)
         self._events.append(event)

@@ -1,4 +1,4 @@
-"""All nodes as the router sees them: implements `router.journey.spec.Cluster`, and is what journeys act on."""
+"""All nodes as the router sees them: implements `router.journey.spec.Cluster`, and `router.journey.ports.Ground`."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ class RouterCluster:
         client: NodeClient | None = None,
     ) -> None:
         self.client = client or NodeClient(f"router-{secrets.token_hex(6)}")
+        self.router_id = self.client.router_id
         self.nodes = nodes or NodeTable(source, metrics)
         self.metrics = metrics
         self.errands = Errands()

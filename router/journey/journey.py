@@ -11,7 +11,6 @@ import logging
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from placement.terms import Demand, Placement
 from protocol.errors import Cancelled, DeadlineExceeded, GrantRefused, KvferryError, NoNodes, Overloaded
@@ -19,12 +18,10 @@ from protocol.hashing import chain, root_hash
 from protocol.messages import Job, TokenDelta
 from router.journey.attempt import Attempt, Event
 from router.journey.ladder import Failure, Ladder
+from router.journey.ports import Ground
 from router.journey.sequence import Sequence
 from router.journey.spec import Output, RequestSpec, Route
 from router.nodes.entry import node_key
-
-if TYPE_CHECKING:
-    from router.journey.cluster import RouterCluster
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +35,9 @@ class RouterJourney:
     """Implements `router.journey.spec.Journey`. Nothing is booked, sent or timed before the first iteration and nothing
     is left after the iteration ends, however it ends: last token, error, `cancel`, closed iterator, cancelled task."""
 
-    def __init__(self, spec: RequestSpec, cluster: RouterCluster) -> None:
+    def __init__(self, spec: RequestSpec, ground: Ground) -> None:
         self.route: Route | None = None
-        self._spec, self._cluster = spec, cluster
+        self._spec, self._ground = spec, ground
         self._wire_id = f"{spec.request_id}-{secrets.token_hex(6)}"
         self._mail: asyncio.Queue[Event | KvferryError | None] = asyncio.Queue()
         self._sequence = Sequence()
@@ -104,7 +101,7 @@ class RouterJourney:
     async def _launch(self) -> None:
         """Place and begin the next attempt. From the choice to the booking nothing is awaited."""
         token_ids = self._spec.token_ids + tuple(self._sequence.tokens)
-        reuse = await self._cluster.reuse(self._hashes(token_ids))
+        reuse = await self._ground.reuse(self._hashes(token_ids))
         while (placement := self._place(reuse)) is None:
             await self._pause()
         if self._over:
@@ -113,7 +110,7 @@ class RouterJourney:
         self._progress_at = asyncio.get_running_loop().time()
         if self._attempts:
             self._sequence.restart()
-        self._attempt = self._cluster.launch(self._job(token_ids), placement, self._mail.put_nowait)
+        self._attempt = self._ground.launch(self._job(token_ids), placement, self._mail.put_nowait)
         self._attempts += 1
         self._watch()
         log.debug("%s attempt %d: %s", self._wire_id, self._attempts - 1, placement)
@@ -121,13 +118,13 @@ class RouterJourney:
     def _place(self, reuse: dict[str, int]) -> Placement | None:
         """None: nothing can take it now, but it has begun and may wait."""
         try:
-            return self._cluster.place(self._demand(), reuse)
+            return self._ground.place(self._demand(), reuse)
         except (NoNodes, Overloaded) as error:
             now = asyncio.get_running_loop().time()
             if self._failure is None or self._over:
                 raise
             self._stuck_at = self._stuck_at or now
-            if now - self._stuck_at > min(self._cluster.patience_s, SHARE * (self._deadline_at - self._stuck_at)):
+            if now - self._stuck_at > min(self._ground.patience_s, SHARE * (self._deadline_at - self._stuck_at)):
                 raise self._hopeless(error) from self._failure
             self._ladder.forgive()
             return None
@@ -148,9 +145,9 @@ class RouterJourney:
         self._failure = failure.error
         self._attempt.close(cancel=True)
         self._attempt = None
-        prefills = self._cluster.able("prefill", besides=node_key(failure.node))
+        prefills = self._ground.able("prefill", besides=node_key(failure.node))
         rung = self._ladder.climb(failure, len(self._sequence.tokens), prefills)
-        self._cluster.metrics.ladder.labels(rung).inc()
+        self._ground.metrics.ladder.labels(rung).inc()
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, rung)
 
     def _job(self, token_ids: tuple[int, ...]) -> Job:
@@ -163,14 +160,14 @@ class RouterJourney:
             token_ids=token_ids,
             prompt_len=len(self._spec.token_ids),
             params=params,
-            router_id=self._cluster.client.router_id,
+            router_id=self._ground.router_id,
             namespace=self._spec.namespace,
             deadline_s=max(0.0, self._deadline_at - asyncio.get_running_loop().time()),
         )
 
     def _hashes(self, token_ids: tuple[int, ...]) -> list[bytes]:
         """Empty when nothing can be reused: prompt logprobs need the whole prompt computed."""
-        group = self._cluster.nodes.group
+        group = self._ground.nodes.group
         if not group or (self._spec.params.prompt_logprobs is not None and not self._sequence.tokens):
             return []
         lease = group[0].lease
@@ -189,12 +186,12 @@ class RouterJourney:
         assert self._attempt
         assert self._first_placement
         place = self._attempt.placement
-        reuse = self._cluster.account(delta.reuse, self._attempt.job, place.prefill or place.decode)
+        reuse = self._ground.account(delta.reuse, self._attempt.job, place.prefill or place.decode)
         ended_on_prefill = place.prefill is not None and delta.finish_reason is not None
         prefill_id = place.prefill.node_id if place.prefill else None
         decode_id = place.decode.node_id if place.decode and not ended_on_prefill else None
         self.route = Route(prefill_id, decode_id, reuse)
-        self._cluster.record(self._first_placement, place, reuse, self._attempt.age_s)
+        self._ground.record(self._first_placement, place, reuse, self._attempt.age_s)
 
     def _begin(self) -> None:
         loop = asyncio.get_running_loop()

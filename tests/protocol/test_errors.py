@@ -14,6 +14,7 @@ from protocol.errors import (
     DeadlineExceeded,
     InvalidRequest,
     KvferryError,
+    ModelFailed,
     Overloaded,
     Retryable,
     from_body,
@@ -44,7 +45,9 @@ def test_an_error_arrives_as_the_class_that_was_sent(cls: type[KvferryError]) ->
 
 def test_what_another_attempt_cannot_help() -> None:
     hopeless = {cls for cls in CLASSES if not cls.retryable}
-    assert hopeless == {ConfigError, DeadlineExceeded} | {cls for cls in CLASSES if issubclass(cls, InvalidRequest)}
+    assert hopeless == {ConfigError, ModelFailed, DeadlineExceeded} | {
+        cls for cls in CLASSES if issubclass(cls, InvalidRequest)
+    }
 
 
 def test_the_tree_in_the_docstring_is_the_tree_in_the_code() -> None:
