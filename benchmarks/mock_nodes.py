@@ -179,10 +179,11 @@ async def serve(role: str, redis_url: str) -> None:
     )  # fmt: skip
     store = RedisStore(redis_url, "default")
     keeper = LeaseKeeper(store, lambda: lease)
-    ended = loop.run_in_executor(None, sys.stdin.buffer.read)
-    await keeper.start()
+    ended = asyncio.Event()
+    loop.add_reader(sys.stdin.fileno(), ended.set)
+    keeper.start()
     try:
-        await next(asyncio.as_completed((decode.run(), ended)))
+        await next(asyncio.as_completed((decode.run(), ended.wait())))
     finally:
         await keeper.stop()
     await store.close()
