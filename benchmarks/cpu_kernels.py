@@ -24,6 +24,7 @@ from benchmarks.limits import READ_BYTES, Limits, interleaved, machine_limits
 from benchmarks.overhead import bench_overhead
 from cli.door import set_threads
 from process.limits import available_cores
+from protocol.layout import blocks_for
 
 SECTIONS = ("limits", "dense", "attention", "step", "engine", "overhead")
 ROWS = (1, 4, 8, 16, 64, 512)
@@ -81,7 +82,7 @@ def shuffled_plan(query_len: int, total_len: int, seqs: int):  # type: ignore[no
 
     from kernels.plan import BatchPlan
 
-    per = -(-total_len // 16)
+    per = blocks_for(total_len, 16)
     table = torch.randperm(seqs * per, generator=torch.Generator().manual_seed(0)).int().view(seqs, per)
     positions = torch.arange(total_len - query_len, total_len).repeat(seqs)
     rows = torch.arange(seqs).repeat_interleave(query_len)

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kernels.ops import Ops, select
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
+from protocol.layout import blocks_for
 
 COLD_BYTES = 256 << 20
 MAX_LAYERS = 32
@@ -65,7 +66,7 @@ def layers_for(moved: int) -> int:
 
 def paged_plan(query_lens: list[int], total_lens: list[int], shape: Shape) -> tuple[BatchPlan, int]:
     """(plan, blocks in the pool) with the sequences' blocks in shuffled order."""
-    counts = [-(-total // shape.block_size) for total in total_lens]
+    counts = [blocks_for(total, shape.block_size) for total in total_lens]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
     table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
     for row, blocks in enumerate(order.split(counts)):

@@ -19,6 +19,7 @@ import uvloop
 from benchmarks.mock_http import Exchange
 from cluster_state.redis_store import RedisStore
 from cluster_state.registry import LeaseKeeper
+from protocol.layout import blocks_for
 from protocol.messages import (
     FirstToken,
     GenerateRequest,
@@ -84,7 +85,7 @@ class MockPrefill:
             loop = asyncio.get_running_loop()
             self._links[address], _ = await loop.create_connection(asyncio.Protocol, host, int(port))
         self._links[address].write(pack(job))
-        blocks = -(-job.prompt_len // BLOCK_SIZE)
+        blocks = blocks_for(job.prompt_len, BLOCK_SIZE)
         exchange.chunk(pack(ShipDone(job.request_id, job.attempt, blocks, 0, 0.0, 0.0)))
         exchange.chunk(b"")
 

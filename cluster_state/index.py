@@ -170,15 +170,15 @@ class IndexWriter:
         each of them would have to be remembered."""
         gone = list(islice(self._gone, self._batch))
         new = list(islice(self._new, self._batch - len(gone)))
-        for digest in new:
-            self._new[digest] = True
+        for block_hash in new:
+            self._new[block_hash] = True
         await self._index.publish(self._node_id, self._epoch, new, gone)
         if self._reached():
             return  # An addition that timed out may still take effect after this removal: remove once more.
-        for digest in gone:
-            del self._gone[digest]
-        for digest in new:
-            del self._new[digest]
+        for block_hash in gone:
+            del self._gone[block_hash]
+        for block_hash in new:
+            del self._new[block_hash]
 
     def _reached(self) -> bool:
         """The index answers. Returns whether it had failed before; then everything is to be written again."""
@@ -190,7 +190,7 @@ class IndexWriter:
 
     async def _refresh_some(self) -> None:
         due = list(islice(self._stale, self._batch))
-        rows = [digest for digest in due if digest in self._rows]
+        rows = [block_hash for block_hash in due if block_hash in self._rows]
         if rows:
             await self._index.refresh(self._node_id, self._epoch, rows)
         for _ in due:
@@ -201,30 +201,30 @@ class IndexWriter:
             notes, self._notes, self._noted = self._notes, [], 0
             compare, self._compare = self._compare or self._rewrite, False
         for stored, removed in notes:
-            for digest in stored:
-                self._add(digest)
-            for digest in removed:
-                self._remove(digest)
+            for block_hash in stored:
+                self._add(block_hash)
+            for block_hash in removed:
+                self._remove(block_hash)
         if compare:
             self._compare_with_snapshot()
         if self._rewrite:
             self._rewrite = False
-            self._new = {digest: self._new.get(digest, True) for digest in self._rows}
+            self._new = {block_hash: self._new.get(block_hash, True) for block_hash in self._rows}
 
     def _compare_with_snapshot(self) -> None:
         held = dict.fromkeys(self._snapshot())
-        for digest in [digest for digest in self._rows if digest not in held]:
-            self._remove(digest)
-        for digest in held:
-            self._add(digest)
+        for block_hash in [block_hash for block_hash in self._rows if block_hash not in held]:
+            self._remove(block_hash)
+        for block_hash in held:
+            self._add(block_hash)
 
-    def _add(self, digest: bytes) -> None:
-        if digest not in self._rows:
-            self._rows[digest] = None
-            self._new[digest] = self._gone.pop(digest, self) is not self
+    def _add(self, block_hash: bytes) -> None:
+        if block_hash not in self._rows:
+            self._rows[block_hash] = None
+            self._new[block_hash] = self._gone.pop(block_hash, self) is not self
 
-    def _remove(self, digest: bytes) -> None:
-        if digest in self._rows:
-            del self._rows[digest]
-            if self._new.pop(digest, True):
-                self._gone[digest] = None
+    def _remove(self, block_hash: bytes) -> None:
+        if block_hash in self._rows:
+            del self._rows[block_hash]
+            if self._new.pop(block_hash, True):
+                self._gone[block_hash] = None

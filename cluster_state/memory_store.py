@@ -60,19 +60,19 @@ class MemoryStore:
 
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         self._reach()
-        for digest in removed:
-            if self._row(digest).get(node_id) == epoch:
-                del self._rows[digest][node_id]
-        for digest in stored:
-            row = self._rows[digest] = self._row(digest)
+        for block_hash in removed:
+            if self._row(block_hash).get(node_id) == epoch:
+                del self._rows[block_hash][node_id]
+        for block_hash in stored:
+            row = self._rows[block_hash] = self._row(block_hash)
             row[node_id] = max(epoch, row.get(node_id, epoch))
-            self._row_ends[digest] = self._clock() + self._row_ttl_s
+            self._row_ends[block_hash] = self._clock() + self._row_ttl_s
 
     async def refresh(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> None:
         await self.publish(node_id, epoch, hashes, ())
-        for digest in hashes:
-            for other in [n for n in self._rows[digest] if n != node_id and self._live(n) is None]:
-                del self._rows[digest][other]
+        for block_hash in hashes:
+            for other in [n for n in self._rows[block_hash] if n != node_id and self._live(n) is None]:
+                del self._rows[block_hash][other]
 
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         self._reach()
@@ -91,5 +91,5 @@ class MemoryStore:
         lease, ends = self._leases.get(node_id, (None, 0.0))
         return lease if ends > self._clock() else None
 
-    def _row(self, digest: bytes) -> dict[str, int]:
-        return self._rows.get(digest, {}) if self._row_ends.get(digest, 0.0) > self._clock() else {}
+    def _row(self, block_hash: bytes) -> dict[str, int]:
+        return self._rows.get(block_hash, {}) if self._row_ends.get(block_hash, 0.0) > self._clock() else {}

@@ -58,8 +58,8 @@ class BlockPool:
         """Block ids of the longest leading run of `hashes` that is here. Takes no hold."""
         found: list[int] = []
         if self.prefix_caching:
-            for digest in hashes:
-                block_id = self._by_hash.get(digest)
+            for block_hash in hashes:
+                block_id = self._by_hash.get(block_hash)
                 if block_id is None:
                     break
                 found.append(block_id)
@@ -85,13 +85,13 @@ class BlockPool:
             self._let_go(block_id)
 
     def register(
-        self, holders: Sequence[tuple[Hashable, str]], block_id: int, digest: bytes, parent: int | None
+        self, holders: Sequence[tuple[Hashable, str]], block_id: int, block_hash: bytes, parent: int | None
     ) -> int:
         """The block's content is complete: make it findable. If equal content is findable already, the holds (owner,
         reason) move to that block, and its id is returned, so that every findable block's parent is findable too."""
         if not self.prefix_caching:
             return block_id
-        known = self._by_hash.get(digest)
+        known = self._by_hash.get(block_hash)
         if known == block_id:
             return block_id
         if known is not None:
@@ -102,12 +102,12 @@ class BlockPool:
             return known
         block = self._blocks[block_id]
         assert block.hash is None, "a block's content changed while it was findable"
-        block.hash, block.parent = digest, parent
+        block.hash, block.parent = block_hash, parent
         if parent is not None:
             self._blocks[parent].children += 1
             self._changed(block_id, parent, 1)
-        self._by_hash[digest] = block_id
-        _note(digest, self._stored, self._removed)
+        self._by_hash[block_hash] = block_id
+        _note(block_hash, self._stored, self._removed)
         return block_id
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
@@ -191,9 +191,9 @@ class BlockPool:
             anew.changed(block_id, parent, by)
 
 
-def _note(digest: bytes, done: dict[bytes, None], undone: dict[bytes, None]) -> None:
+def _note(block_hash: bytes, done: dict[bytes, None], undone: dict[bytes, None]) -> None:
     """Record a change, or cancel it against its opposite."""
-    if digest in undone:
-        del undone[digest]
+    if block_hash in undone:
+        del undone[block_hash]
     else:
-        done[digest] = None
+        done[block_hash] = None

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from engine.models.base import Model
-from engine.plans import Planner
+from engine.planner import Planner
 from engine.sampler import Sampled, SampleRow, sample, score_prompt
 from engine.scheduler import Slice
 

@@ -11,6 +11,7 @@ from engine.events import Stepped
 from engine.request import Request
 from engine.scheduler import Slice
 from protocol.errors import ConfigError, reason
+from protocol.layout import blocks_for
 from protocol.messages import Job, Rates
 from protocol.sampling import SamplingParams
 
@@ -63,7 +64,7 @@ def warm_up(engine: Engine) -> Rates:
     longest = max(1, min(engine.config.limits.max_num_batched_tokens, room - 1))
     job = Job("warm-up", 0, (1,) * (longest + 1), longest, SamplingParams(temperature=0.0), "")
     request = Request(job, b"", bs)
-    request.block_ids = list(range(-(-(longest + 1) // bs)))
+    request.block_ids = list(range(blocks_for(longest + 1, bs)))
 
     def run(start: int, count: int) -> float:
         began = time.monotonic()

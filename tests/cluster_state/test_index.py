@@ -128,8 +128,8 @@ class _Node:
         had = self.held.get(chain, 0)
         self.held[chain] = min(length, had)
         gone = _hashes(had, chain)[self.held[chain] :][::-1]
-        for digest in gone:
-            del self.order[digest]
+        for block_hash in gone:
+            del self.order[block_hash]
         return gone
 
 

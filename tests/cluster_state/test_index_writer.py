@@ -41,8 +41,8 @@ class _Writing:
 
     def note(self, stored, removed=()) -> None:
         self.held.update(dict.fromkeys(stored))
-        for digest in removed:
-            self.held.pop(digest, None)
+        for block_hash in removed:
+            self.held.pop(block_hash, None)
         self.writer.note(list(stored), list(removed))
 
     async def length(self, hashes: list[bytes]) -> int:

@@ -37,8 +37,8 @@ class Used:
     def take(self, owner: str, tokens: list[int]) -> list[int]:
         blocks = self.pool.acquire(owner, REQUEST, [], -(-len(tokens) // 2))
         assert blocks is not None
-        for i, digest in enumerate(chain(b"root", tokens, 2)):
-            blocks[i] = self.pool.register([(owner, REQUEST)], blocks[i], digest, blocks[i - 1] if i else None)
+        for i, block_hash in enumerate(chain(b"root", tokens, 2)):
+            blocks[i] = self.pool.register([(owner, REQUEST)], blocks[i], block_hash, blocks[i - 1] if i else None)
         return blocks
 
 

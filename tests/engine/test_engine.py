@@ -260,7 +260,7 @@ def test_landed_blocks_are_announced_even_if_the_request_is_cancelled_before_a_s
     engine.start("g", TokenDelta("a", 0, 0, (1,)))
     engine.cancel("a", 0)
     assert not engine.has_work()
-    stored = [digest for e in engine.events if isinstance(e, BlocksChanged) for digest in e.stored]
+    stored = [block_hash for e in engine.events if isinstance(e, BlocksChanged) for block_hash in e.stored]
     assert stored == engine.pool.findable()
     assert len(stored) == 5
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from toy import VOCAB, expected, make_engine, make_job
 
-from engine.plans import SPARE_BLOCKS, Planner, build_plan
+from engine.planner import SPARE_BLOCKS, Planner, build_plan
 from engine.request import Request
 from engine.scheduler import Slice
 from kernels.plan import BatchPlan
