@@ -40,8 +40,8 @@ class AttentionGroup:
 
 def block_rows(kv_layer: torch.Tensor) -> torch.Tensor:
     """The layer's pool [num_blocks, 2, kv_heads, block_size, dim] as [rows, block_size * dim] over the same memory: a
-    row is one block of one head's K or V. Rows of other layers lie between. Needs the layout of "The pool in memory" in DESIGN: slots
-    and dims dense, outer strides multiples of a row."""
+    row is one block of one head's K or V. Rows of other layers lie between. Needs slots and dims
+    dense and outer strides that are multiples of a row (DESIGN, The pool in memory)."""
     blocks, _, heads, slots, dim = kv_layer.shape
     sb, skv, sh, _, _ = kv_layer.stride()
     row = slots * dim
