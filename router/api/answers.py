@@ -29,7 +29,7 @@ class Usage(BaseModel):
     prompt_tokens_details: dict[str, int]
 
 
-class Message(BaseModel):
+class AnswerMessage(BaseModel):
     role: Literal["assistant"]
     content: str
     refusal: str | None
@@ -37,7 +37,7 @@ class Message(BaseModel):
 
 class ChatChoice(BaseModel):
     index: int
-    message: Message
+    message: AnswerMessage
     logprobs: dict[str, Any] | None
     finish_reason: str
     stop_reason: str | int | None

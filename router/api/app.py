@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi import APIRouter, Request, Response, Security
+from fastapi.responses import PlainTextResponse
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
@@ -29,39 +28,24 @@ from router.api.answers import (
 )
 from router.api.chat import ChatShape
 from router.api.completions import CompletionShape
-from router.api.documentation import Operation, describe
-from router.api.door import OPEN_PATHS, Admission, BodyReader, Door, Exchange
+from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
+from router.api.door import Admission, BodyReader, Door, Exchange
 from router.api.http_errors import HANDLERS, retry_headers
 from router.api.pool import Pool, Pools
 from router.api.schemas import ChatBody, CompletionBody
 from router.api.shape import Endpoint
-from router.api.sse import dump
 from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.journey.spec import Cluster
 from router.text.encoding import Encoder
 from router.text.text_model import TextModel
 
-JSON = "application/json"
-GENERATING = (400, 404, 413, 429, 500, 503, 504)
-ENCODING = (400, 404, 413, 429, 500)
-OPERATIONS = (
-    Operation("POST", "/v1/chat/completions", "Answer a chat", ChatAnswer, ChatBody, streams=True, errors=GENERATING),
-    Operation(
-        "POST", "/v1/completions", "Continue texts", CompletionAnswer, CompletionBody, streams=True, errors=GENERATING
-    ),
-    Operation("POST", "/tokenize", "Text or messages to token ids", Tokens, TokenizeBody, errors=ENCODING),
-    Operation("POST", "/detokenize", "Token ids to text", Text, DetokenizeBody, errors=ENCODING),
-    Operation("GET", "/v1/models", "The models that are served", ModelList),
-    Operation("GET", "/v1/models/{id}", "One of them", Model, errors=(404,)),
-    Operation("GET", "/health", "The process runs", Health),
-    Operation("GET", "/ready", "A request could be placed now", Ready, others=((503, Ready),)),
-    Operation("GET", "/metrics", "Prometheus' text format", "text/plain"),
-    Operation("GET", "/version", "The version", Version),
-)
 ENDPOINTS = (
-    Endpoint("/v1/chat/completions", ChatBody, ChatShape),
-    Endpoint("/v1/completions", CompletionBody, CompletionShape),
+    Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, ChatShape, ChatAnswer),
+    Endpoint("/v1/completions", "Continue texts", CompletionBody, CompletionShape, CompletionAnswer),
 )
+BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+ENCODING = errors(400, 404, 413, 429, 500)
+GENERATING = {**STREAMED, **ENCODING, **errors(503, 504)}
 
 
 def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metrics: RouterMetrics) -> ASGIApp:
@@ -70,80 +54,117 @@ def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metr
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
     exchanges = {each.path: Exchange(each, pools, admission, reader, metrics) for each in ENDPOINTS}
-    routes = [
-        *(Route(path, exchange, methods=["POST"]) for path, exchange in exchanges.items()),
-        *_text(pools, reader),
-        *_models(pools),
-        *_state(pools, metrics),
-        *_documentation(keyed=bool(settings.api_key)),
-    ]
-    return Door(Starlette(routes=routes, exception_handlers=HANDLERS), settings, exchanges)
+    app = Application(BODIES, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
+    guarded = _guarded() if settings.api_key else {"responses": ANSWERED}
+    for router in (_generation(exchanges), _text(pools, reader), _about(pools)):
+        app.include_router(router, **guarded)
+    app.include_router(_probes(pools, metrics), responses=ANSWERED)
+    return Door(app, settings, exchanges)
 
 
-def _text(pools: Pools, reader: BodyReader) -> list[Route]:
-    async def tokenized(request: Request) -> Response:
-        return _json(await tokenize(pools, await reader.read(request)))
-
-    async def detokenized(request: Request) -> Response:
-        return _json(detokenize(pools, await reader.read(request)))
-
-    return [Route("/tokenize", tokenized, methods=["POST"]), Route("/detokenize", detokenized, methods=["POST"])]
+def _guarded() -> dict[str, Any]:
+    """What is documented of routes that ask for a key; the Door has asked for it before."""
+    bearer = HTTPBearer(scheme_name="key", auto_error=False)
+    return {"dependencies": [Security(bearer)], "responses": {**ANSWERED, **errors(401)}}
 
 
-def _models(pools: Pools) -> list[Route]:
-    created = int(time.time())
-
-    def model(pool: Pool) -> dict[str, Any]:
-        return {
-            "id": pool.name,
-            "object": "model",
-            "created": created,
-            "owned_by": "kvferry",
-            "root": pool.name,
-            "parent": None,
-            "max_model_len": pool.max_model_len,
-        }
-
-    async def models(_: Request) -> Response:
-        return _json({"object": "list", "data": [model(pool) for pool in pools]})
-
-    async def model_by_id(request: Request) -> Response:
-        return _json(model(pools.pool(request.path_params["id"])))
-
-    return [Route("/v1/models", models), Route("/v1/models/{id:path}", model_by_id)]
+def _generation(exchanges: dict[str, Exchange]) -> APIRouter:
+    router = APIRouter()
+    for endpoint in ENDPOINTS:
+        router.post(
+            endpoint.path,
+            summary=endpoint.summary,
+            response_model=endpoint.answer,
+            responses=GENERATING,
+            openapi_extra=takes(endpoint.body),
+        )(_exchanged(exchanges[endpoint.path]))
+    return router
 
 
-def _state(pools: Pools, metrics: RouterMetrics) -> list[Route]:
-    async def health(_: Request) -> Response:
-        return _json({"status": "ok"})
+class _Exchanged(Response):
+    """Answers by an exchange, which reads and writes for itself."""
 
-    async def ready(_: Request) -> Response:
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__()
+        self._exchange = exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._exchange(scope, receive, send)
+
+
+def _exchanged(exchange: Exchange) -> Callable[[], Awaitable[Response]]:
+    async def generate() -> Response:
+        return _Exchanged(exchange)
+
+    return generate
+
+
+def _text(pools: Pools, reader: BodyReader) -> APIRouter:
+    router = APIRouter(responses=ENCODING)
+
+    @router.post(
+        "/tokenize", summary="Text or messages to token ids", response_model=Tokens, openapi_extra=takes(TokenizeBody)
+    )
+    async def tokenized(request: Request) -> dict[str, Any]:
+        return await tokenize(pools, await reader.read(request))
+
+    @router.post("/detokenize", summary="Token ids to text", response_model=Text, openapi_extra=takes(DetokenizeBody))
+    async def detokenized(request: Request) -> dict[str, Any]:
+        return detokenize(pools, await reader.read(request))
+
+    return router
+
+
+def _about(pools: Pools) -> APIRouter:
+    router, created = APIRouter(), int(time.time())
+
+    def model(pool: Pool) -> Model:
+        return Model(
+            id=pool.name,
+            object="model",
+            created=created,
+            owned_by="kvferry",
+            root=pool.name,
+            parent=None,
+            max_model_len=pool.max_model_len,
+        )
+
+    @router.get("/v1/models", summary="The models that are served")
+    async def models() -> ModelList:
+        return ModelList(object="list", data=[model(pool) for pool in pools])
+
+    @router.get(
+        "/v1/models/{id:path}", summary="One of them", responses=errors(404), openapi_extra=path_parameter("id")
+    )
+    async def model_by_id(request: Request) -> Model:
+        return model(pools.pool(request.path_params["id"]))
+
+    @router.get("/version", summary="The version")
+    async def version() -> Version:
+        return Version(version=VERSION)
+
+    return router
+
+
+def _probes(pools: Pools, metrics: RouterMetrics) -> APIRouter:
+    """Open to whoever asks: see OPEN_PATHS."""
+    router = APIRouter()
+
+    @router.get("/health", summary="The process runs")
+    async def health() -> Health:
+        return Health(status="ok")
+
+    @router.get("/ready", summary="A request could be placed now", responses=answers(Ready, 503))
+    async def ready(response: Response) -> Ready:
         nodes = pools.ready()
-        if not nodes["decode"]:
-            return _json({"status": "no node can serve yet", "nodes": nodes}, 503, retry_headers(503))
-        return _json({"status": "ready", "nodes": nodes})
+        if nodes["decode"]:
+            return Ready(status="ready", nodes=nodes)
+        response.status_code = 503
+        response.headers.update(retry_headers(503))
+        return Ready(status="no node can serve yet", nodes=nodes)
 
-    async def scrape(_: Request) -> Response:
+    @router.get("/metrics", summary="Prometheus' text format", response_class=PlainTextResponse)
+    async def scrape() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def version(_: Request) -> Response:
-        return _json({"version": VERSION})
-
-    routes = {"/health": health, "/ready": ready, "/metrics": scrape, "/version": version}
-    return [Route(path, endpoint) for path, endpoint in routes.items()]
-
-
-def _documentation(*, keyed: bool) -> list[Route]:
-    description = dump(describe(OPERATIONS, guarded=lambda path: keyed and path not in OPEN_PATHS))
-
-    async def openapi(_: Request) -> Response:
-        return Response(description, media_type=JSON)
-
-    async def docs(_: Request) -> Response:
-        return get_swagger_ui_html(openapi_url="/openapi.json", title="kvferry")
-
-    return [Route("/openapi.json", openapi), Route("/docs", docs)]
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(dump(value), status, headers, JSON)
+    return router

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
+from pydantic import BaseModel
+
 from protocol.messages import TokenLogprobs
 from router.api.generation import Choice, Generation
 from router.api.logprobs import LogprobWriter
@@ -34,11 +36,14 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A generating endpoint: where it is, what it takes, and how it answers."""
+    """A generating endpoint: where it is, what it takes, and how it answers; `summary` and `answer`, the model of a
+    whole answer, are for its description."""
 
     path: str
+    summary: str
     body: type[GenerationBody]
     shape: type[Shape[Any]]
+    answer: type[BaseModel]
 
 
 class Shape(Generic[AnyBody]):
