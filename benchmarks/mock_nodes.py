@@ -20,18 +20,8 @@ from benchmarks.mock_http import Exchange
 from cluster_state.redis_store import RedisStore
 from cluster_state.registry import LeaseKeeper
 from protocol.layout import blocks_for
-from protocol.messages import (
-    FirstToken,
-    GenerateRequest,
-    Job,
-    Load,
-    NodeLease,
-    PrefillRequest,
-    Reuse,
-    ShipDone,
-    StepFrame,
-    TokenDelta,
-)
+from protocol.lease import Load, NodeLease
+from protocol.messages import FirstToken, GenerateRequest, Job, PrefillRequest, Reuse, ShipDone, StepFrame, TokenDelta
 from protocol.wire import FrameReader, pack, unpack
 
 HOST = "127.0.0.1"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from placement.place import place
 from placement.terms import Demand, NodeView
-from protocol.messages import Load, NodeLease, Rates
+from protocol.lease import Load, NodeLease, Rates
 
 SECONDS, LIMIT_S = 0.5, 20.0
 """How long choices are repeated, and what one run may take."""

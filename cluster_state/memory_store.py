@@ -9,7 +9,7 @@ from functools import partial
 from cluster_state.index import ROW_TTL_S, longest
 from cluster_state.registry import LEASE_S, Announced
 from protocol.errors import RegistryUnavailable
-from protocol.messages import NodeLease
+from protocol.lease import NodeLease
 
 
 class MemoryStore:

@@ -22,7 +22,7 @@ from cluster_state import redis_scripts
 from cluster_state.index import ROW_TTL_S
 from cluster_state.registry import LEASE_S, Announced
 from protocol.errors import ConfigError, RegistryUnavailable
-from protocol.messages import NodeLease
+from protocol.lease import NodeLease
 from protocol.wire import WireError, pack, unpack
 
 log = logging.getLogger("kvferry.redis")

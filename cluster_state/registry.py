@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from protocol.errors import KvferryError
-from protocol.messages import NodeLease
+from protocol.lease import NodeLease
 
 log = logging.getLogger("kvferry.registry")
 

@@ -11,7 +11,8 @@ from kv_transfer.receiver import Receiver
 from node.pool_memory import PoolMemory
 from node.service import Base
 from protocol.errors import Cancelled, Draining, KvferryError
-from protocol.messages import Commit, Job
+from protocol.link_messages import Commit
+from protocol.messages import Job
 
 
 class Grants:

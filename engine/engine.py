@@ -21,7 +21,8 @@ from engine.scheduler import Limits, Scheduler
 from engine.step import Stepper
 from protocol.errors import Cancelled, GrantRefused, KvferryError, NodeLost
 from protocol.hashing import root_hash
-from protocol.messages import Job, Load, TokenDelta
+from protocol.lease import Load
+from protocol.messages import Job, TokenDelta
 
 log = logging.getLogger("kvferry.engine")
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from engine.request import Request
-from engine.scheduler import Slice
+from engine.slices import Slice
 from kernels.plan import BatchPlan
 
 SPARE_BLOCKS = 8

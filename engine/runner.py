@@ -10,7 +10,7 @@ import torch
 from engine.models.base import Model
 from engine.planner import Planner
 from engine.sampler import Sampled, SampleRow, sample, score_prompt
-from engine.scheduler import Slice
+from engine.slices import Slice
 
 SCORED_ROWS = 128
 """Rows of logits made at once for prompt log-probabilities (128 rows of a 128k vocabulary are 64 MiB)."""

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
 from engine.ports import GRANT, REQUEST, SHIP
 from engine.request import Entry, Key, Request, Reservation
+from engine.slices import Slice, chunks_of
 from protocol.layout import blocks_for
 
 
@@ -30,25 +30,6 @@ class Limits:
     max_num_batched_tokens: int
     max_prefill_tokens_while_decoding: int
     max_num_seqs: int
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """`count` tokens of a request from `start` on, computed in this step; `samples`: they are its last ones, so the
-    next token is drawn."""
-
-    request: Request
-    start: int
-    count: int
-
-    @property
-    def decodes(self) -> bool:
-        """One token, as a running stream computes; such slices stand first in a batch."""
-        return self.count == 1
-
-    @property
-    def samples(self) -> bool:
-        return self.start + self.count == len(self.request.token_ids)
 
 
 class Scheduler:
@@ -97,9 +78,9 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens - len(decodes)
         if decodes:
             budget = min(budget, self.limits.max_prefill_tokens_while_decoding)
-        chunks = _chunks((r for r in self.running if not r.decodes), budget)
+        chunks = chunks_of((r for r in self.running if not r.decodes), budget)
         begun = self._admit(budget - sum(s.count for s in chunks))
-        chunks += _chunks(begun, budget - sum(s.count for s in chunks))
+        chunks += chunks_of(begun, budget - sum(s.count for s in chunks))
         chunks.sort(key=lambda s: not s.decodes)
         return decodes + chunks
 
@@ -239,15 +220,3 @@ class Scheduler:
         del attempts[entry.job.attempt]
         if not attempts:
             del self._attempts[entry.job.request_id]
-
-
-def _chunks(requests: Iterable[Request], budget: int) -> list[Slice]:
-    """As much of each request, in order, as the budget allows."""
-    chunks: list[Slice] = []
-    for request in requests:
-        if budget <= 0:
-            break
-        count = min(request.uncomputed, budget)
-        budget -= count
-        chunks.append(Slice(request, request.computed_len, count))
-    return chunks

@@ -13,7 +13,8 @@ from engine.ports import REQUEST, SHIP
 from engine.request import Request, Reservation
 from engine.runner import Runner
 from engine.sampler import Sampled
-from engine.scheduler import Scheduler, Slice
+from engine.scheduler import Scheduler
+from engine.slices import Slice
 from kernels.draw import NO_TOKEN
 from protocol.errors import KvferryError, ModelFailed, NodeLost
 

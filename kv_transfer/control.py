@@ -14,7 +14,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from kv_transfer.checksum import UNVERIFIED
 from kv_transfer.tags import MAX_BLOCKS, MAX_NONCE
-from protocol.messages import Abort, Commit, CommitAck, Grant, GrantRequest, Job, Refusal
+from protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
+from protocol.messages import Job
 from protocol.wire import WireError, unpack
 
 Check = Callable[[Any], bool]

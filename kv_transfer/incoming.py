@@ -9,7 +9,7 @@ from kv_transfer.block_path import BlockPath
 from kv_transfer.checksum import UNVERIFIED, is_sampled
 from kv_transfer.link import Done, Peer
 from kv_transfer.tags import block_tag
-from protocol.messages import Grant
+from protocol.link_messages import Grant
 
 
 class Incoming:

@@ -10,7 +10,7 @@ from kv_transfer.checksum import UNVERIFIED, is_sampled
 from kv_transfer.link import Peer
 from kv_transfer.tags import block_tag
 from protocol.errors import TransferFailed
-from protocol.messages import Grant
+from protocol.link_messages import Grant
 
 FILLER = b"\0"
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from protocol.errors import KvferryError
-from protocol.messages import Commit, Job
+from protocol.link_messages import Commit
+from protocol.messages import Job
 
 
 class BlockMemory(Protocol):

@@ -22,7 +22,7 @@ from kv_transfer.receiver_grant import GrantState, OpenGrant, SendingProcess
 from kv_transfer.tags import MAX_BLOCKS, MAX_NONCE
 from kv_transfer.transfers import QUIESCE_TIMEOUT_S, Transfers
 from protocol.errors import Cancelled, DeadlineExceeded, Incompatible, KvferryError, NodeLost, TransferFailed
-from protocol.messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
+from protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
 from protocol.wire import pack
 
 FROM_PREFILL = GrantRequest | Commit | Abort

@@ -11,7 +11,8 @@ from enum import StrEnum
 from kv_transfer.incoming import Incoming
 from kv_transfer.link import Peer
 from kv_transfer.ports import TransferKey
-from protocol.messages import Commit, Job
+from protocol.link_messages import Commit
+from protocol.messages import Job
 
 REMEMBERED = 4096
 

@@ -23,7 +23,8 @@ from kv_transfer.sender_ship import Ship, ShipState
 from kv_transfer.transfers import QUIESCE_TIMEOUT_S, Transfers
 from protocol import errors
 from protocol.errors import GrantRefused, InvalidRequest, KvferryError, TransferFailed
-from protocol.messages import Abort, CommitAck, DecodeTarget, Grant, GrantRequest, Job, Refusal, TokenDelta
+from protocol.link_messages import Abort, CommitAck, Grant, GrantRequest, Refusal
+from protocol.messages import DecodeTarget, Job, TokenDelta
 from protocol.wire import pack
 
 FROM_DECODE = Grant | Refusal | CommitAck

@@ -8,7 +8,8 @@ from enum import StrEnum
 from kv_transfer.link import Peer
 from kv_transfer.outgoing import Outgoing
 from kv_transfer.ports import ShipStats
-from protocol.messages import Commit, Job, TokenDelta
+from protocol.link_messages import Commit
+from protocol.messages import Job, TokenDelta
 
 
 class ShipState(StrEnum):

@@ -25,7 +25,7 @@ from node.service import Base, MakeService
 from node.vitals import Vitals
 from process.signals import Stop
 from protocol.errors import Draining
-from protocol.messages import NodeLease, Rates
+from protocol.lease import NodeLease, Rates
 from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
 

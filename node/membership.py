@@ -10,7 +10,7 @@ from typing import Any
 from cluster_state.index import IndexWriter
 from cluster_state.redis_store import RedisStore
 from cluster_state.registry import LeaseKeeper
-from protocol.messages import NodeLease
+from protocol.lease import NodeLease
 from protocol.metrics import WorkerMetrics
 
 LEAVE_S = 1.0

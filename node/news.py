@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from engine.events import Admitted, BlocksChanged, Event, Stepped
 from node.rates import RateMeter
 from node.service import Service
-from protocol.messages import Load
+from protocol.lease import Load
 from protocol.metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.node")

@@ -19,7 +19,7 @@ from node.service import MakeService
 from process.http import serve_metrics
 from process.signals import Stop
 from process.status import Status
-from protocol.messages import Rates
+from protocol.lease import Rates
 from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
 

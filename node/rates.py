@@ -9,10 +9,11 @@ import time
 from engine.engine import Engine
 from engine.events import Stepped
 from engine.request import Request
-from engine.scheduler import Slice
+from engine.slices import Slice
 from protocol.errors import ConfigError, reason
 from protocol.layout import blocks_for
-from protocol.messages import Job, Rates
+from protocol.lease import Rates
+from protocol.messages import Job
 from protocol.sampling import SamplingParams
 
 log = logging.getLogger("kvferry.node")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.messages import NodeLease
+from protocol.lease import NodeLease
 
 NodeKey = tuple[str, int]
 """(node id, epoch)"""

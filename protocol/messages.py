@@ -1,12 +1,11 @@
-"""Messages between router, prefill and decode nodes. Durations are seconds; no message carries a timestamp.
+"""Messages between the router and its nodes. Durations are seconds; no message carries a timestamp.
 
-All carry (request_id, attempt): every step is idempotent by them. `transfer` names one ship on the link between one
-prefill and one decode process and is never reused by that prefill process.
+All carry (request_id, attempt): every step is idempotent by them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from protocol.sampling import SamplingParams
 from protocol.wire import message
@@ -171,122 +170,3 @@ class StepFrame:
 
     deltas: tuple[TokenDelta, ...] = ()
     failed: tuple[AttemptFailed, ...] = ()
-
-
-@message(30)
-@dataclass(frozen=True, slots=True)
-class GrantRequest:
-    """Prefill → decode over the link: reserve blocks for this job and post receives for them."""
-
-    transfer: int
-    epoch: int
-    fingerprint: str
-    job: Job
-
-
-@message(31)
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Decode → prefill: receives are posted for prompt blocks first_block … first_block + block_count - 1; decode
-    already holds the earlier ones (`cached_len` = first_block * block_size tokens). `nonce` separates the tags of
-    connections."""
-
-    transfer: int
-    first_block: int
-    block_count: int
-    nonce: int
-
-
-@message(32)
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Decode → prefill: no grant, or the ship failed on this side. `code` names a class of protocol.errors."""
-
-    transfer: int
-    code: str
-    message: str
-
-
-@message(33)
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Prefill → decode, last message of a ship: every block was sent. checksums: CRC32 per shipped block, in order (-1:
-    not taken for this block), or empty where the sender took none. `first` is the delta with the first token; `reuse`
-    the prompt's accounting."""
-
-    transfer: int
-    block_count: int
-    checksums: tuple[int, ...]
-    first: TokenDelta
-
-
-@message(34)
-@dataclass(frozen=True, slots=True)
-class CommitAck:
-    """Decode → prefill: all blocks landed and verified; the sender may forget the transfer."""
-
-    transfer: int
-
-
-@message(35)
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Prefill → decode: the ship will not be completed; free the grant once its receives are quiet."""
-
-    transfer: int
-    reason: str
-
-
-@message(40)
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a node is doing now. Tokens of waiting requests are those still to be computed. Blocks: free + active +
-    cached + granted = total."""
-
-    waiting_requests: int = 0
-    waiting_tokens: int = 0
-    running_requests: int = 0
-    free_blocks: int = 0
-    active_blocks: int = 0
-    cached_blocks: int = 0
-    granted_blocks: int = 0
-    total_blocks: int = 0
-    open_grants: int = 0
-
-
-@message(41)
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Learned moving averages, seeded by the self-test at start: prompt tokens computed per second, seconds per decode
-    step, bytes shipped per second."""
-
-    prefill_tokens_per_s: float = 1000.0
-    step_s: float = 0.02
-    ship_bytes_per_s: float = 1e9
-
-
-@message(42)
-@dataclass(frozen=True, slots=True)
-class NodeLease:
-    """A node's row in the registry, renewed every second and gone five seconds after the last renewal.
-
-    role is prefill or decode; state is ready or draining; http_url and link_address are what other processes dial.
-    """
-
-    node_id: str
-    role: str
-    epoch: int
-    state: str
-    http_url: str
-    link_address: str
-    fingerprint: str
-    model: str
-    max_model_len: int
-    block_size: int
-    block_bytes: int
-    load: Load = field(default_factory=Load)
-    rates: Rates = field(default_factory=Rates)
-
-    @property
-    def target(self) -> DecodeTarget:
-        return DecodeTarget(self.node_id, self.epoch, self.link_address, self.fingerprint)

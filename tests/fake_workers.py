@@ -18,14 +18,13 @@ from starlette.routing import Route as HttpRoute
 
 from cluster_state.memory_store import MemoryStore
 from protocol.errors import KvferryError
+from protocol.lease import Load, NodeLease
 from protocol.messages import (
     AttemptFailed,
     CancelRequest,
     FirstToken,
     GenerateRequest,
     Job,
-    Load,
-    NodeLease,
     PrefillRequest,
     Reuse,
     ShipDone,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.models.base import Model, ModelInfo
-from engine.models.config import FAMILIES, DecoderConfig, parse_config, parse_gguf, unsupported
+from engine.models.config import FAMILIES, DecoderConfig, parse_config, unsupported
 from engine.models.decoder import Decoder, ParameterLoader, Progress
+from engine.models.gguf_config import parse_gguf
 from engine.models.heap import trim_heap
 from engine.models.rope import rope_tables
 from engine.models.weights import GGUFWeights, Weights, open_directory

@@ -1,18 +1,14 @@
-"""Types of the fields of request bodies, and the groups of fields that do nothing but be there."""
+"""Types of the fields of request bodies, and groups of fields that bodies share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     GetPydanticSchema,
     WithJsonSchema,
     with_config,
@@ -112,26 +108,6 @@ class Message(TypedDict):
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class Unbuilt:
-    """Marks a field that asks for what this server cannot do yet: refused, unless its value asks for nothing."""
-
-    what: str
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_before_validator_function(self._refuse, handler(source))
-
-    def __get_pydantic_json_schema__(self, _: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"type": "null", "description": f"{self.what} not supported by this server"}
-
-    def _refuse(self, value: Any) -> Any:
-        if value:
-            raise ValueError(f"{self.what} not supported by this server")
-        return value
-
-
-Structured = Annotated[Any, Unbuilt("structured outputs are")]
-Functions = Annotated[Any, Unbuilt("functions (and tools) are")]
 Top = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -156,33 +132,3 @@ class SamplingFields(BaseModel):
 class StreamOptions(BaseModel):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
-
-
-def _text_format(value: dict[str, Any]) -> dict[str, Any]:
-    if value.get("type", "text") != "text":
-        raise ValueError(f"type {value['type']!r} is not supported, only 'text'")
-    return value
-
-
-def _only_text(value: list[str]) -> list[str]:
-    if set(value) - {"text"}:
-        raise ValueError("only 'text' is supported by this server")
-    return value
-
-
-TextOnly = Annotated[list[str], AfterValidator(_only_text)]
-
-
-class UnbuiltFields(BaseModel):
-    """What this server cannot do yet, and refuses where it is asked for."""
-
-    response_format: Annotated[dict[str, Any], AfterValidator(_text_format)] | None = None
-    use_beam_search: Annotated[Any, Unbuilt("beam search is")] = False
-    guided_json: Structured = None
-    guided_regex: Structured = None
-    guided_choice: Structured = None
-    guided_grammar: Structured = None
-    structured_outputs: Structured = None
-    logits_processors: Annotated[Any, Unbuilt("custom logits processors are")] = None
-    allowed_token_ids: Annotated[Any, Unbuilt("allowed_token_ids is")] = None
-    bad_words: Annotated[Any, Unbuilt("bad_words is")] = None

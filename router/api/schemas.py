@@ -1,7 +1,6 @@
 """Bodies of generating requests: the fields of the OpenAI API and vLLM's extensions. Unknown fields are ignored.
 
-Fields whose function is not built are declared too, so that they are refused by name where ignoring them would change
-the answer. What differs between the shapes of the API is asked of the body: its prompts, its bounds, its defaults.
+What differs between the shapes of the API is asked of the body: its prompts, its bounds, its defaults.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from protocol.errors import InvalidRequest
 from protocol.sampling import MAX_COUNT
 from router.api.fields import (
     Count,
-    Functions,
     Messages,
     Number,
     Objects,
@@ -25,12 +23,10 @@ from router.api.fields import (
     SamplingFields,
     Stops,
     StreamOptions,
-    TextOnly,
     Top,
-    Unbuilt,
-    UnbuiltFields,
     told,
 )
+from router.api.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompletions
 from router.text.text_model import TextModel
 from router.text.transcript import TextOptions
 
@@ -114,7 +110,7 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
         )
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(UnbuiltForCompletions, GenerationBody):
     """POST /v1/completions. `prompt` becomes a list of texts and tuples of token ids."""
 
     prompt_field, output_default = "prompt", 16
@@ -123,9 +119,6 @@ class CompletionBody(GenerationBody):
     echo: bool | None = False
     logprobs: Top | None = None
     add_special_tokens: bool | None = True
-
-    suffix: Annotated[Any, Unbuilt("inserting before a suffix is")] = None
-    prompt_embeds: Annotated[Any, Unbuilt("prompt embeddings are")] = None
 
     def check(self) -> None:
         super().check()
@@ -176,7 +169,7 @@ class ChatPrompt(RequestBody):
         )
 
 
-class ChatBody(ChatPrompt, GenerationBody):
+class ChatBody(ChatPrompt, UnbuiltForChat, GenerationBody):
     """POST /v1/chat/completions."""
 
     prompt_field, output_default = "messages", None
@@ -187,14 +180,6 @@ class ChatBody(ChatPrompt, GenerationBody):
     top_logprobs: Top | None = None
     add_special_tokens: bool | None = False
     tool_choice: Annotated[str | dict[str, Any] | None, told("must be a string or an object")] = None
-
-    echo: Annotated[Any, Unbuilt("for chat it is")] = False
-    chat_template: Annotated[Any, Unbuilt("a chat template in the request is")] = None
-    functions: Functions = None
-    function_call: Functions = None
-    modalities: TextOnly | None = None
-    audio: Annotated[Any, Unbuilt("audio is")] = None
-    web_search_options: Annotated[Any, Unbuilt("web search is")] = None
 
     def check(self) -> None:
         super().check()

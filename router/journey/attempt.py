@@ -12,13 +12,13 @@ from typing import Any
 from placement.terms import Placement
 from protocol.errors import KvferryError, NodeLost, from_body
 from protocol.layout import blocks_for
+from protocol.lease import NodeLease
 from protocol.messages import (
     AttemptFailed,
     CancelRequest,
     FirstToken,
     GenerateRequest,
     Job,
-    NodeLease,
     PrefillRequest,
     ShipDone,
     TokenDelta,

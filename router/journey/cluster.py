@@ -12,7 +12,8 @@ from typing import Protocol
 
 from placement.place import place
 from placement.terms import Demand, NodeKey, Placement
-from protocol.messages import Job, NodeLease, Reuse
+from protocol.lease import NodeLease
+from protocol.messages import Job, Reuse
 from protocol.metrics import RouterMetrics
 from router.journey.attempt import Attempt, Errands, Event
 from router.journey.journey import RouterJourney

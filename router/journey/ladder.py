@@ -17,7 +17,7 @@ from protocol.errors import (
     NodeLost,
     Overloaded,
 )
-from protocol.messages import NodeLease
+from protocol.lease import NodeLease
 from router.nodes.entry import node_key
 
 MAX_FAILURES = 8

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from placement.terms import Demand, NodeKey, Placement
-from protocol.messages import Job, NodeLease, Reuse
+from protocol.lease import NodeLease
+from protocol.messages import Job, Reuse
 from protocol.metrics import RouterMetrics
 from router.journey.attempt import Attempt, Event
 from router.nodes.table import NodeTable

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 import httptools
 
 from protocol.errors import KvferryError, NodeLost, from_body
-from protocol.messages import CancelRequest, GenerateRequest, NodeLease, PrefillRequest, StepFrame
+from protocol.lease import NodeLease
+from protocol.messages import CancelRequest, GenerateRequest, PrefillRequest, StepFrame
 from protocol.wire import FrameReader, WireError, pack
 
 KEEPALIVE_S = 2.0

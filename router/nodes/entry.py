@@ -12,7 +12,8 @@ from placement.refusals import full, no_nodes
 from placement.terms import NodeKey, NodeView
 from protocol.errors import KvferryError, NodeLost
 from protocol.layout import blocks_for
-from protocol.messages import AttemptFailed, Load, NodeLease, StepFrame, TokenDelta
+from protocol.lease import Load, NodeLease
+from protocol.messages import AttemptFailed, StepFrame, TokenDelta
 
 LEASE_LAG_POLLS = 3
 """Polls during which a lease may still describe the node as it was (renewed every second, polled twice a second)."""

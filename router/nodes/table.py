@@ -17,7 +17,7 @@ from typing import Protocol
 
 from placement.terms import NodeKey
 from protocol.errors import NodeLost
-from protocol.messages import NodeLease
+from protocol.lease import NodeLease
 from protocol.metrics import RouterMetrics
 from router.nodes.entry import NodeEntry, Room, node_key
 

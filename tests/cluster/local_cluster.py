@@ -20,7 +20,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster_state.redis_store import RedisStore
-from protocol.messages import NodeLease
+from protocol.lease import NodeLease
 
 START_S = 120.0
 MODEL = "SmolLM2-135M-Instruct"

@@ -12,7 +12,7 @@ from cluster_state.index import IndexWriter, longest
 from cluster_state.memory_store import MemoryStore
 from cluster_state.redis_store import RedisStore
 from protocol.errors import RegistryUnavailable
-from protocol.messages import NodeLease
+from protocol.lease import NodeLease
 
 LEASE = NodeLease("a", "decode", 1, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 

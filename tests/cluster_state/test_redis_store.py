@@ -12,7 +12,7 @@ import pytest
 from cluster_state.redis_store import RedisStore
 from cluster_state.registry import Announced
 from protocol.errors import ConfigError, RegistryUnavailable, from_body
-from protocol.messages import NodeLease
+from protocol.lease import NodeLease
 
 HASHES = [bytes([i]) * 16 for i in range(20)]
 LEASE = NodeLease("a", "decode", 5, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)

@@ -8,7 +8,7 @@ import pytest
 from cluster_state.memory_store import MemoryStore
 from cluster_state.registry import Announced, LeaseKeeper
 from protocol.errors import RegistryUnavailable
-from protocol.messages import Load, NodeLease
+from protocol.lease import Load, NodeLease
 
 LEASE = NodeLease(
     node_id="decode-a:1",

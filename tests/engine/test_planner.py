@@ -10,7 +10,7 @@ from toy import VOCAB, expected, make_engine, make_job
 
 from engine.planner import SPARE_BLOCKS, Planner, build_plan
 from engine.request import Request
-from engine.scheduler import Slice
+from engine.slices import Slice
 from kernels.plan import BatchPlan
 
 

@@ -12,7 +12,8 @@ from kv_transfer.ucx_frames import GREETING, HEADER
 from kv_transfer.ucx_library import UcxLibrary, context_options, load
 from kv_transfer.ucx_peer import CONTROL
 from protocol.layout import WIRE_VERSION
-from protocol.messages import Abort, Commit, Grant, GrantRequest, TokenDelta
+from protocol.link_messages import Abort, Commit, Grant, GrantRequest
+from protocol.messages import TokenDelta
 from protocol.wire import pack
 
 SETTLE_S = 0.02

@@ -11,18 +11,8 @@ from hypothesis import strategies as st
 
 from kv_transfer.control import read
 from kv_transfer.tags import MAX_BLOCKS, MAX_NONCE
-from protocol.messages import (
-    Abort,
-    Commit,
-    CommitAck,
-    Grant,
-    GrantRequest,
-    Job,
-    Refusal,
-    Reuse,
-    TokenDelta,
-    TokenLogprobs,
-)
+from protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
+from protocol.messages import Job, Reuse, TokenDelta, TokenLogprobs
 from protocol.sampling import SamplingParams
 from protocol.wire import WireError, pack, unpack
 

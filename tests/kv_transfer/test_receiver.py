@@ -12,7 +12,7 @@ from engine.ports import QUIESCE
 from kv_transfer.faulty import LATE_BYTE, Faults
 from kv_transfer.loopback import LoopbackNetwork
 from protocol import errors
-from protocol.messages import Commit, CommitAck, Grant, GrantRequest
+from protocol.link_messages import Commit, CommitAck, Grant, GrantRequest
 from protocol.wire import pack, unpack
 
 

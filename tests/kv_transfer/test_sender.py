@@ -10,7 +10,7 @@ from ship_kit import DecodeSide, PrefillSide, delta, job
 from kv_transfer.faulty import Faults
 from kv_transfer.loopback import LoopbackNetwork
 from protocol import errors
-from protocol.messages import CommitAck
+from protocol.link_messages import CommitAck
 from protocol.wire import unpack
 
 

@@ -9,7 +9,7 @@ import pytest
 from kv_transfer.loopback import LoopbackNetwork
 from kv_transfer.transfers import SWEEP_S, Transfers
 from protocol.errors import NodeLost, TransferFailed
-from protocol.messages import CommitAck, Grant
+from protocol.link_messages import CommitAck, Grant
 from protocol.wire import WireError, pack
 
 

@@ -10,7 +10,7 @@ from ship_processes import prefill_process
 from test_ship_ucx import BLOCK, BLOCKS, Decode, ask, event, started
 
 from kv_transfer.ucx_frames import HEADER, MESSAGE
-from protocol.messages import Grant
+from protocol.link_messages import Grant
 from protocol.wire import pack
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from engine.events import Admitted, BlocksChanged, Computed, Event, Stepped
 from node.news import News
 from node.rates import RateMeter
-from protocol.messages import Rates
+from protocol.lease import Rates
 from protocol.metrics import WorkerMetrics
 
 EVENTS: list[Event] = [

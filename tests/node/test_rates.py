@@ -9,10 +9,10 @@ import pytest
 
 from engine.engine import Engine
 from engine.events import Stepped
-from engine.scheduler import Slice
+from engine.slices import Slice
 from node.rates import RateMeter, warm_up
 from protocol.errors import ConfigError
-from protocol.messages import Rates
+from protocol.lease import Rates
 
 
 def step(seconds: float, prefill: int, decode: int) -> Stepped:

@@ -25,7 +25,7 @@ from placement.place import (
 )
 from placement.terms import Demand, NodeView, Placement
 from protocol.errors import ContextLengthExceeded, KvferryError, NoNodes, Overloaded
-from protocol.messages import Load, NodeLease, Rates
+from protocol.lease import Load, NodeLease, Rates
 
 BLOCK, BLOCK_BYTES = 16, 368_640
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import protocol.messages as messages
-from protocol.messages import CommitAck, GenerateRequest, Grant, Job, StepFrame, TokenDelta
+from protocol import lease, link_messages, messages
+from protocol.link_messages import CommitAck, Grant
+from protocol.messages import GenerateRequest, Job, StepFrame, TokenDelta
 from protocol.sampling import SamplingParams
 from protocol.wire import FrameReader, WireError, message, pack, unpack
 
@@ -24,7 +25,9 @@ SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     type(None): st.none(),
 }
-MESSAGES = [value for value in vars(messages).values() if is_dataclass(value) and isinstance(value, type)]
+MODULES = (messages, link_messages, lease)
+NAMED = {name: value for module in MODULES for name, value in vars(module).items()}
+MESSAGES = [value for value in NAMED.values() if is_dataclass(value) and isinstance(value, type)]
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:

@@ -30,7 +30,8 @@ from protocol.errors import (
     Overloaded,
 )
 from protocol.hashing import chain, root_hash
-from protocol.messages import Load, PrefillRequest, Reuse, TokenDelta, TokenLogprobs
+from protocol.lease import Load
+from protocol.messages import PrefillRequest, Reuse, TokenDelta, TokenLogprobs
 
 
 async def test_disaggregated() -> None:

@@ -10,7 +10,7 @@ from fake_workers import Bench, collect, decode, prefill
 import router.journey.cluster
 from placement.terms import Demand, NodeView, Placement
 from protocol.errors import Overloaded
-from protocol.messages import Load
+from protocol.lease import Load
 
 SHAPES = [(1, 2), (2, 1), (2, 2), (3, 2), (4, 4), (0, 2), (0, 3)]
 

@@ -19,7 +19,8 @@ import uvloop
 from fake_workers import Bench, decode, first_token, lease_of, prefill, until
 
 from protocol.errors import Draining, KvferryError, NodeLost, Overloaded
-from protocol.messages import CancelRequest, Job, NodeLease, PrefillRequest, StepFrame, TokenDelta
+from protocol.lease import NodeLease
+from protocol.messages import CancelRequest, Job, PrefillRequest, StepFrame, TokenDelta
 from protocol.sampling import SamplingParams
 from protocol.wire import WireError, pack
 from router.nodes.client import MAX_IDLE, Connection, NodeClient

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from placement.place import place
 from placement.terms import Demand
 from protocol.errors import KvferryError, NodeLost, NoNodes, Overloaded
-from protocol.messages import Load, NodeLease, Rates, StepFrame, TokenDelta
+from protocol.lease import Load, NodeLease, Rates
+from protocol.messages import StepFrame, TokenDelta
 from router.nodes.entry import LEASE_LAG_POLLS, Book, Booking, NodeEntry, Part, Room
 
 

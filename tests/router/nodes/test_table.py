@@ -9,7 +9,7 @@ import pytest
 from fake_workers import lease_of
 
 from protocol.errors import NodeLost
-from protocol.messages import Load, NodeLease
+from protocol.lease import Load, NodeLease
 from protocol.metrics import RouterMetrics
 from router.nodes.entry import NodeEntry
 from router.nodes.table import NodeTable

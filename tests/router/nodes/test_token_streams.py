@@ -10,7 +10,8 @@ import pytest
 from fake_workers import Bench, decode, lease_of, until
 
 from protocol.errors import KvferryError, NodeLost
-from protocol.messages import AttemptFailed, NodeLease, StepFrame, TokenDelta
+from protocol.lease import NodeLease
+from protocol.messages import AttemptFailed, StepFrame, TokenDelta
 from router.nodes.client import NodeClient
 from router.nodes.entry import NodeEntry, Room
 from router.nodes.token_streams import TokenStreams

@@ -1,0 +1,69 @@
+"""What a GGUF header says of a decoder, under the names of a config.json."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from engine.models.config import DecoderConfig, parse_config
+from model_files.gguf import GGUFFile
+from protocol.errors import ConfigError
+
+
+def parse_gguf(file: GGUFFile) -> DecoderConfig:
+    """DecoderConfig of a GGUF header. Raises ConfigError naming what is unsupported or missing."""
+    config = parse_config(_gguf_as_hf(file))
+    names = file.tensors
+    return replace(
+        config,
+        tie_embeddings="output.weight" not in names,
+        qkv_bias="blk.0.attn_q.bias" in names,
+        o_bias="blk.0.attn_output.bias" in names,
+        mlp_bias="blk.0.ffn_down.bias" in names,
+    )
+
+
+def _gguf_as_hf(file: GGUFFile) -> dict[str, Any]:
+    """The header's values under the names of a config.json."""
+    if file.get("expert_count"):
+        raise ConfigError(f"{file.path.name}: mixture-of-experts GGUF files are not supported", param="model")
+    heads, kv_heads = file.get("attention.head_count"), file.get("attention.head_count_kv")
+    if isinstance(heads, list) or isinstance(kv_heads, list):
+        raise ConfigError(f"{file.path.name}: head counts that differ between layers are not supported", param="model")
+    embedding = file.tensors.get("token_embd.weight")
+    values = {
+        "model_type": file.architecture,
+        "vocab_size": embedding.shape[0] if embedding is not None else None,
+        "hidden_size": file.get("embedding_length"),
+        "intermediate_size": file.get("feed_forward_length"),
+        "num_hidden_layers": file.get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": file.get("attention.key_length"),
+        "rms_norm_eps": file.get("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": file.get("context_length"),
+        "rope_theta": file.get("rope.freq_base"),
+        "rope_scaling": _gguf_rope(file),
+        "sliding_window": file.get("attention.sliding_window"),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _gguf_rope(file: GGUFFile) -> dict[str, Any]:
+    """Rope settings; a rotary dimension that differs from the head's becomes a partial factor. attn_factor multiplies
+    yarn's own factor of attention, where Hugging Face's attention_factor replaces it."""
+    heads, hidden = file.get("attention.head_count", 1), file.get("embedding_length", 1)
+    head_dim = file.get("attention.key_length") or hidden // heads
+    rope: dict[str, Any] = {"partial_rotary_factor": file.get("rope.dimension_count", head_dim) / head_dim}
+    kind = file.get("rope.scaling.type", "none")
+    if kind == "none":
+        return rope
+    factor = file.get("rope.scaling.factor", 1.0)
+    original = file.get("rope.scaling.original_context_length")
+    rope |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    rope |= {name: file.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    weight = file.get("rope.scaling.attn_factor")
+    if kind == "yarn" and weight is not None:
+        rope["attention_factor"] = weight * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+    return rope

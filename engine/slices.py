@@ -1,0 +1,39 @@
+"""What a step computes of each request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """`count` tokens of a request from `start` on, computed in this step; `samples`: they are its last ones, so the
+    next token is drawn."""
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def decodes(self) -> bool:
+        """One token, as a running stream computes; such slices stand first in a batch."""
+        return self.count == 1
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.count == len(self.request.token_ids)
+
+
+def chunks_of(requests: Iterable[Request], budget: int) -> list[Slice]:
+    """As much of each request, in order, as the budget allows."""
+    chunks: list[Slice] = []
+    for request in requests:
+        if budget <= 0:
+            break
+        count = min(request.uncomputed, budget)
+        budget -= count
+        chunks.append(Slice(request, request.computed_len, count))
+    return chunks

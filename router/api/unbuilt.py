@@ -1,0 +1,81 @@
+"""Fields whose function is not built: declared, so that they are refused by name where ignoring them would change the
+answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import core_schema
+
+
+@dataclass(frozen=True, slots=True)
+class Unbuilt:
+    """Marks a field that asks for what this server cannot do yet: refused, unless its value asks for nothing."""
+
+    what: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self._refuse, handler(source))
+
+    def __get_pydantic_json_schema__(self, _: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "null", "description": f"{self.what} not supported by this server"}
+
+    def _refuse(self, value: Any) -> Any:
+        if value:
+            raise ValueError(f"{self.what} not supported by this server")
+        return value
+
+
+Structured = Annotated[Any, Unbuilt("structured outputs are")]
+Functions = Annotated[Any, Unbuilt("functions (and tools) are")]
+
+
+def _text_format(value: dict[str, Any]) -> dict[str, Any]:
+    if value.get("type", "text") != "text":
+        raise ValueError(f"type {value['type']!r} is not supported, only 'text'")
+    return value
+
+
+def _only_text(value: list[str]) -> list[str]:
+    if set(value) - {"text"}:
+        raise ValueError("only 'text' is supported by this server")
+    return value
+
+
+TextOnly = Annotated[list[str], AfterValidator(_only_text)]
+
+
+class UnbuiltFields(BaseModel):
+    """What this server cannot do yet, and refuses where it is asked for."""
+
+    response_format: Annotated[dict[str, Any], AfterValidator(_text_format)] | None = None
+    use_beam_search: Annotated[Any, Unbuilt("beam search is")] = False
+    guided_json: Structured = None
+    guided_regex: Structured = None
+    guided_choice: Structured = None
+    guided_grammar: Structured = None
+    structured_outputs: Structured = None
+    logits_processors: Annotated[Any, Unbuilt("custom logits processors are")] = None
+    allowed_token_ids: Annotated[Any, Unbuilt("allowed_token_ids is")] = None
+    bad_words: Annotated[Any, Unbuilt("bad_words is")] = None
+
+
+class UnbuiltForChat(BaseModel):
+    """The same of chat alone."""
+
+    echo: Annotated[Any, Unbuilt("for chat it is")] = False
+    chat_template: Annotated[Any, Unbuilt("a chat template in the request is")] = None
+    functions: Functions = None
+    function_call: Functions = None
+    modalities: TextOnly | None = None
+    audio: Annotated[Any, Unbuilt("audio is")] = None
+    web_search_options: Annotated[Any, Unbuilt("web search is")] = None
+
+
+class UnbuiltForCompletions(BaseModel):
+    """The same of completions alone."""
+
+    suffix: Annotated[Any, Unbuilt("inserting before a suffix is")] = None
+    prompt_embeds: Annotated[Any, Unbuilt("prompt embeddings are")] = None

@@ -1,0 +1,27 @@
+"""Waiting for what cannot be awaited: any state that a test can see. A wait that lasts longer than its limit fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+
+async def until(condition: Callable[[], object], limit_s: float = 15.0) -> float:
+    """Seconds until the condition held; the event loop runs meanwhile."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit_s, f"not within {limit_s} s"
+        await asyncio.sleep(0.005)
+    return time.monotonic() - began
+
+
+def wait_for(
+    condition: Callable[[], object], limit_s: float = 10.0, say: Callable[[], object] = lambda: ""
+) -> float:
+    """The same without an event loop, or while it is to stand still. `say` tells how far it came."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit_s, f"not within {limit_s} s: {say()}"
+        time.sleep(0.005)
+    return time.monotonic() - began
