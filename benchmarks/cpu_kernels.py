@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+from protocol.layout import blocks_for
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.limits import READ_BYTES, Limits, interleaved, machine_limits

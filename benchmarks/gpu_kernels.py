@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from protocol.layout import blocks_for
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kernels.ops import Ops, select

@@ -19,6 +19,7 @@ import uvloop
 from benchmarks.mock_http import Exchange
 from cluster_state.redis_store import RedisStore
 from cluster_state.registry import LeaseKeeper
+from process.address import parse_host_port
 from protocol.layout import blocks_for
 from protocol.lease import Load, NodeLease
 from protocol.messages import FirstToken, GenerateRequest, Job, PrefillRequest, Reuse, ShipDone, StepFrame, TokenDelta
@@ -71,9 +72,9 @@ class MockPrefill:
 
     async def _ship(self, job: Job, address: str, exchange: Exchange) -> None:
         if address not in self._links:
-            host, port = address.rsplit(":", 1)
+            host, port = parse_host_port(address)
             loop = asyncio.get_running_loop()
-            self._links[address], _ = await loop.create_connection(asyncio.Protocol, host, int(port))
+            self._links[address], _ = await loop.create_connection(asyncio.Protocol, host, port)
         self._links[address].write(pack(job))
         blocks = blocks_for(job.prompt_len, BLOCK_SIZE)
         exchange.chunk(pack(ShipDone(job.request_id, job.attempt, blocks, 0, 0.0, 0.0)))

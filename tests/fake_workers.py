@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as HttpRoute
+from waiting import until
 
 from cluster_state.memory_store import MemoryStore
 from protocol.errors import KvferryError
@@ -334,12 +335,6 @@ def ids(outputs: Sequence[Output]) -> list[int]:
 
 async def collect(journey: RouterJourney) -> list[Output]:
     return [output async for output in journey]
-
-
-async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 def prefill(node_id: str = "p1", **fields: Any) -> FakeWorker:

@@ -16,12 +16,11 @@ async def until(condition: Callable[[], object], limit_s: float = 15.0) -> float
     return time.monotonic() - began
 
 
-def wait_for(
-    condition: Callable[[], object], limit_s: float = 10.0, say: Callable[[], object] = lambda: ""
-) -> float:
-    """The same without an event loop, or while it is to stand still. `say` tells how far it came."""
+def wait_for(condition: Callable[[], object], limit_s: float = 10.0, say: Callable[[], object] = lambda: "") -> float:
+    """The same without an event loop, or while it is to stand still. `say` tells how far it came. Long waits
+    look less often, for what they look at may cost other processes time."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < limit_s, f"not within {limit_s} s: {say()}"
-        time.sleep(0.005)
+        time.sleep(limit_s / 1000)
     return time.monotonic() - began

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import httpx
 import torch
 from toy import FINGERPRINT, ToyModel, make_engine
+from waiting import until
 
 import node.node as node_module
 from cluster_state.memory_store import MemoryStore
@@ -39,12 +40,6 @@ from protocol.wire import FrameReader, pack
 
 PATIENCE_S = 15.0
 SERVICES: dict[str, Any] = {"prefill": PrefillService, "decode": DecodeService}
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 class Worker:

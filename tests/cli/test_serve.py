@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_for
 
 from cli.seats import Seat
 from cli.serve import cluster_commands, kvferry_program
@@ -54,7 +55,7 @@ class Cluster:
         return json.loads((self.folder / f"{name}.argv").read_text())
 
     def until_ready(self) -> None:
-        eventually(lambda: "kvferry is ready" in self.stdout or self.process.poll() is not None, 20)
+        wait_for(lambda: "kvferry is ready" in self.stdout or self.process.poll() is not None, 20)
         assert "kvferry is ready" in self.stdout, self.stderr
         self.family = psutil.Process(self.process.pid).children(recursive=True)
 
@@ -67,13 +68,6 @@ class Cluster:
         self.process.wait(5)
         self._out.close()
         self._err.close()
-
-
-def eventually(holds: Callable[[], bool], timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.02)
 
 
 def alive(process: psutil.Process) -> bool:
@@ -152,14 +146,14 @@ def test_a_killed_supervisor_takes_its_children_along(start, tmp_path):
     cluster.until_ready()
     cluster.process.kill()
     cluster.process.wait(5)
-    eventually(lambda: not [process for process in cluster.family if alive(process)], 5)
+    wait_for(lambda: not [process for process in cluster.family if alive(process)], 5)
 
 
 def test_a_dead_child_is_restarted(start):
     cluster = start("--prefill", "0")
     cluster.until_ready()
     os.kill(cluster.pids("decode-0")[0], signal.SIGKILL)
-    eventually(lambda: len(cluster.pids("decode-0")) == 2, 5)
+    wait_for(lambda: len(cluster.pids("decode-0")) == 2, 5)
     cluster.family = psutil.Process(cluster.process.pid).children(recursive=True)
     assert "decode-0 ended (SIGKILL: out of memory?); restarting it in 0.5 s" in cluster.stderr
     assert cluster.pids("router")[0] in {process.pid for process in cluster.family}
@@ -228,7 +222,7 @@ def test_ready_is_said_when_the_router_sees_every_node(start, tmp_path):
     """A prompt that comes a moment earlier would be computed on decode, as if there were no prefill node."""
     (tmp_path / "router.mode").write_text("unaware")
     cluster = start()
-    eventually(lambda: "prefill-0: ready after" in cluster.stderr and "decode-0: ready after" in cluster.stderr, 20)
+    wait_for(lambda: "prefill-0: ready after" in cluster.stderr and "decode-0: ready after" in cluster.stderr, 20)
     time.sleep(0.5)
     assert not cluster.stdout
     (tmp_path / "prefill.seen").touch()

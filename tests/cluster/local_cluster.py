@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ import httpx
 import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_for
 
 from cluster_state.redis_store import RedisStore
 from protocol.lease import NodeLease
@@ -113,14 +114,6 @@ def idle(samples: Samples) -> bool:
     now = books(samples)
     assert sum(now.values()) == value(samples, "kvferry_kv_pool_blocks"), now
     return now["active"] == 0 and now["granted"] == 0
-
-
-def wait_for(condition: Callable[[], bool], seconds: float, say: Callable[[], str] = lambda: "") -> None:
-    """Poll until the condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {say()}"
-        time.sleep(0.05)
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value, wait_for
+from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
+from waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

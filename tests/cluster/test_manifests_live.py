@@ -13,7 +13,8 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import openai
 import pytest
-from local_cluster import MODEL, wait_for
+from local_cluster import MODEL
+from waiting import wait_for
 
 from cli.preflight import free_port, valkey_binary
 from tests.deploy.manifests import manifest_command

@@ -19,8 +19,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from local_cluster import LocalCluster, local_cluster, scrape, value, wait_for
+from local_cluster import LocalCluster, local_cluster, scrape, value
 from tiny_checkpoints import VOCAB, save_checkpoint
+from waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

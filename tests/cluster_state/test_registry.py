@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from waiting import until
 
 from cluster_state.memory_store import MemoryStore
 from cluster_state.registry import Announced, LeaseKeeper
@@ -70,12 +71,6 @@ async def test_an_expired_newer_epoch_no_longer_fences(store):
     assert await store.nodes() == [LEASE]
 
 
-async def _until(condition, timeout_s: float = 3.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 (any observable state, not an event)
-            await asyncio.sleep(0.005)
-
-
 class _Keeping:
     """A LeaseKeeper on a memory store, renewing every 20 ms, with its callbacks recorded."""
 
@@ -114,7 +109,7 @@ async def test_keeper_renews_and_withdraws():
         k.lease = replace(LEASE, state="draining")
         assert await k.keeper.announce_now()
         assert await k.store.nodes() == [k.lease]
-        await _until(lambda: k.outcomes.count("renewed") >= 5)
+        await until(lambda: k.outcomes.count("renewed") >= 5)
         assert await k.store.nodes() == [k.lease]
     assert await k.store.nodes() == []
     made = k.made
@@ -128,19 +123,19 @@ async def test_keeper_survives_an_outage_and_tells_its_end():
     async with _Keeping() as k:
         k.store.available = False
         assert not await k.keeper.announce_now()
-        await _until(lambda: k.outcomes.count("failed") >= 4)
+        await until(lambda: k.outcomes.count("failed") >= 4)
         assert k.restored == 0
         k.store.available = True
-        await _until(lambda: k.restored == 1)
+        await until(lambda: k.restored == 1)
         assert await k.store.nodes() == [LEASE]
-        await _until(lambda: k.outcomes[-1] == "renewed")
+        await until(lambda: k.outcomes[-1] == "renewed")
         assert k.restored == 1
 
 
 async def test_keeper_notices_that_the_registry_lost_its_data():
     async with _Keeping() as k:
         k.store.flush()
-        await _until(lambda: k.restored == 1)
+        await until(lambda: k.restored == 1)
         assert k.outcomes.count("failed") == 0
 
 
@@ -148,11 +143,11 @@ async def test_keeper_starts_without_a_registry_and_stops_without_one():
     k = _Keeping()
     k.store.available = False
     k.keeper.start()
-    await _until(lambda: k.outcomes)
+    await until(lambda: k.outcomes)
     assert k.outcomes[0] == "failed"
     assert not k.keeper.held
     k.store.available = True
-    await _until(lambda: k.restored == 1)
+    await until(lambda: k.restored == 1)
     k.store.available = False
     await k.keeper.stop()
     with pytest.raises(RegistryUnavailable):
@@ -163,14 +158,14 @@ async def test_a_lease_is_held_for_its_life_after_the_last_answer(caplog):
     async with _Keeping() as k:
         assert k.keeper.held
         k.store.available = False
-        await _until(lambda: k.outcomes[-1] == "failed")
+        await until(lambda: k.outcomes[-1] == "failed")
         assert k.keeper.held
-        await _until(lambda: not k.keeper.held)
-        await _until(lambda: any("lapsed" in record.message for record in caplog.records))
+        await until(lambda: not k.keeper.held)
+        await until(lambda: any("lapsed" in record.message for record in caplog.records))
         failures = k.outcomes.count("failed")
-        await _until(lambda: k.outcomes.count("failed") >= failures + 3)
+        await until(lambda: k.outcomes.count("failed") >= failures + 3)
         k.store.available = True
-        await _until(lambda: k.keeper.held)
+        await until(lambda: k.keeper.held)
     assert not k.keeper.held
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert [message.split()[1] for message in told] == ["not", "lease"], told
@@ -179,7 +174,7 @@ async def test_a_lease_is_held_for_its_life_after_the_last_answer(caplog):
 async def test_keeper_of_an_older_process_leaves_the_newer_alone():
     async with _Keeping() as k:
         await k.store.announce(NEWER)
-        await _until(lambda: k.outcomes.count("fenced") >= 2)
+        await until(lambda: k.outcomes.count("fenced") >= 2)
         assert not await k.keeper.announce_now()
         assert not k.keeper.held
         assert await k.store.nodes() == [NEWER]
@@ -189,6 +184,6 @@ async def test_keeper_of_an_older_process_leaves_the_newer_alone():
 async def test_keeper_outlives_a_broken_lease_factory():
     async with _Keeping() as k:
         good, k.lease = k.lease, None  # type: ignore[assignment]
-        await _until(lambda: k.outcomes.count("failed") >= 2)
+        await until(lambda: k.outcomes.count("failed") >= 2)
         k.lease = good
-        await _until(lambda: k.restored == 1)
+        await until(lambda: k.restored == 1)

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 from toy import VOCAB, expected, make_engine, make_job
-from worker_pair import Router, until, worker
+from waiting import until
+from worker_pair import Router, worker
 
 from engine.events import Generated
 from protocol.errors import NodeLost

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from cli.preflight import free_port
 from tests.deploy.binaries import need, prometheus_binary
 
 START_TIMEOUT_S = 30.0
@@ -53,7 +53,7 @@ def running_prometheus(targets: Sequence[str], rules: Sequence[Path] = ()) -> It
     no binary. Its port is the kernel's choice, its data live in a folder of its own, and it ends with the block."""
     binary = need(prometheus_binary(), "prometheus")
     with tempfile.TemporaryDirectory(prefix="kvferry-prometheus-") as folder:
-        port = _free_port()
+        port = free_port("127.0.0.1", 0)
         config = Path(folder) / "prometheus.json"
         config.write_text(json.dumps(_config(targets, rules)))
         with open(Path(folder) / "log", "w+") as log:
@@ -87,13 +87,6 @@ def _command(binary: Path, config: Path, port: int) -> list[str]:
         f"--web.listen-address=127.0.0.1:{port}",
         "--log.level=warn",
     ]
-
-
-def _free_port() -> int:
-    """Prometheus cannot say which port the kernel gave it, so the kernel is asked beforehand."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -14,6 +14,7 @@ from engine.block_pool import BlockPool
 from engine.ledger import Ledger
 from engine.ports import GRANT, QUIESCE, REQUEST, SHIP
 from protocol.hashing import chain
+from protocol.layout import blocks_for
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ class Used:
         assert (self.held, cached, granted) == ([0, 1, 2, 3], [4, 5, 6], [7])
 
     def take(self, owner: str, tokens: list[int]) -> list[int]:
-        blocks = self.pool.acquire(owner, REQUEST, [], -(-len(tokens) // 2))
+        blocks = self.pool.acquire(owner, REQUEST, [], blocks_for(len(tokens), 2))
         assert blocks is not None
         for i, block_hash in enumerate(chain(b"root", tokens, 2)):
             blocks[i] = self.pool.register([(owner, REQUEST)], blocks[i], block_hash, blocks[i - 1] if i else None)
@@ -206,7 +207,7 @@ def test_a_pool_in_use_is_never_accused(actions: list[tuple[str, list[int]]], si
         if action == "take":
             hashes = chain(b"root", tokens, 2)
             reused = pool.match(hashes)
-            blocks = pool.acquire(number, REQUEST, reused, -(-len(tokens) // 2) - len(reused))
+            blocks = pool.acquire(number, REQUEST, reused, blocks_for(len(tokens), 2) - len(reused))
             if blocks is not None:
                 held[number] = (REQUEST, blocks)
                 for i in range(len(reused), len(hashes)):

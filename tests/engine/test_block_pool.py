@@ -10,6 +10,7 @@ from engine.block_pool import BlockPool
 from engine.ledger import Ledger
 from engine.ports import REQUEST
 from protocol.hashing import chain
+from protocol.layout import blocks_for
 
 BS = 2
 
@@ -22,7 +23,7 @@ def run_through(pool: BlockPool, owner: str, token_ids: list[int]) -> list[int] 
     """Acquire, compute and register a sequence; returns its chain, still held."""
     hashes = chain(b"root", token_ids, BS)
     reused = pool.match(hashes)
-    blocks = pool.acquire(owner, REQUEST, reused, -(-len(token_ids) // BS) - len(reused))
+    blocks = pool.acquire(owner, REQUEST, reused, blocks_for(len(token_ids), BS) - len(reused))
     if blocks is None:
         return None
     for i in range(len(reused), len(hashes)):

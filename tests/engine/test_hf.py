@@ -38,13 +38,7 @@ OTHERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads of one tiny matrix product wait longer for each other than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def load(path, impl="auto", **extra):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from toy import expected, make_engine, make_job
+from waiting import wait_for
 
 from engine import loop as engine_loop
 from engine import self_check
@@ -34,13 +34,6 @@ class Outbox:
 
     def tokens(self, name: str) -> list[int]:
         return [t for e in self.events if isinstance(e, Generated) and e.key[0] == name for t in e.delta.token_ids]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -109,10 +102,10 @@ def test_books_that_do_not_balance_are_a_fault(
     loop.submit(lambda engine: lost.append(engine.pool._free.take()))
     loop.submit(lambda engine: engine.add(make_job("a", [1, 2, 3], max_tokens=1)))
     outbox.wait_for(lambda events: any(isinstance(e, Generated) for e in events))
-    wait_until(lambda: loop.fault is not None)
+    wait_for(lambda: loop.fault is not None)
     assert loop.fault == f"self-check failed: block {lost[0]} leaked or is free while held"
     loop.submit(lambda engine: engine.pool._free.put(lost[0]))
-    wait_until(lambda: not loop.busy)
+    wait_for(lambda: not loop.busy)
 
 
 def test_a_command_waits_no_longer_than_a_turn_of_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +145,7 @@ def test_a_thread_that_ends_is_a_fault() -> None:
 
     loop = EngineLoop(make_engine(), lambda events: None, prepare)
     loop.start()
-    wait_until(lambda: loop.fault == "the engine thread ended: no device")
+    wait_for(lambda: loop.fault == "the engine thread ended: no device")
     loop.stop()
 
 
@@ -162,5 +155,5 @@ def test_the_loop_is_busy_from_submission_to_the_last_news(running: tuple[Engine
     for name in ("a", "b", "c"):
         loop.submit(lambda engine, name=name: engine.add(make_job(name, [1, 2, 3])))  # type: ignore[misc]
         assert loop.busy
-        wait_until(lambda: not loop.busy)
+        wait_for(lambda: not loop.busy)
         assert len(outbox.tokens(name)) == 8

@@ -9,6 +9,7 @@ import torch
 
 from kernels.int8_cache import dequantise, quantise, vector_width
 from kernels.plan import BatchPlan
+from protocol.layout import blocks_for
 
 LAYERS, LAYER = 3, 1
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -23,7 +24,7 @@ def make_plan(
 ) -> tuple[BatchPlan, int]:
     """(plan, blocks in the pool): blocks of the sequences lie in shuffled order, three belong to nobody."""
     assert all(n == 1 for n in query_lens[:num_decodes])
-    counts = [-(-total // block_size) for total in total_lens]
+    counts = [blocks_for(total, block_size) for total in total_lens]
     num_blocks = sum(counts) + 3
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
     table = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing as mp
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 
 import numpy as np
+from waiting import wait_for
 
 SPAWN = mp.get_context("spawn")
 
@@ -28,14 +28,6 @@ class Recorder:
 
     def peer_lost(self, peer, error):
         self.lost.append((peer, error))
-
-
-def wait_for(condition: Callable[[], object], timeout: float = 10.0, what: str = "condition") -> None:
-    """Poll until the condition holds; fail the test after `timeout` seconds."""
-    limit = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < limit, f"{what} not reached in {timeout} s"
-        time.sleep(0.002)
 
 
 def pattern(index: int, size: int) -> np.ndarray:
@@ -86,7 +78,7 @@ def send_blocks(pipe, address: str, count: int, size: int, options: dict) -> Non
         elif command[0] == "message":
             link.submit(lambda data=command[1]: link.send(peers[0], data))
         elif command[0] == "wait":
-            wait_for(lambda n=command[1]: len(done) == n, 20, "sends")
+            wait_for(lambda n=command[1]: len(done) == n, 20)
             pipe.send([str(e) for e in done if e])
     link.stop()
 

@@ -11,6 +11,7 @@ from kv_transfer.tags import link_tag
 from kv_transfer.ucx_frames import GREETING, HEADER
 from kv_transfer.ucx_library import UcxLibrary, context_options, load
 from kv_transfer.ucx_peer import CONTROL
+from process.address import parse_host_port
 from protocol.layout import WIRE_VERSION
 from protocol.link_messages import Abort, Commit, Grant, GrantRequest
 from protocol.messages import TokenDelta
@@ -23,9 +24,9 @@ class Stranger:
     """One connection to the address, driven by hand. `channel` is where it hears the link's frames."""
 
     def __init__(self, library: UcxLibrary, worker, address: str, channel: int):
-        host, _, port = address.rpartition(":")
+        host, port = parse_host_port(address)
         self._library, self._worker, self.channel = library, worker, channel
-        self._endpoint = worker.create_endpoint_from_hostname(host, int(port), True)
+        self._endpoint = worker.create_endpoint_from_hostname(host, port, True)
         self._requests: list[tuple] = []
         self._frame = np.zeros(8192, dtype=np.uint8)
         self._heard = self._endpoint.tag_recv(library.array(self._frame), self._tag(link_tag(channel, CONTROL)))

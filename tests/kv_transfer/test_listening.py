@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 
 import pytest
-from link_processes import Recorder, wait_for
+from link_processes import Recorder
+from waiting import wait_for
 
 from kv_transfer.listening import addresses_of, restrict
 from kv_transfer.ucx import UcxLink
+from process.address import parse_host_port
 
 OTHER = "127.0.0.2"
 """Another address of every Linux machine."""
@@ -45,12 +47,12 @@ def link(request):
 )
 def test_a_link_is_reached_at_the_host_it_listens_on(link, others):
     link, recorder = link
-    port = int(link.address.rpartition(":")[2])
+    _, port = parse_host_port(link.address)
     assert reached(OTHER, port) is others
     client = UcxLink("127.0.0.1")
     client.start(Recorder())
     client.submit(lambda: client.send(client.connect(link.address), b"hi"))
-    wait_for(lambda: recorder.messages, what="greeting")
+    wait_for(lambda: recorder.messages)
     client.stop()
 
 

@@ -8,8 +8,9 @@ import time
 
 import numpy as np
 import pytest
-from link_processes import child, pattern, wait_for
+from link_processes import child, pattern
 from ship_processes import Memory, prefill_process
+from waiting import wait_for
 
 from kv_transfer.receiver import Receiver
 from kv_transfer.ucx import UcxLink

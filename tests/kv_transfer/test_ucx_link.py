@@ -11,9 +11,11 @@ import time
 
 import numpy as np
 import pytest
-from link_processes import Recorder, child, listen, pattern, send_blocks, wait_for
+from link_processes import Recorder, child, listen, pattern, send_blocks
+from waiting import wait_for
 
 from kv_transfer.ucx import UcxLink
+from process.address import parse_host_port
 from protocol.errors import ConfigError, NodeLost
 
 BLOCK = 368_640
@@ -46,18 +48,18 @@ def test_200_blocks_of_360_kib_arrive_bitwise_equal(links):
     with child(send_blocks, link.address, 200, BLOCK, {}) as (_, pipe):
         assert pipe.recv() == "ready"
         pipe.send(("message", b"hello"))
-        wait_for(lambda: recorder.messages, what="greeting")
+        wait_for(lambda: recorder.messages)
         blocks = np.zeros((200, BLOCK), dtype=np.uint8)
         receive(link, recorder.messages[0][0], blocks, done)
         pipe.send(("send", 0, 200))
         pipe.send(("wait", 200))
         assert pipe.recv() == []
-        wait_for(lambda: len(done) == 200, what="receives")
+        wait_for(lambda: len(done) == 200)
         assert done == [None] * 200
         for i in range(200):
             assert np.array_equal(blocks[i], pattern(i, BLOCK)), i
         pipe.send(("stop",))
-        wait_for(lambda: recorder.lost, 2, "farewell")
+        wait_for(lambda: recorder.lost, 2)
 
 
 def test_control_messages_of_any_size_keep_their_order(links):
@@ -73,7 +75,7 @@ def test_control_messages_of_any_size_keep_their_order(links):
 
     right.on_message = lambda peer, data: b.send(peer, data)
     a.submit(go)
-    wait_for(lambda: len(left.messages) == len(messages), what="echo")
+    wait_for(lambda: len(left.messages) == len(messages))
     assert [data for _, data in right.messages] == messages
     assert [data for _, data in left.messages] == messages
 
@@ -89,12 +91,12 @@ def test_sigkill_of_the_sender_fails_all_receives_and_goes_quiet(links):
         blocks = np.zeros((150, BLOCK), dtype=np.uint8)
         receive(link, peer, blocks, done)
         pipe.send(("send", 0, 40))
-        wait_for(lambda: done, what="first block")
+        wait_for(lambda: done)
         os.kill(process.pid, signal.SIGKILL)
         killed = time.monotonic()
-        wait_for(lambda: recorder.lost, 2, "loss")
+        wait_for(lambda: recorder.lost, 2)
         link.submit(lambda: link.disconnect(peer, lambda: quiet.append(blocks.copy())))
-        wait_for(lambda: quiet, 2, "quiet")
+        wait_for(lambda: quiet, 2)
         assert time.monotonic() - killed < 2
         assert len(done) == 150
         assert sum(error is None for error in done) <= 40
@@ -115,7 +117,7 @@ def test_a_frozen_peer_is_noticed_by_its_silence(links):
         assert not recorder.lost
         os.kill(process.pid, signal.SIGSTOP)
         try:
-            wait_for(lambda: recorder.lost, 4, "silence")
+            wait_for(lambda: recorder.lost, 4)
         finally:
             os.kill(process.pid, signal.SIGCONT)
         assert isinstance(recorder.lost[0][1], NodeLost)
@@ -187,7 +189,7 @@ def test_eight_peers_connect_at_once_and_each_keeps_its_own_channel(links):
     for i, recorder in enumerate(recorders):
         client = links(recorder)
         client.submit(lambda client=client, i=i: client.send(client.connect(link.address), b"%d" % i))
-    wait_for(lambda: all(r.messages for r in recorders), 20, "echoes")
+    wait_for(lambda: all(r.messages for r in recorders), 20)
     assert [r.messages[0][1] for r in recorders] == [b"%d" % i for i in range(8)]
 
 
@@ -207,7 +209,7 @@ def test_an_idle_link_uses_less_than_3_percent_of_a_core(links):
 
 def test_a_taken_port_is_a_config_error_with_a_remedy(links):
     link = links(Recorder())
-    port = int(link.address.rpartition(":")[2])
+    _, port = parse_host_port(link.address)
     with pytest.raises(ConfigError, match="--link-port"):
         UcxLink("127.0.0.1", port).start(Recorder())
 
@@ -251,7 +253,7 @@ def test_a_link_thread_that_ends_by_an_exception_says_so_once(links, caplog):
 
     link._loop._poll = broken
     link.submit(lambda: None)
-    wait_for(lambda: faults, 5, "fault")
+    wait_for(lambda: faults, 5)
     assert faults == [("RuntimeError: broken round", "kv-link")]
     assert link.fault == "RuntimeError: broken round"
     assert "the link thread ends" in caplog.text
@@ -260,7 +262,7 @@ def test_a_link_thread_that_ends_by_an_exception_says_so_once(links, caplog):
 def test_the_heartbeat_goes_on_when_idle_and_stands_still_in_a_hang(links):
     link, held = links(Recorder(), ping_interval=0.1), threading.Event()
     before = link.heartbeat
-    wait_for(lambda: link.heartbeat > before + 0.2, 5, "idle rounds")
+    wait_for(lambda: link.heartbeat > before + 0.2, 5)
     entered = threading.Event()
     link.submit(lambda: (entered.set(), held.wait(10)))
     assert entered.wait(5)
@@ -268,7 +270,7 @@ def test_the_heartbeat_goes_on_when_idle_and_stands_still_in_a_hang(links):
     assert not held.wait(0.3)
     assert link.heartbeat == stuck
     held.set()
-    wait_for(lambda: link.heartbeat > stuck, 5, "rounds again")
+    wait_for(lambda: link.heartbeat > stuck, 5)
 
 
 def test_a_port_can_be_bound_again_at_once_after_a_kill():
@@ -286,5 +288,5 @@ def test_a_port_can_be_bound_again_at_once_after_a_kill():
             assert pipe.recv() == b"hi"
             os.kill(process.pid, signal.SIGKILL)
             process.join(10)
-            wait_for(lambda recorder=recorder: recorder.lost, 5, "loss")
+            wait_for(lambda recorder=recorder: recorder.lost, 5)
             client.stop()

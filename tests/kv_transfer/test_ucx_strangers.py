@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from link_processes import child, pattern, wait_for
+from link_processes import child, pattern
 from raw_client import strange_process
 from ship_processes import prefill_process
 from test_ship_ucx import BLOCK, BLOCKS, Decode, ask, event, started
+from waiting import wait_for
 
 from kv_transfer.ucx_frames import HEADER, MESSAGE
 from protocol.link_messages import Grant
@@ -60,7 +61,7 @@ def test_frames_that_are_no_message_lose_their_connection_alone(decode, caplog):
             assert stranger.recv() == "started"
             for count, frame in enumerate(frames, 1):
                 strangers(stranger, "frames", [frame])
-                wait_for(lambda count=count: caplog.text.count("is dropped: ") == count, what="a drop")
+                wait_for(lambda count=count: caplog.text.count("is dropped: ") == count)
         ask(pipe, "ship", 0, BLOCKS)
         ask(pipe, "commit")
         assert event(pipe)[0] == "done"

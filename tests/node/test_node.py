@@ -12,7 +12,8 @@ from unittest.mock import patch
 import httpx
 import pytest
 from toy import expected, make_engine, make_job
-from worker_pair import Router, Worker, until, worker
+from waiting import until
+from worker_pair import Router, Worker, worker
 
 from cluster_state.memory_store import MemoryStore
 from cluster_state.registry import LeaseKeeper

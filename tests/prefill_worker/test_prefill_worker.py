@@ -16,7 +16,8 @@ import httpx
 import pytest
 from ledger_books import blocks
 from toy import VOCAB, expected, make_engine, make_job
-from worker_pair import Answer, Router, pair, until, worker
+from waiting import until, wait_for
+from worker_pair import Answer, Router, pair, worker
 
 from engine.engine import Engine
 from protocol.messages import AttemptFailed, FirstToken, Job, ShipDone
@@ -336,10 +337,8 @@ async def test_no_step_from_grant_to_hand_over_waits_for_a_busy_loop(router: Rou
         answer = await offered(router, stack, make_job("a", prompt()))
         stack.close()
         assert started.wait(2.0)
-        pool, deadline = router.prefill.engine.pool, time.monotonic() + 2.0
-        while pool.available < pool.num_blocks and time.monotonic() < deadline:
-            time.sleep(0.002)  # noqa: ASYNC251 - the loop is to stand still
-        assert pool.available == pool.num_blocks
+        pool = router.prefill.engine.pool
+        wait_for(lambda: pool.available == pool.num_blocks, 2.0)
     assert [type(m) for m in await answer.ended()] == [FirstToken, ShipDone]
     await until(lambda: router.finished("a"))
     assert router.tokens("a") == expected(prompt(), 8)[1:]
@@ -350,10 +349,7 @@ async def test_a_grant_withdrawn_by_the_engine_reaches_prefill_past_a_busy_loop(
     with contextlib.ExitStack() as stack:
         answer = await waiting_for_room(router, stack, make_job("a", prompt()))
         router.decode.loaded.engine.submit(lambda engine: engine.cancel("a", 0))
-        deadline = time.monotonic() + 2.0
-        while router.prefill.service._ships.sender._ships and time.monotonic() < deadline:
-            time.sleep(0.002)  # noqa: ASYNC251 - the loop is to stand still
-        assert not router.prefill.service._ships.sender._ships
+        wait_for(lambda: not router.prefill.service._ships.sender._ships, 2.0)
     failed = (await answer.ended())[-1]
     assert (type(failed), failed.code) == (AttemptFailed, "cancelled")
     await settle(router)

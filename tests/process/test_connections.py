@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from waiting import until
 
 from process.connections import MAX_HEADER_BYTES, Limits, guarded
 from process.http import Server, bind
@@ -116,12 +117,6 @@ async def serving(keep_alive: int = 5, **limits: Any) -> AsyncIterator[Served]:
         finally:
             server.should_exit = server.force_exit = True
             await asyncio.wait_for(task, 10)
-
-
-async def until(condition: Any, limit_s: float = 5.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def error_of(answer: bytes) -> tuple[int, str]:

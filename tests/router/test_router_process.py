@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_workers import Bench, decode, prefill, until
+from fake_workers import Bench, decode, prefill
+from waiting import until
 
 from process.http import bind
 from process.signals import Stop

@@ -24,6 +24,7 @@ from api_parts import (
     says,
     served,
 )
+from waiting import until
 
 from protocol.errors import ConfigError, Overloaded
 from protocol.messages import Reuse
@@ -33,15 +34,6 @@ from router.journey.spec import Output, RequestSpec, Route
 from router.text.load import load_text_model
 
 LONG = says("word " * 2000)
-
-
-async def wait_for(condition, seconds: float = 2.0) -> float:
-    """Seconds until the condition held."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, "it never happened"
-        await asyncio.sleep(0.005)
-    return time.monotonic() - began
 
 
 async def test_operations() -> None:
@@ -143,7 +135,7 @@ async def test_the_deadline_counts_from_arrival() -> None:
 async def test_more_requests_than_the_limit_are_told_to_come_back() -> None:
     api = Api(FakeCluster(LONG, gap_s=0.05), max_inflight=2)
     running = [asyncio.create_task(api.chat(max_tokens=8)) for _ in range(2)]
-    await wait_for(lambda: len(api.cluster.journeys) == 2)
+    await until(lambda: len(api.cluster.journeys) == 2, 2.0)
     assert api.sample("kvferry_requests_inflight") == 2
     refused = await api.chat()
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
@@ -187,13 +179,13 @@ async def test_a_client_that_leaves_cancels_its_journeys_at_once(stream: bool) -
         async with httpx.AsyncClient(base_url=url) as http:
             body = {"messages": MESSAGES, "stream": stream, "n": 2}
             request = asyncio.create_task(http.post("/v1/chat/completions", json=body))
-            await wait_for(lambda: len(api.cluster.journeys) == 2 and api.cluster.journeys[1].yielded > 2)
+            await until(lambda: len(api.cluster.journeys) == 2 and api.cluster.journeys[1].yielded > 2, 2.0)
             request.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await request
-        waited = await wait_for(lambda: all(journey.cancelled.is_set() for journey in api.cluster.journeys))
+        waited = await until(lambda: all(journey.cancelled.is_set() for journey in api.cluster.journeys), 2.0)
         assert waited < 1.0
-        await wait_for(lambda: api.sample("kvferry_requests_inflight") == 0)
+        await until(lambda: api.sample("kvferry_requests_inflight") == 0, 2.0)
     assert api.sample("kvferry_requests_total", endpoint="/v1/chat/completions", status="499") == 1
 
 
@@ -202,7 +194,7 @@ async def test_a_client_that_leaves_before_the_first_token_cancels_too() -> None
     with served(api.app) as url:
         with pytest.raises(httpx.ReadTimeout):
             await httpx.AsyncClient(base_url=url, timeout=0.3).post("/v1/chat/completions", json={"messages": MESSAGES})
-        await wait_for(lambda: api.cluster.journeys[0].cancelled.is_set(), 1.0)
+        await until(lambda: api.cluster.journeys[0].cancelled.is_set(), 1.0)
 
 
 async def test_work_that_ignores_the_first_cancellation_is_cancelled_again() -> None:
@@ -222,7 +214,7 @@ async def test_work_that_ignores_the_first_cancellation_is_cancelled_again() -> 
     with served(api.app) as url:
         with pytest.raises(httpx.ReadTimeout):
             await httpx.AsyncClient(base_url=url, timeout=0.3).post("/v1/chat/completions", json={"messages": MESSAGES})
-        await wait_for(lambda: api.sample("kvferry_requests_inflight") == 0, 1.0)
+        await until(lambda: api.sample("kvferry_requests_inflight") == 0, 1.0)
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten() -> None:
@@ -230,8 +222,8 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten() -> 
     with served(api.app) as url:
         with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)) as raw:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-            await wait_for(lambda: api.sample("kvferry_requests_inflight") == 1)
-        await wait_for(lambda: api.sample("kvferry_requests_inflight") == 0)
+            await until(lambda: api.sample("kvferry_requests_inflight") == 1, 2.0)
+        await until(lambda: api.sample("kvferry_requests_inflight") == 0, 2.0)
     assert api.cluster.journeys == []
 
 

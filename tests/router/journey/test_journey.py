@@ -20,8 +20,8 @@ from fake_workers import (
     ids,
     prefill,
     ship_done,
-    until,
 )
+from waiting import until
 
 from protocol.errors import (
     ContextLengthExceeded,

@@ -9,19 +9,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_workers import (
-    PROMPT,
-    SILENCE,
-    Bench,
-    FakeWorker,
-    collect,
-    decode,
-    expected,
-    first_token,
-    ids,
-    prefill,
-    until,
-)
+from fake_workers import PROMPT, SILENCE, Bench, FakeWorker, collect, decode, expected, first_token, ids, prefill
+from waiting import until
 
 from protocol.errors import Cancelled
 from protocol.messages import PrefillRequest

@@ -20,8 +20,8 @@ from fake_workers import (
     honest_prefill,
     ids,
     prefill,
-    until,
 )
+from waiting import until
 
 from protocol.errors import (
     Draining,

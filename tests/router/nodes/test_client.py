@@ -16,7 +16,8 @@ import httpx
 import psutil
 import pytest
 import uvloop
-from fake_workers import Bench, decode, first_token, lease_of, prefill, until
+from fake_workers import Bench, decode, first_token, lease_of, prefill
+from waiting import until
 
 from protocol.errors import Draining, KvferryError, NodeLost, Overloaded
 from protocol.lease import NodeLease

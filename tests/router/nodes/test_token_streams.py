@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-from fake_workers import Bench, decode, lease_of, until
+from fake_workers import Bench, decode, lease_of
+from waiting import until
 
 from protocol.errors import KvferryError, NodeLost
 from protocol.lease import NodeLease
