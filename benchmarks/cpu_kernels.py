@@ -26,7 +26,6 @@ from benchmarks.limits import READ_BYTES, Limits, interleaved, machine_limits
 from benchmarks.overhead import bench_overhead
 from cli.door import set_threads
 from process.limits import available_cores
-from protocol.layout import blocks_for
 
 SECTIONS = ("limits", "dense", "attention", "step", "engine", "overhead")
 ROWS = (1, 4, 8, 16, 64, 512)

@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kernels.ops import Ops, select
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
-from protocol.layout import blocks_for
 
 COLD_BYTES = 256 << 20
 MAX_LAYERS = 32
