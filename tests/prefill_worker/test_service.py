@@ -11,6 +11,7 @@ import httpx
 import pytest
 import torch
 from fastapi import FastAPI
+from waiting import until
 
 from engine.events import Generated
 from engine.request import key_of
@@ -66,9 +67,7 @@ async def test_the_last_token_of_a_retried_request_needs_no_decode_node() -> Non
     engine, app = Engine(), make_app(lambda: (200, {}), lambda: True)
     service, last = service_on(app, engine), job(delivered=4, max_tokens=5)
     answer = asyncio.create_task(post(app, PrefillRequest(last)))
-    async with asyncio.timeout(5):
-        while not engine.jobs:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: engine.jobs)
     delta = TokenDelta("r", 1, 4, (7,), finish_reason="length")
     service.to_routers([Generated(key_of(last), "router", delta)])
     response = await answer
@@ -82,9 +81,7 @@ async def test_an_account_of_another_prompt_is_counted_and_its_token_delivered()
     engine, app = Engine(), make_app(lambda: (200, {}), lambda: True)
     service, last = service_on(app, engine), job(delivered=0, max_tokens=1)
     answer = asyncio.create_task(post(app, PrefillRequest(last)))
-    async with asyncio.timeout(5):
-        while not engine.jobs:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: engine.jobs)
     delta = TokenDelta("r", 1, 0, (7,), finish_reason="length", reuse=Reuse(9, computed=9))
     service.to_routers([Generated(key_of(last), "router", delta)])
     (first,) = FrameReader().feed((await answer).content)
