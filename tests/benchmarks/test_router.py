@@ -21,7 +21,7 @@ async def test_a_router_is_measured_in_front_of_mock_nodes(tmp_path: Path) -> No
     assert (prompts.tokens, streams.tokens) == (4, 120)
     assert len(prompts.first_s) == len(streams.first_s) == 4
     assert 0 < prompts.cpu_s < 2 * prompts.wall_s
-    assert streams.wall_s > 2 * 28 * 500e-6, "tokens came at their pace"
+    assert streams.wall_s > 28 * 500e-6, "tokens came at their pace, but where a late one caught up"
     assert not router.process.is_running()
 
 
