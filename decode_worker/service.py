@@ -43,7 +43,7 @@ class DecodeService:
     async def post_cancel(self, request: Request) -> None:
         """Drop all attempts of a request up to the given one."""
         cancel = await read_message(request, CancelRequest)
-        self._base.engine.submit(lambda engine: engine.cancel(cancel.request_id, cancel.attempt))
+        self._base.engine.cancel(cancel.request_id, cancel.attempt)
 
     async def get_stream(self, router_id: str) -> Response:
         """The standing token stream of a router."""

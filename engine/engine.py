@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from engine.block_pool import BlockPool
 from engine.door import Door
 from engine.events import Event, Failed, ReservationFailed
+from engine.leaving import Leaving
 from engine.lent import Lent
 from engine.request import Request, Reservation, key_of
 from engine.runner import Runner
@@ -48,8 +49,9 @@ class Engine:
         self.events: list[Event] = []
         self.longest = min(config.max_model_len, pool.num_blocks * config.block_size)
         self.lent = Lent(pool)
+        self.leaving = Leaving()
         self._door = Door(self.longest, runner.model.info.vocab_size)
-        self._stepper = Stepper(self.scheduler, runner, self.lent, self.longest, self.events)
+        self._stepper = Stepper(self.scheduler, runner, self.lent, self.leaving, self.longest, self.events)
 
     def add(self, job: Job, *, transfer: int | None = None, first_block: int = 0, prefill_only: bool = False) -> None:
         """Queue an attempt; one that is here already stays as it is. With a transfer its blocks from `first_block` on
@@ -129,7 +131,8 @@ class Engine:
 
     def step(self) -> bool:
         """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). If it breaks, every
-        running request ends with the error; what is queued stays, but for its head where nothing ran."""
+        running request ends with the error; what is queued stays, but for its head where nothing ran. It ends early,
+        with nothing committed, when all that it computes is for attempts that are `leaving`."""
         return self._stepper.step()
 
     def load(self) -> Load:

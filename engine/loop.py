@@ -17,9 +17,10 @@ log = logging.getLogger("kvferry.engine")
 
 class EngineLoop:
     """Owns an engine on a thread of its own. `on_events` is called on that thread with each batch of news, in order; it
-    must not block. `prepare` is the thread's first call. `load` is the engine's load after the last step; `fault` says
-    what a self-check found wrong, or what ended the thread; `on_fault` is called once with the latter, on the dying
-    thread: nothing that was submitted will be done any more, so the process must end."""
+    must not block. `prepare` is the thread's first call. `load` is the engine's load after the last commands and the
+    last step, whichever came later; `fault` says what a self-check found wrong, or what ended the thread; `on_fault` is
+    called once with the latter, on the dying thread: nothing that was submitted will be done any more, so the process
+    must end."""
 
     def __init__(
         self,
@@ -51,6 +52,13 @@ class EngineLoop:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """`Engine.cancel`, of which the step under way hears too: it ends early if nobody else waits for it. From any
+        thread."""
+        with self._wake:
+            self._engine.leaving.announce(request_id, attempt)
+            self.submit(lambda engine: engine.cancel(request_id, attempt))
 
     def submit(self, call: Callable[[Engine], None]) -> None:
         """Run `call(engine)` on the engine thread before the next step. From any thread."""
@@ -94,6 +102,7 @@ class EngineLoop:
                 if self._awaited(stuck):
                     calls = list(self._inbox)
                     self._inbox.clear()
+                    self._engine.leaving.forget()
                     self._turning = True
                     return calls
             self._check_books()
@@ -107,6 +116,8 @@ class EngineLoop:
         self._turn_began = time.monotonic()
         for call in calls:
             self._guarded(call)
+        if calls:
+            self.load = self._engine.load()
         ran = False
         if self._engine.has_work():
             ran = self._engine.step()

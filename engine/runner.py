@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from engine.models.base import Model
+from engine.models.base import Model, Unwanted, Wanted, always
 from engine.planner import Planner
 from engine.sampler import Sampled, SampleRow, sample, score_prompt
 from engine.slices import Slice
@@ -25,14 +25,19 @@ class Runner:
         self._planner = Planner(block_size, model.device)
 
     @torch.inference_mode()
-    def run(self, slices: Sequence[Slice]) -> list[Sampled | None]:
+    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> list[Sampled | None]:
         """Compute the slices and draw the next token of each that samples (None for the others). On return their K/V is
-        in the pool: the link may read it, which no stream orders (drawing tokens has waited for the device already)."""
+        in the pool: the link may read it, which no stream orders (drawing tokens has waited for the device already).
+        Raises Unwanted when a prompt among them was not `wanted` to its end; nothing more is written then."""
         token_ids, plan = self._planner.plan(slices)
         if all(map(_only_draws, slices)):
             logits = self.model.next_logits(token_ids, self.kv, plan)
             return [*sample(logits.values, [_sample_row(s) for s in slices], self.model.ops, logits.best)]
-        hidden = self.model.forward(token_ids, self.kv, plan)
+        try:
+            hidden = self.model.forward(token_ids, self.kv, plan, wanted)
+        except Unwanted:
+            self._wait()
+            raise
         ends = list(accumulate(plan.query_lens))
         for s, end in zip(slices, ends, strict=True):
             if s.request.wants_prompt_logprobs:
@@ -44,8 +49,7 @@ class Runner:
         drawn: list[Sampled | None] = [None] * len(slices)
         drawing = [i for i, s in enumerate(slices) if s.samples]
         if not drawing:
-            if hidden.is_cuda:
-                torch.cuda.current_stream(hidden.device).synchronize()
+            self._wait()
             return drawn
         if len(drawing) < len(hidden):
             hidden = hidden[torch.tensor([ends[i] - 1 for i in drawing], device=hidden.device)]
@@ -53,6 +57,11 @@ class Runner:
         for i, result in zip(drawing, sample(self.model.logits(hidden), rows, self.model.ops), strict=True):
             drawn[i] = result
         return drawn
+
+    def _wait(self) -> None:
+        """Until the device has done what it was given."""
+        if self.kv.is_cuda:
+            torch.cuda.current_stream(self.kv.device).synchronize()
 
     def _score(self, part: Slice, hidden: torch.Tensor) -> None:
         """Append the log-probabilities of the prompt tokens that follow this slice's positions."""

@@ -8,7 +8,9 @@ from collections.abc import Hashable, Sequence
 
 from engine import output
 from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, ReservationFailed, Reserved, Stepped
+from engine.leaving import Leaving
 from engine.lent import Lent
+from engine.models.base import Unwanted
 from engine.ports import REQUEST, SHIP
 from engine.request import Request, Reservation
 from engine.runner import Runner
@@ -22,13 +24,17 @@ log = logging.getLogger("kvferry.engine")
 
 
 class Stepper:
-    """Takes steps. longest: tokens at which a sequence ends; events: where news is left."""
+    """Takes steps. leaving: who is dropped after the present one; longest: tokens at which a sequence ends; events:
+    where news is left."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, lent: Lent, longest: int, events: list[Event]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, lent: Lent, leaving: Leaving, longest: int, events: list[Event]
+    ) -> None:
         self._scheduler = scheduler
         self._pool = scheduler.pool
         self._runner = runner
         self._lent = lent
+        self._leaving = leaving
         self._longest = longest
         self._events = events
         self._preempted = self._evicted = 0
@@ -67,13 +73,22 @@ class Stepper:
         began = time.monotonic()
         slices = self._scheduler.schedule()
         self._announce_admissions()
-        if slices:
-            drawn = self._runner.run(slices)
+        drawn = self._drawn(slices) if slices else None
+        if drawn is not None:
             for part, sampled in zip(slices, drawn, strict=True):
                 self._commit(part, sampled)
             self._report_step(slices, time.monotonic() - began)
         self.report_blocks()
         return bool(slices)
+
+    def _drawn(self, slices: Sequence[Slice]) -> list[Sampled | None] | None:
+        """What was drawn for each slice. None: all whom the step was for are leaving, so it ended early and is not
+        committed; what it wrote lies behind the computed tokens."""
+        keys = [part.request.key for part in slices]
+        try:
+            return self._runner.run(slices, lambda: not self._leaving.includes(keys))
+        except Unwanted:
+            return None
 
     def _fail_step(self, error: KvferryError) -> None:
         """The head of the queue goes where nothing ran: the next step would begin with it again."""

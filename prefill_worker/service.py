@@ -55,7 +55,7 @@ class PrefillService:
     async def post_cancel(self, request: Request) -> None:
         """Drop all attempts of a request up to the given one."""
         cancel = await read_message(request, CancelRequest)
-        self._base.engine.submit(lambda engine: engine.cancel(cancel.request_id, cancel.attempt))
+        self._base.engine.cancel(cancel.request_id, cancel.attempt)
         for answer in list(self._answers.values()):
             if answer.job.request_id == cancel.request_id and answer.job.attempt <= cancel.attempt:
                 self._fail(answer, Cancelled("the request was cancelled"))
@@ -126,7 +126,7 @@ class PrefillService:
             return  # ended; one that repeats its key is another
         answer.outbox.put_nowait(AttemptFailed(job.request_id, job.attempt, error.code, error.message))
         self._end(answer, "cancelled" if isinstance(error, Cancelled) else "failed")
-        self._base.engine.submit(lambda engine: engine.cancel(job.request_id, job.attempt))
+        self._base.engine.cancel(job.request_id, job.attempt)
         if answer.transfer is not None:
             self._ships.give_up(answer.transfer, error.message)
 

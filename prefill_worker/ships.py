@@ -109,7 +109,7 @@ class Ships:
         self._base.metrics.ships["failed" if broke else "aborted"].inc()
         if offer is not None:
             job = offer.job
-            self._base.engine.submit(lambda engine: engine.cancel(job.request_id, job.attempt))
+            self._base.engine.cancel(job.request_id, job.attempt)
             self._base.call_soon(lambda: self._on_failed(job, transfer, error))
 
     def quiet(self, transfer: int) -> None:

@@ -3,12 +3,15 @@ cache, so a wrong slot, table or length changes the output. And an engine around
 
 from __future__ import annotations
 
+import threading
+import time
+
 import torch
 
 from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineConfig
 from engine.ledger import Ledger
-from engine.models.base import Model, ModelInfo
+from engine.models.base import Model, ModelInfo, Unwanted, Wanted, always
 from engine.runner import Runner
 from engine.scheduler import Limits
 from kernels.ops import Ops
@@ -19,6 +22,8 @@ from protocol.sampling import SamplingParams
 
 VOCAB = 101
 FINGERPRINT = "toy"
+HELD_S = 40.0
+"""Longer than any test waits for anything."""
 
 
 def toy_next(token_ids: list[int]) -> int:
@@ -37,7 +42,9 @@ class ToyModel(Model):
     device = torch.device("cpu")
     ops: Ops = ReferenceOps()
 
-    def forward(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Wanted = always
+    ) -> torch.Tensor:
         blocks, slots = plan.slots // plan.block_size, plan.slots % plan.block_size
         kv[blocks, 0, :, 0, slots, 0] = token_ids.float()[:, None]
         hidden = torch.zeros(plan.num_tokens, 1)
@@ -54,6 +61,28 @@ class ToyModel(Model):
         favoured = hidden[:, 0].long()
         near = torch.arange(VOCAB).float()[None] * 0.01
         return near + 10.0 * torch.nn.functional.one_hot(favoured, VOCAB).float()
+
+
+class HeldModel(ToyModel):
+    """A toy model whose passes last until `release`, or until they are not wanted any more. `asked` counts how often
+    they looked."""
+
+    def __init__(self) -> None:
+        self.begun, self.asked, self._go = threading.Event(), 0, threading.Event()
+
+    def release(self) -> None:
+        self._go.set()
+
+    def forward(
+        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Wanted = always
+    ) -> torch.Tensor:
+        self.begun.set()
+        deadline = time.monotonic() + HELD_S
+        while not self._go.wait(0.001) and time.monotonic() < deadline:
+            if not wanted():
+                raise Unwanted
+            self.asked += 1
+        return super().forward(token_ids, kv, plan)
 
 
 def make_engine(

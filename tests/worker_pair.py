@@ -74,14 +74,14 @@ class Worker:
         self._steps_left = None
         self._go.set()
 
-    def _run_step(self, slices: Any) -> Any:
+    def _run_step(self, *step: Any) -> Any:
         if self._steps_left is not None:
             self._steps_left -= 1
             if self._steps_left < 0:
                 self.paused = True
                 self._go.wait(PATIENCE_S)
                 self.paused = False
-        return self._step(slices)
+        return self._step(*step)
 
     @contextlib.contextmanager
     def frozen_engine(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,17 @@ from kernels.ops import Ops
 from kernels.plan import BatchPlan
 from kernels.step import NextLogits
 from protocol.layout import KVLayout
+
+Wanted = Callable[[], bool]
+
+
+class Unwanted(Exception):
+    """A computation was given up, because nobody waits for it any more."""
+
+
+def always() -> bool:
+    """A `Wanted` of what is computed in any case."""
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +53,12 @@ class Model(Protocol):
     device: torch.device
     ops: Ops
 
-    def forward(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Wanted = always
+    ) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm, of token_ids int64 [T]; writes the tokens' K/V into the pool
-        `kv` [block, layer, 2, kv_head, slot, dim]."""
+        `kv` [block, layer, 2, kv_head, slot, dim]. Prompts ask before each layer whether they are still wanted: if not,
+        raises Unwanted, with K/V of some layers written."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits [n, vocab_size] of hidden states [n, hidden]."""

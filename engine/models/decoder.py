@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.base import Model, ModelInfo
+from engine.models.base import Model, ModelInfo, Unwanted, Wanted, always
 from engine.models.config import DecoderConfig
 from engine.models.weights import Weights
 from kernels.ops import Ops
@@ -56,7 +56,9 @@ class Decoder(Model):
             scale=self._scale,
         )
 
-    def forward(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Wanted = always
+    ) -> torch.Tensor:
         if self._step is not None and self._step.takes(plan, kv):
             return self._step(token_ids, kv, plan)
         ops, eps = self.ops, self.config.rms_norm_eps
@@ -64,6 +66,8 @@ class Decoder(Model):
         residual = self.parameters.embedding.rows(token_ids)
         x = ops.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
+            if not wanted():
+                raise Unwanted
             x = self._attention(layer, x, kv[:, index], plan)
             x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
             x = layer.down(ops.silu_mul(layer.gate_up(x)))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.models.base import Model, ModelInfo
+from engine.models.base import Model, ModelInfo, Wanted, always
 from engine.models.hf_attention import PagedAttention, Seat, ShapeProbe, seated_attention, take_seats
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
@@ -50,8 +50,10 @@ class HFModel(Model):
         self._seat = seat
         self.ops = ops
 
-    def forward(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        self._seat.attention = PagedAttention(self.ops, kv, plan, self.dtype)
+    def forward(
+        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Wanted = always
+    ) -> torch.Tensor:
+        self._seat.attention = PagedAttention(self.ops, kv, plan, self.dtype, wanted)
         try:
             return _hidden(self._module, token_ids, plan.positions)
         finally:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.models.base import Unwanted, Wanted
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
 from protocol.errors import ConfigError
@@ -72,16 +73,19 @@ def seated_attention(
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Attention in `dtype` through the pool `kv` by `plan`."""
+    """Attention in `dtype` through the pool `kv` by `plan`. Raises Unwanted once the pass is not `wanted`."""
 
     ops: Ops
     kv: torch.Tensor
     plan: BatchPlan
     dtype: torch.dtype
+    wanted: Wanted
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
     ) -> torch.Tensor:
+        if not self.wanted():
+            raise Unwanted
         kv_layer, dtype = self.kv[:, layer], q.dtype
         q, k, v = (tensor.to(self.dtype).contiguous() for tensor in (q, k, v))
         q = self.ops.rope_and_cache(q, k, v, None, None, kv_layer, self.plan)

@@ -154,7 +154,7 @@ async def test_what_cannot_be_taken_is_told_on_the_stream(router: Router) -> Non
 async def test_a_step_that_breaks_fails_its_requests(router: Router) -> None:
     run = router.decode.engine.runner.run
 
-    def broken(slices: object) -> object:
+    def broken(*step: object) -> object:
         router.decode.engine.runner.run = run  # type: ignore[method-assign]
         raise NodeLost("the device is gone")
 

@@ -153,7 +153,7 @@ def test_the_same_attempt_twice_runs_once() -> None:
 def test_a_failing_step_fails_what_runs_and_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     engine.add(make_job("a", prompt(9)))
-    monkeypatch.setattr(engine.runner, "run", lambda slices: (_ for _ in ()).throw(RuntimeError("boom")))
+    monkeypatch.setattr(engine.runner, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("boom")))
     assert engine.step()
     engine.check_integrity()
     assert [(e.key, e.error.code) for e in engine.events if isinstance(e, Failed)] == [(("a", 0), "node_lost")]

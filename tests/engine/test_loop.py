@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from toy import expected, make_engine, make_job
+from toy import HeldModel, expected, make_engine, make_job
 from waiting import wait_for
 
 from engine import loop as engine_loop
@@ -14,6 +14,7 @@ from engine import self_check
 from engine.engine import Engine, audit
 from engine.events import Event, Failed, Generated
 from engine.loop import EngineLoop
+from protocol.messages import Job
 
 
 class Outbox:
@@ -67,11 +68,11 @@ def test_a_broken_step_fails_its_requests_and_the_next_ones_run(
     engine, loop, outbox = running
     run, broken = engine.runner.run, threading.Event()
 
-    def once(slices: object) -> object:
+    def once(*step: object) -> object:
         if not broken.is_set():
             broken.set()
             raise RuntimeError("device lost")
-        return run(slices)  # type: ignore[arg-type]
+        return run(*step)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.runner, "run", once)
     loop.submit(lambda engine: engine.add(make_job("a", [1, 2, 3])))
@@ -91,6 +92,64 @@ def test_a_request_that_waits_for_room_starts_when_room_comes(running: tuple[Eng
     loop.submit(lambda engine: engine.cancel("big", 0))
     loop.submit(lambda engine: engine.grant_quiet("g"))
     outbox.wait_for(lambda events: sum(isinstance(e, Generated) for e in events) == 8)
+
+
+@pytest.fixture
+def held(running: tuple[Engine, EngineLoop, Outbox]) -> Iterator[HeldModel]:
+    """The running engine's model."""
+    model = running[0].runner.model = HeldModel()
+    yield model
+    model.release()
+
+
+def begin(loop: EngineLoop, *jobs: Job) -> None:
+    """All in one step."""
+    loop.submit(lambda engine: [engine.add(job) for job in jobs])  # type: ignore[arg-type, return-value]
+
+
+def test_a_step_whose_requests_are_all_cancelled_ends_early(
+    running: tuple[Engine, EngineLoop, Outbox], held: HeldModel
+) -> None:
+    engine, loop, outbox = running
+    begin(loop, make_job("a", [1, 2, 3, 4, 5]), make_job("b", [6, 7, 8]))
+    assert held.begun.wait(10)
+    loop.cancel("a", 0)
+    loop.cancel("b", 0)
+    outbox.wait_for(lambda events: sum(isinstance(e, Failed) for e in events) == 2)
+    wait_for(lambda: not loop.busy)
+    assert engine.pool.free_blocks == engine.pool.num_blocks, "nothing of the step can be found"
+    held.release()
+    begin(loop, make_job("c", [1, 2, 3, 4, 5]))
+    outbox.wait_for(lambda events: sum(isinstance(e, Generated) for e in events) == 8)
+    assert outbox.tokens("c") == expected([1, 2, 3, 4, 5], 8)
+
+
+def test_a_step_goes_on_for_whoever_stays(running: tuple[Engine, EngineLoop, Outbox], held: HeldModel) -> None:
+    """Cancelled are attempts up to the one named: a later one of the same request stays."""
+    _, loop, outbox = running
+    begin(loop, make_job("a", [1, 2, 3]), make_job("b", [6, 7, 8], attempt=2))
+    assert held.begun.wait(10)
+    loop.cancel("a", 0)
+    loop.cancel("b", 1)
+    asked = held.asked
+    wait_for(lambda: held.asked > asked + 3)
+    held.release()
+    outbox.wait_for(lambda events: sum(isinstance(e, Generated) for e in events) >= 8)
+    wait_for(lambda: not loop.busy)
+    assert outbox.tokens("b") == expected([6, 7, 8], 8)
+    assert [e.key for e in outbox.events if isinstance(e, Failed)] == [("a", 0)]
+
+
+def test_the_load_tells_of_work_before_its_first_step_ends(
+    running: tuple[Engine, EngineLoop, Outbox], held: HeldModel
+) -> None:
+    _, loop, _ = running
+    begin(loop, make_job("a", [1, 2, 3]))
+    assert held.begun.wait(10)
+    assert (loop.load.waiting_requests + loop.load.running_requests, loop.load.waiting_tokens) == (1, 3)
+    loop.cancel("a", 0)
+    wait_for(lambda: not loop.busy)
+    assert (loop.load.waiting_requests + loop.load.running_requests, loop.load.waiting_tokens) == (0, 0)
 
 
 def test_books_that_do_not_balance_are_a_fault(

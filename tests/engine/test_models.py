@@ -4,9 +4,20 @@ import json
 
 import pytest
 import torch
-from tiny_models import OURS, SHAPE, chunked_logits, expect_equal_logits, family, oracle_logits, save_tiny, tokens_for
+from tiny_models import (
+    OURS,
+    SHAPE,
+    Cache,
+    chunked_logits,
+    expect_equal_logits,
+    family,
+    oracle_logits,
+    save_tiny,
+    tokens_for,
+)
 
 from engine.models import load_model
+from engine.models.base import Unwanted
 from engine.models.loader import auto_dtype
 from kernels.reference import ReferenceOps
 from model_files.source import read_facts, resolve
@@ -148,3 +159,15 @@ def test_broken_safetensors(llama):
     (llama / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(ConfigError, match="download it again"):
         load(llama)
+
+
+@pytest.mark.parametrize("impl", ["kvferry", "transformers"])
+def test_a_pass_that_is_not_wanted_ends_before_the_next_layer(llama, impl):
+    """And what it wrote does no harm: the same tokens are computed over it."""
+    model, tokens = load(llama, impl=impl), tokens_for(20)
+    cache, answers = Cache(model), [True, False]
+    with pytest.raises(Unwanted):
+        cache.step({"a": tokens}, lambda: answers.pop(0))
+    assert answers == []
+    cache.computed.clear()
+    torch.testing.assert_close(cache.step({"a": tokens})[0], oracle_logits(llama, tokens), rtol=2e-4, atol=2e-4)

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from ledger_books import blocks
-from toy import VOCAB, expected, make_engine, make_job
+from toy import VOCAB, HeldModel, expected, make_engine, make_job
 from waiting import until, wait_for
 from worker_pair import Answer, Router, pair, worker
 
@@ -191,6 +191,33 @@ async def test_cancel(router: Router, phase: Callable[..., AsyncIterator[Answer]
     assert ships(router, "failed") == (0, 0)
     assert len(router.tokens("a")) <= 3
     await complete(router, make_job("next", prompt(seed=1)))
+    await settle(router)
+
+
+@pytest.mark.parametrize("how", ["cancel", "hang up"])
+async def test_a_step_ends_early_when_its_request_is_cancelled(router: Router, how: str) -> None:
+    """The next one need not wait for what nobody wants."""
+    held = router.prefill.engine.runner.model = HeldModel()
+    job = make_job("a", prompt())
+    answer = router.post_prefill(job, router.decode.target)
+    await until(held.begun.is_set)
+    await (router.cancel(job) if how == "cancel" else answer.hang_up())
+    await settle(router)
+    held.release()
+    await complete(router, make_job("b", prompt()))
+    await settle(router)
+
+
+async def test_a_step_of_decode_ends_early_when_its_request_is_cancelled(router: Router) -> None:
+    held = router.decode.engine.runner.model = HeldModel()
+    job = make_job("a", prompt())
+    await router.generate(job)
+    await until(held.begun.is_set)
+    await router.cancel(job, router.decode)
+    await until(lambda: router.failed)
+    assert router.failed[0].code == "cancelled"
+    held.release()
+    await complete(router, make_job("b", prompt()))
     await settle(router)
 
 
