@@ -123,6 +123,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._phase = Phase.BETWEEN
         self._stop_timer()
         super().on_message_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            # The answer came before the body's end, which stopped the keep-alive timer that the answer had started.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -156,6 +161,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _enter_header(self) -> None:
         self._phase, self._begun, self._received = Phase.HEADER, False, 0
+        self._unset_keepalive_if_required()
         if self._limits.header_s:
             self._timer = self.loop.call_later(self._limits.header_s, self._header_late)
 

@@ -97,8 +97,12 @@ async def serving(keep_alive: int = 5, **limits: Any) -> AsyncIterator[Served]:
 
         return app
 
+    async def early(request: Request) -> Response:
+        return Response("not read")
+
     routes = [
         Route("/echo", echo, methods=["GET", "POST"]),
+        Route("/early", early, methods=["POST"]),
         Route("/stream", flowing(b"piece", 0.1, 12)),
         Route("/flood", flowing(b"x" * 2**20, 0, 1000)),
     ]
@@ -209,6 +213,16 @@ async def test_an_idle_connection_lives_as_long_as_keep_alive_says() -> None:
         began = time.monotonic()
         assert await socket.rest() == b""
         assert 0.8 < time.monotonic() - began < 2
+
+
+async def test_a_connection_whose_answer_came_before_its_body_ended_is_closed_as_any_idle_one() -> None:
+    async with serving(keep_alive=1, body_s=5.0) as served:
+        client = await served.connect(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n1")
+        await client.until(b"not read")
+        client.writer.write(b"2")
+        began = time.monotonic()
+        assert await client.rest(4.0) == b""
+        assert 0.5 < time.monotonic() - began < 3.0
 
 
 async def test_one_address_has_so_many_connections_and_no_more() -> None:
