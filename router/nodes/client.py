@@ -87,6 +87,7 @@ class NodeClient:
         try:
             await connection.exchange(request, silence_s, opened, deliver)
         except (OSError, httptools.HttpParserError) as error:
+            self._forget(address)
             raise _lost(node, error) from error
         self._rest(address, connection)
 
@@ -95,6 +96,11 @@ class NodeClient:
             if (connection := idle[-1]).wake():
                 return connection
         return None
+
+    def _forget(self, address: Address) -> None:
+        """A connection broke: those that rest may have broken with it, and the next call is to find out by itself."""
+        for connection in list(self._idle.get(address, ())):
+            connection.close()
 
     def _rest(self, address: Address, connection: Connection) -> None:
         idle = self._idle.setdefault(address, [])
