@@ -109,6 +109,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._received += len(data)
         self._data = data
         super().data_received(data)
+        self._data = b""
         if not self.transport.is_closing():
             self._check_length()
 
@@ -153,13 +154,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(InvalidRequest("this is not an HTTP/1.1 request"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """The request is answered as if it had not asked, and is the last one. Called while the parser's complaint is
-        handled, which tells where in the data the header ended."""
+        """The request is answered as any, and is the last one. The parser's complaint tells where the header ended."""
         self.cycle.keep_alive = False
         if not self._body_unread():
             return
         end = cast(httptools.HttpParserUpgrade, sys.exception()).args[0]
-        self._reading_on, self.parser = True, body_parser(self.headers, self)
+        self._reading_on = True
+        self.parser = body_parser(self.headers, self)
         try:
             self.parser.feed_data(self._data[end:])
         except httptools.HttpParserError:
@@ -202,16 +203,16 @@ class GuardedProtocol(HttpToolsProtocol):
         due = self._heard + self._limits.body_s
         if self._limits.request_s:
             due = min(due, self._body_began + self._limits.request_s)
-        if now >= due:
-            self._refuse(SlowRequest("the request's body did not arrive in time"))
-        else:
+        if now < due:
             self._timer = self.loop.call_at(due, self._watch_body)
+        else:
+            self._refuse(SlowRequest("the request's body did not arrive in time"))
 
     def _check_length(self) -> None:
         if self._phase is Phase.HEADER and self._received > MAX_HEADER_BYTES:
             self._refuse(HeaderTooLong(f"the request's header is longer than {MAX_HEADER_BYTES} bytes"))
         bound = self._limits.body_bytes
-        if self._phase is Phase.BODY and bound and self._received > FRAMING * bound + MAX_HEADER_BYTES:
+        if self._phase is Phase.BODY and 0 < FRAMING * bound < self._received - MAX_HEADER_BYTES:
             self._refuse(RequestTooLarge(f"the request's body is longer than {bound} bytes"))
 
     def _refuse(self, error: KvferryError) -> None:
@@ -236,7 +237,6 @@ class GuardedProtocol(HttpToolsProtocol):
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
 
     def _stop_reader_timer(self) -> None:
         if self._reader_timer is not None:

@@ -42,8 +42,8 @@ class NodeClient:
 
     async def aclose(self) -> None:
         """Drop the idle connections. No call may be under way."""
-        for connection in [each for idle in self._idle.values() for each in idle]:
-            connection.close()
+        for address in tuple(self._idle):
+            self._forget(address)
 
     async def prefill(self, node: NodeLease, request: PrefillRequest, deliver: Callable[[Any], None]) -> None:
         """Send the attempt and deliver the messages of its answer as they come; returns when the answer ends. It may
@@ -148,14 +148,13 @@ class Connection(asyncio.Protocol):
             self._end(ConnectionResetError("the connection was closed"))
         self._transport.write(request)
         self._watch()
-        complete = False
+        error: BaseException | None = asyncio.CancelledError()
         try:
             error = await self._ended
-            complete = error is None
         finally:
             self._ended = None
             self._move_on()
-            if not complete:
+            if error is not None:
                 self._transport.abort()
         if error is not None:
             raise error

@@ -275,6 +275,7 @@ UPGRADE = b" /echo HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: h2c\r\
         (b"GET" + UPGRADE + b"\r\n", 0),
         (b"POST" + UPGRADE + b"content-length: 5\r\n\r\nhello", 5),
         (b"POST" + UPGRADE + b"content-length: 0\r\n\r\n", 0),
+        (b"POST" + UPGRADE + b"content-length: 00\r\n\r\n", 0),
         (b"POST" + UPGRADE + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n4\r\ndefg\r\n0\r\n\r\n", 7),
     ],
 )
