@@ -18,6 +18,8 @@ Settings = TypeVar("Settings", bound=CommonSettings)
 Decorated = Callable[..., Any]
 
 ENV_PREFIX = "KVFERRY_"
+_RANKS = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT)
+"""Where a value comes from; the earlier one counts."""
 
 
 def flag(name: str) -> str:
@@ -91,10 +93,12 @@ def _former_option(field: dataclasses.Field[Any]) -> Callable[[Decorated], Decor
 
 
 def _take_former(field: dataclasses.Field[Any], values: dict[str, Any]) -> None:
-    """Move the value given under a field's former name to the field, unless that has one of its own."""
+    """Move the value given under a field's former name to the field, unless that has one of its own: flags come before
+    variables, whatever the name."""
     name = field.metadata["former"]
     value = values.pop(name, None)
-    if value is None or click.get_current_context().get_parameter_source(field.name) is not ParameterSource.DEFAULT:
+    source = click.get_current_context().get_parameter_source
+    if value is None or _RANKS.index(source(field.name)) <= _RANKS.index(source(name)):
         return
     click.echo(f"{flag(name)} is called {flag(field.name)} now ({variable(name)}: {variable(field.name)})", err=True)
     values[field.name] = value

@@ -40,3 +40,9 @@ class Door:
         """Ids that the model does not have would break the step for everybody in it."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise InvalidRequest(f"token ids must be at least 0 and below {self._vocab_size}", param="prompt")
+
+    def check_first(self, token_ids: Sequence[int]) -> None:
+        """A request goes on behind exactly one token: its blocks are reserved for its prompt and that one."""
+        self.check_tokens(token_ids)
+        if len(token_ids) != 1:
+            raise InvalidRequest(f"a hand-over carries one token, got {len(token_ids)}", param="first")

@@ -84,7 +84,7 @@ class Engine:
         request.computed_len = len(request.token_ids)
         request.admitted = time.monotonic()
         with self._answering(lambda error: self._fail(request.job, error)):
-            self._door.check_tokens(first.token_ids)
+            self._door.check_first(first.token_ids)
             request.token_ids.extend(first.token_ids)
             self._stepper.register(request)
         self._stepper.report_blocks()

@@ -117,9 +117,11 @@ class Transfers(Generic[T]):
             self._link.call_later(SWEEP_S, self._sweep)
 
     def _sweep(self) -> None:
+        """The next one is set first: no error may end the watch over all deadlines."""
         now = self._clock()
-        for transfer in [t for t in self._all.values() if t.deadline < now]:
-            self._overdue(transfer)
+        late = [transfer for transfer in self._all.values() if transfer.deadline < now]
         self._sweeping = False
         if self._all:
             self._watch()
+        for transfer in late:
+            self._overdue(transfer)

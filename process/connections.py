@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from process.upgrades import body_parser, has_body
 from protocol.errors import HeaderTooLong, InvalidRequest, KvferryError, Overloaded, RequestTooLarge, SlowRequest
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -67,8 +70,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._address: str | None = None
         self._phase = Phase.BETWEEN
         self._active: RequestResponseCycle | None = None
-        self._begun = False
+        self._begun = self._reading_on = False
         self._received = 0
+        self._data = b""
         self._heard = self._body_began = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
@@ -103,7 +107,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._enter_header()
         self._heard = self.loop.time()
         self._received += len(data)
+        self._data = data
         super().data_received(data)
+        self._data = b""
         if not self.transport.is_closing():
             self._check_length()
 
@@ -120,9 +126,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self._watch_body()
 
     def on_message_complete(self) -> None:
+        if self._body_unread():
+            return
         self._phase = Phase.BETWEEN
         self._stop_timer()
         super().on_message_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            # The answer came before the body's end, which stopped the keep-alive timer that the answer had started.
+            idle_s = self.timeout_keep_alive
+            self.timeout_keep_alive_task = self.loop.call_later(idle_s, self.timeout_keep_alive_handler)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -142,9 +154,21 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(InvalidRequest("this is not an HTTP/1.1 request"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """The request is answered as if it had not asked; the parser reads nothing after it, so it is the last one."""
-        if self.cycle is not None:
-            self.cycle.keep_alive = False
+        """The request is answered as any, and is the last one. The parser's complaint tells where the header ended."""
+        self.cycle.keep_alive = False
+        if not self._body_unread():
+            return
+        end = cast(httptools.HttpParserUpgrade, sys.exception()).args[0]
+        self._reading_on = True
+        self.parser = body_parser(self.headers, self)
+        try:
+            self.parser.feed_data(self._data[end:])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _body_unread(self) -> bool:
+        """Whether the parser calls a request complete whose body it has not looked at."""
+        return self.parser.should_upgrade() and not self._reading_on and has_body(self.headers)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._active = cycle
@@ -156,6 +180,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _enter_header(self) -> None:
         self._phase, self._begun, self._received = Phase.HEADER, False, 0
+        self._unset_keepalive_if_required()
         if self._limits.header_s:
             self._timer = self.loop.call_later(self._limits.header_s, self._header_late)
 
@@ -178,16 +203,16 @@ class GuardedProtocol(HttpToolsProtocol):
         due = self._heard + self._limits.body_s
         if self._limits.request_s:
             due = min(due, self._body_began + self._limits.request_s)
-        if now >= due:
-            self._refuse(SlowRequest("the request's body did not arrive in time"))
-        else:
+        if now < due:
             self._timer = self.loop.call_at(due, self._watch_body)
+        else:
+            self._refuse(SlowRequest("the request's body did not arrive in time"))
 
     def _check_length(self) -> None:
         if self._phase is Phase.HEADER and self._received > MAX_HEADER_BYTES:
             self._refuse(HeaderTooLong(f"the request's header is longer than {MAX_HEADER_BYTES} bytes"))
         bound = self._limits.body_bytes
-        if self._phase is Phase.BODY and bound and self._received > FRAMING * bound + MAX_HEADER_BYTES:
+        if self._phase is Phase.BODY and 0 < FRAMING * bound < self._received - MAX_HEADER_BYTES:
             self._refuse(RequestTooLarge(f"the request's body is longer than {bound} bytes"))
 
     def _refuse(self, error: KvferryError) -> None:
@@ -212,7 +237,6 @@ class GuardedProtocol(HttpToolsProtocol):
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
 
     def _stop_reader_timer(self) -> None:
         if self._reader_timer is not None:

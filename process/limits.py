@@ -52,15 +52,16 @@ def _numbers(unified: Path, *split: Path) -> list[int | None]:
     """The numbers in version 2's file, or else those in version 1's files; None for what is not there or no number."""
     text = _text(unified)
     words = text.split() if text else [_text(path).strip() for path in split]
-    found = [int(word) if word.lstrip("-").isdigit() else None for word in words]
+    found = [int(word) if word.removeprefix("-").isdecimal() else None for word in words]
     return (found + [None] * len(split))[: len(split)]
 
 
 def _file_pages(folder: Path) -> int:
     """Bytes of files that this cgroup and those below it keep in memory, and that the kernel takes back when needed."""
-    rows = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
+    words = (line.split() for line in _text(folder / "memory.stat").splitlines())
+    rows = {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdecimal()}
     names = ("inactive_file", "active_file")
-    return sum(int(rows.get(f"total_{name}", rows.get(name, "0"))) for name in names)
+    return sum(rows.get(f"total_{name}", rows.get(name, 0)) for name in names)
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
@@ -68,7 +69,8 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     sees its host's paths has its own cgroup at the root of the mount."""
     paths: dict[str, str] = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, names, path = line.split(":", 2)
+        _, _, place = line.partition(":")
+        names, _, path = place.partition(":")
         paths |= dict.fromkeys(names.split(","), path)
     mount = root / _MOUNT
     unified = (mount / "cgroup.controllers").exists()
@@ -83,6 +85,6 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="surrogateescape")
     except OSError:
         return ""

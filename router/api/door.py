@@ -87,16 +87,21 @@ class Door:
 
 
 class Admission:
-    """Bounds the generating requests in progress. `count` is how many there are."""
+    """Bounds the generating requests in progress, from the end of their bodies on: a client that is slow to send one
+    takes nobody's place. `count` is how many there are."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.count = 0
 
-    def enter(self) -> None:
-        """Raises Overloaded; otherwise `leave` must follow."""
+    def check(self) -> None:
+        """Raises Overloaded when there is no place: before a body, nobody need send it."""
         if self.count >= self._limit:
             raise Overloaded(f"{self.count} requests are in progress, the limit of this router", retry_after=1.0)
+
+    def enter(self) -> None:
+        """Raises Overloaded; otherwise `leave` must follow."""
+        self.check()
         self.count += 1
 
     def leave(self) -> None:
@@ -152,17 +157,17 @@ class Exchange:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, metrics, responder, status = scope[CALL], self._metrics, Responder(send), 500
         try:
-            self._admission.enter()
-            metrics.inflight.inc()
-            try:
+            self._admission.check()
+            with metrics.inflight.track_inprogress():
                 data = await self._reader.read(Request(scope, receive))
-                answer = await until_disconnect(receive, self._work(call, data, responder))
-                status = 200
-                metrics.e2e.observe(time.monotonic() - call.arrival)
-                await answer.finish(responder)
-            finally:
-                metrics.inflight.dec()
-                self._admission.leave()
+                self._admission.enter()
+                try:
+                    answer = await until_disconnect(receive, self._work(call, data, responder))
+                    status = 200
+                    metrics.e2e.observe(time.monotonic() - call.arrival)
+                    await answer.finish(responder)
+                finally:
+                    self._admission.leave()
         except KvferryError as error:
             status = error.status
             await responder.fail(error)

@@ -43,8 +43,8 @@ class NodeClient:
 
     async def aclose(self) -> None:
         """Drop the idle connections. No call may be under way."""
-        for connection in [each for idle in self._idle.values() for each in idle]:
-            connection.close()
+        for address in tuple(self._idle):
+            self._forget(address)
 
     async def prefill(self, node: NodeLease, request: PrefillRequest, deliver: Callable[[Any], None]) -> None:
         """Send the attempt and deliver the messages of its answer as they come; returns when the answer ends. It may
@@ -88,6 +88,7 @@ class NodeClient:
         try:
             await connection.exchange(request, silence_s, opened, deliver)
         except (OSError, httptools.HttpParserError) as error:
+            self._forget(address)
             raise _lost(node, error) from error
         self._rest(address, connection)
 
@@ -96,6 +97,11 @@ class NodeClient:
             if (connection := idle[-1]).wake():
                 return connection
         return None
+
+    def _forget(self, address: Address) -> None:
+        """A connection broke: those that rest may have broken with it, and the next call is to find out by itself."""
+        for connection in list(self._idle.get(address, ())):
+            connection.close()
 
     def _rest(self, address: Address, connection: Connection) -> None:
         idle = self._idle.setdefault(address, [])
@@ -143,14 +149,13 @@ class Connection(asyncio.Protocol):
             self._end(ConnectionResetError("the connection was closed"))
         self._transport.write(request)
         self._watch()
-        complete = False
+        error: BaseException | None = asyncio.CancelledError()
         try:
             error = await self._ended
-            complete = error is None
         finally:
             self._ended = None
             self._move_on()
-            if not complete:
+            if error is not None:
                 self._transport.abort()
         if error is not None:
             raise error

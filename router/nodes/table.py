@@ -20,6 +20,7 @@ from protocol.errors import NodeLost
 from protocol.lease import NodeLease
 from protocol.metrics import RouterMetrics
 from router.nodes.entry import NodeEntry, Room, node_key
+from router.nodes.soundness import is_same, is_sound
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class NodeTable:
         self._failures = 0
         self._answered_at = clock()
         self._believe_absence_at = self._first_seen_at = 0.0
-        self._empty = True
+        self._empty, self._told_unsound = True, False
 
     async def start(self) -> None:
         await self.refresh()
@@ -107,7 +108,10 @@ class NodeTable:
     async def _poll(self) -> None:
         while True:
             await asyncio.sleep(self.pause_s)
-            await self.refresh()
+            try:
+                await self.refresh()
+            except Exception:
+                log.exception("the nodes could not be brought up to date")
 
     @property
     def pause_s(self) -> float:
@@ -128,7 +132,8 @@ class NodeTable:
             for entry in self.entries.values():
                 entry.forget_load()
 
-    def _take(self, leases: list[NodeLease]) -> None:
+    def _take(self, told: list[NodeLease]) -> None:
+        leases = self._sound(told)
         before = self._states()
         self._notice_emptiness(not leases)
         newest = {lease.node_id: lease for lease in sorted(leases, key=lambda lease: lease.epoch)}
@@ -144,6 +149,18 @@ class NodeTable:
             self._count()
             for changed in self._listeners:
                 changed()
+
+    def _sound(self, leases: list[NodeLease]) -> list[NodeLease]:
+        """Those that can be reckoned with: one that cannot must not end the following of all. A node that is known
+        stays as it was known."""
+        odd = [lease for lease in leases if not is_sound(lease)]
+        if odd and not self._told_unsound:
+            log.warning("a lease makes no sense: %r", odd[0])
+        self._told_unsound = bool(odd)
+        if not odd:
+            return leases
+        known = [entry.lease for entry in self.entries.values() if any(is_same(entry.lease, lease) for lease in odd)]
+        return [lease for lease in leases if is_sound(lease)] + known
 
     def _states(self) -> dict[NodeKey, str]:
         return {key: entry.lease.state for key, entry in self.entries.items()}

@@ -119,7 +119,9 @@ def test_fixed_fields_are_no_flags_and_ignore_their_variables():
         ([], {"KVFERRY_ATTENTION": "reference"}, "reference", True),
         (["--kernels", "cpu"], {"KVFERRY_ATTENTION": "reference"}, "cpu", False),
         (["--kernels", "cpu", "--attention", "reference"], {}, "cpu", False),
-        (["--attention", "cpu"], {"KVFERRY_KERNELS": "reference"}, "reference", False),
+        (["--attention", "cpu"], {"KVFERRY_KERNELS": "reference"}, "cpu", True),
+        ([], {"KVFERRY_ATTENTION": "cpu", "KVFERRY_KERNELS": "reference"}, "reference", False),
+        (["--attention", "auto"], {"KVFERRY_KERNELS": "reference"}, "auto", True),
         ([], {}, "auto", False),
     ],
 )

@@ -100,3 +100,18 @@ def test_what_breaks_every_step_does_not_stay_at_the_head_of_the_queue(
     finish(engine)
     assert len(answers(engine, ReservationFailed if reserved else Failed)) == 1
     assert len(answers(engine, Generated)) == 8
+
+
+@pytest.mark.parametrize("token_ids", [(), (5, 6), (5,) * 9])
+def test_a_hand_over_with_other_than_one_token_ends_alone(token_ids: tuple[int, ...]) -> None:
+    """Without a token, or with more than the reserved blocks hold, it broke the step of all that ran."""
+    engine = make_engine()
+    engine.add(make_job("other", [7, 8, 9], max_tokens=5))
+    engine.step()
+    engine.reserve("g", make_job("a", [1, 2, 3, 4], max_tokens=5))
+    engine.step()
+    engine.events.clear()
+    engine.start("g", TokenDelta("a", 0, 0, token_ids))
+    finish(engine)
+    assert [e.key for e in answers(engine, Failed)] == [("a", 0)]  # type: ignore[union-attr]
+    assert {e.key for e in answers(engine, Generated)} == {("other", 0)}  # type: ignore[union-attr]

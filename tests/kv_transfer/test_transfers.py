@@ -87,3 +87,22 @@ def test_the_overdue_are_called_at_every_sweep_until_they_move_and_an_empty_tabl
     assert len(side.log) == 2
     assert not side.network._timers
     assert len(side.table) == 0
+
+
+def test_an_error_about_one_that_is_overdue_does_not_end_the_watch(side):
+    """The link logs what a timer raises and goes on."""
+    side.table.add(Rider(1, "p", deadline=1.0))
+    side.table.add(Rider(2, "p", deadline=2.0))
+    overdue = side.table._overdue
+
+    def fails_for_the_first(rider: Rider) -> None:
+        if rider.key == 1:
+            side.table.remove(rider)
+            raise RuntimeError("boom")
+        overdue(rider)
+
+    side.table._overdue = fails_for_the_first
+    with pytest.raises(RuntimeError):
+        side.network.advance(1.0 + 2 * SWEEP_S)
+    side.network.advance(1.0 + 2 * SWEEP_S)
+    assert ("overdue", 2) in side.log

@@ -98,8 +98,12 @@ async def serving(keep_alive: int = 5, **limits: Any) -> AsyncIterator[Served]:
 
         return app
 
+    async def early(request: Request) -> Response:
+        return Response("not read")
+
     routes = [
         Route("/echo", echo, methods=["GET", "POST"]),
+        Route("/early", early, methods=["POST"]),
         Route("/stream", flowing(b"piece", 0.1, 12)),
         Route("/flood", flowing(b"x" * 2**20, 0, 1000)),
     ]
@@ -206,6 +210,16 @@ async def test_an_idle_connection_lives_as_long_as_keep_alive_says() -> None:
         assert 0.8 < time.monotonic() - began < 2
 
 
+async def test_a_connection_whose_answer_came_before_its_body_ended_is_closed_as_any_idle_one() -> None:
+    async with serving(keep_alive=1, body_s=5.0) as served:
+        client = await served.connect(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n1")
+        await client.until(b"not read")
+        client.writer.write(b"2")
+        began = time.monotonic()
+        assert await client.rest(4.0) == b""
+        assert 0.5 < time.monotonic() - began < 3.0
+
+
 async def test_one_address_has_so_many_connections_and_no_more() -> None:
     async with serving(per_address=3) as served:
         held = [await served.connect() for _ in range(3)]
@@ -247,13 +261,46 @@ async def test_garbage_behind_a_request_ends_its_answer_and_tells_the_applicatio
         await until(lambda: served.seen.open == 0, 0.5)
 
 
-async def test_an_upgrade_that_is_not_offered_is_a_plain_request() -> None:
-    """Java's client asks for h2c with its first request."""
+UPGRADE = b" /echo HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: h2c\r\n"
+
+
+@pytest.mark.parametrize(
+    ("asks", "length"),
+    [
+        (b"GET" + UPGRADE + b"\r\n", 0),
+        (b"POST" + UPGRADE + b"content-length: 5\r\n\r\nhello", 5),
+        (b"POST" + UPGRADE + b"content-length: 0\r\n\r\n", 0),
+        (b"POST" + UPGRADE + b"content-length: 00\r\n\r\n", 0),
+        (b"POST" + UPGRADE + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n4\r\ndefg\r\n0\r\n\r\n", 7),
+    ],
+)
+@pytest.mark.parametrize("cut", [1, 10_000])
+async def test_an_upgrade_that_is_not_offered_is_a_plain_request(asks: bytes, length: int, cut: int) -> None:
+    """Java's client asks for h2c with its first request, whose body had been lost."""
     async with serving() as served:
-        asks = b"GET /echo HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: h2c\r\n\r\n"
-        answer = await (await served.connect(asks)).rest()
+        socket = await served.connect()
+        for start in range(0, len(asks), cut):
+            socket.writer.write(asks[start : start + cut])
+            await asyncio.sleep(0.001)
+        answer = await socket.rest()
         assert answer.endswith(b"done")
         assert b"connection: close" in answer
+        assert served.seen.bodies == [length]
+
+
+async def test_what_follows_the_body_behind_an_upgrade_is_not_read() -> None:
+    async with serving() as served:
+        ahead = b"POST" + UPGRADE + b"content-length: 5\r\n\r\nhello" + HEAD + b"x" * 100
+        assert (await (await served.connect(ahead)).rest()).count(b"200 OK") == 1
+        assert served.seen.bodies == [5]
+
+
+async def test_a_body_behind_an_upgrade_has_its_deadline_and_its_form() -> None:
+    async with serving(body_s=0.3) as served:
+        begun = b"POST" + UPGRADE + b"content-length: 5\r\n\r\nhe"
+        assert error_of(await (await served.connect(begun)).rest()) == (408, "request_timeout")
+        broken = b"POST" + UPGRADE + b"transfer-encoding: chunked\r\n\r\nzz\r\n"
+        assert error_of(await (await served.connect(broken)).rest())[0] == 400
 
 
 async def test_requests_sent_ahead_are_answered_in_turn_and_leaving_ends_the_first() -> None:

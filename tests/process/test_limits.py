@@ -109,3 +109,19 @@ def test_memory_of_version_1(tmp_path: Path) -> None:
 def test_without_cgroups_the_machine_counts(tmp_path: Path) -> None:
     assert available_cores(tmp_path) == 16
     assert available_memory(tmp_path) == 1000 * MIB
+
+
+@pytest.mark.parametrize(
+    "line", [b"no cgroup at all\n", b"5:memory\n", b"0::/\xff\xfe\n", b"\n", b"0::/../../elsewhere\n"]
+)
+def test_a_tree_that_cannot_be_read_sets_no_limit_and_ends_nothing(tmp_path: Path, line: bytes) -> None:
+    root = unified(tmp_path, {"cpu.max": "max 100000\n", "memory.max": "max\n", "memory.stat": "file \nfile x\n\n"})
+    (root / "proc/self/cgroup").write_bytes(line)
+    assert available_cores(root) == 16
+    assert available_memory(root) == 1000 * MIB
+
+
+def test_statistics_that_are_no_numbers_count_as_nothing(tmp_path: Path) -> None:
+    stat = "inactive_file many\nactive_file \nactive_file 1048576\n"
+    files = {"memory.max": f"{100 * MIB}\n", "memory.current": f"{40 * MIB}\n", "memory.stat": stat}
+    assert available_memory(unified(tmp_path, files)) == 61 * MIB

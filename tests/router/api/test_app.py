@@ -227,6 +227,17 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten() -> 
     assert api.cluster.journeys == []
 
 
+async def test_bodies_that_still_arrive_take_no_place_of_those_that_came() -> None:
+    """A few hundred bodies that drip would stop the router otherwise: each may take minutes."""
+    api = Api(FakeCluster(LONG), max_inflight=2)
+    with served(api.app) as url, contextlib.ExitStack() as slow:
+        for _ in range(2):
+            raw = slow.enter_context(socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)))
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        await until(lambda: api.sample("kvferry_requests_inflight") == 2, 2.0)
+        assert (await api.chat(max_tokens=1)).status_code == 200
+
+
 def test_the_openai_client() -> None:
     answer = "Ferries carry 12 cars 🚗 each."
     api = Api(FakeCluster(says(answer), cached=16), api_key="key")

@@ -267,6 +267,34 @@ async def test_a_connection_that_the_node_closes_is_not_used_again() -> None:
         assert len(heads) == 3
 
 
+async def test_after_a_broken_connection_the_next_call_opens_one_of_its_own() -> None:
+    """What broke one resting connection (a node's restart, a router between) broke the others: a cancel, which is sent
+    twice at most, had been lost on two of them."""
+    refused: set[asyncio.StreamWriter] = set()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r")[0]))
+                if writer in refused:
+                    break
+                await asyncio.sleep(0.02)
+                refused.add(writer)
+                writer.write(EMPTY)
+        writer.transport.abort()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    node = lease_of("d1", "decode", http_url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    client = NodeClient("router")
+    await asyncio.gather(*(client.cancel(node, CANCEL) for _ in range(3)))
+    with pytest.raises(NodeLost):
+        await client.cancel(node, CANCEL)
+    await client.cancel(node, CANCEL)
+    await client.aclose()
+    server.close()
+
+
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_cancelled_calls_leave_no_socket_open(run: Callable[..., int]) -> None:
     """Cancelled while connecting, sending, waiting or reading."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 from fake_workers import lease_of
 
 from protocol.errors import NodeLost
-from protocol.lease import Load, NodeLease
+from protocol.lease import Load, NodeLease, Rates
 from protocol.metrics import RouterMetrics
-from router.nodes.entry import NodeEntry
+from router.nodes.entry import NodeEntry, Part
 from router.nodes.table import NodeTable
 
 
@@ -217,3 +218,63 @@ async def test_bookings_count_at_once_and_once() -> None:
     decode.release()
     decode.release()
     assert seen() == (1000, 0, 0)
+
+
+BROKEN = [
+    {"block_size": 0},
+    {"block_size": -4},
+    {"load": None},
+    {"load": Load(waiting_tokens=-1)},
+    {"rates": Rates(step_s=float("nan"))},
+    {"rates": Rates(prefill_tokens_per_s=float("inf"))},
+    {"role": "both"},
+    {"epoch": "1"},
+    {"http_url": 5},
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=str)
+async def test_a_lease_that_makes_no_sense_is_left_out_and_the_others_are_followed(broken: dict[str, Any]) -> None:
+    good, bad = lease_of("d1", "decode"), replace(lease_of("d2", "decode"), **broken)
+    table = Table(good)
+    await table.refresh()
+    table[good].opened()
+    await table.poll(good, bad)
+    await table.poll(replace(good, state="draining"), bad, lease_of("p1", "prefill"))
+    assert table.ids() == {"d1", "p1"}
+    assert table.room.total == Part(prefills=1)
+
+
+async def test_a_node_whose_lease_makes_no_sense_any_more_stays_as_it_was_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lease = lease_of("d1", "decode", load=Load(total_blocks=10, free_blocks=7))
+    table = Table(lease)
+    await table.refresh()
+    entry = table[lease]
+    for _ in range(20):
+        await table.poll(replace(lease, load=Load(active_blocks=-1)))
+    assert table[lease] is entry
+    assert entry.lease == lease
+    assert sum("makes no sense" in record.message for record in caplog.records) == 1
+
+
+async def test_following_the_registry_outlives_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = NodeTable(Registry(lease_of("d1", "decode")), RouterMetrics(), poll_s=0.01)
+    calls = []
+
+    def changed() -> None:
+        calls.append(len(table.entries))
+        raise RuntimeError("boom")
+
+    await table.start()
+    table.listen(changed)
+    try:
+        for number in range(2, 5):
+            table._source.leases.append(lease_of(f"d{number}", "decode"))  # type: ignore[attr-defined]
+            async with asyncio.timeout(2):
+                while len(calls) < number - 1:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+    finally:
+        await table.stop()
+    assert calls[:3] == [2, 3, 4]

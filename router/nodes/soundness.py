@@ -1,0 +1,44 @@
+"""Whether a lease can be reckoned with: it may be of another version of a node, or of one that has gone wrong."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from math import isfinite
+from operator import attrgetter
+from typing import Any
+
+from protocol.lease import Load, NodeLease, Rates
+
+_TEXTS = attrgetter("node_id", "http_url", "link_address", "fingerprint", "model")
+_COUNTS = attrgetter("epoch", "max_model_len", "block_bytes")
+_LOAD = attrgetter(*(field.name for field in fields(Load)))
+_RATES = attrgetter(*(field.name for field in fields(Rates)))
+
+
+def is_sound(lease: NodeLease) -> bool:
+    """Every field of its type, counts and rates finite and not below zero, blocks of at least a token."""
+    return (
+        all(type(text) is str for text in _TEXTS(lease))
+        and lease.role in ("prefill", "decode")
+        and lease.state in ("ready", "draining")
+        and all(map(_is_count, _COUNTS(lease)))
+        and _is_count(lease.block_size)
+        and lease.block_size > 0
+        and isinstance(lease.load, Load)
+        and all(map(_is_count, _LOAD(lease.load)))
+        and isinstance(lease.rates, Rates)
+        and all(map(_is_rate, _RATES(lease.rates)))
+    )
+
+
+def is_same(lease: NodeLease, other: NodeLease) -> bool:
+    """Whether both are of the same process."""
+    return (lease.node_id, lease.epoch) == (other.node_id, other.epoch)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and isfinite(value) and value >= 0
