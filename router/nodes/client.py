@@ -27,7 +27,7 @@ MAX_IDLE = 64
 MAX_REFUSAL_BYTES = 65_536
 
 Address = tuple[str, int]
-Told = Callable[..., None]
+Told = Callable[..., None] | None
 
 
 class NodeClient:
@@ -49,13 +49,13 @@ class NodeClient:
     async def prefill(self, node: NodeLease, request: PrefillRequest, deliver: Callable[[Any], None]) -> None:
         """Send the attempt and deliver the messages of its answer as they come; returns when the answer ends. It may
         stay silent while the request waits in the node's queue, so no silence is too long here."""
-        await self._call(node, "POST /attempts/prefill", pack(request), None, _ignore, deliver)
+        await self._call(node, "POST /attempts/prefill", pack(request), None, None, deliver)
 
     async def generate(self, node: NodeLease, request: GenerateRequest) -> None:
-        await self._call(node, "POST /attempts/generate", pack(request), self._answer_s, _ignore, _ignore)
+        await self._call(node, "POST /attempts/generate", pack(request), self._answer_s, None, None)
 
     async def cancel(self, node: NodeLease, request: CancelRequest) -> None:
-        await self._call(node, "POST /attempts/cancel", pack(request), self._answer_s, _ignore, _ignore)
+        await self._call(node, "POST /attempts/cancel", pack(request), self._answer_s, None, None)
 
     async def stream(self, node: NodeLease, opened: Callable[[], None], deliver: Callable[[StepFrame], None]) -> None:
         """Read the node's token stream for this router: `opened` once it is accepted, `deliver` for every frame. Ends
@@ -115,10 +115,6 @@ class NodeClient:
         connection.rest(left)
         if len(idle) > MAX_IDLE:
             idle[0].close()
-
-
-def _ignore(*_: Any) -> None:
-    pass
 
 
 def _lost(node: NodeLease, error: Exception) -> NodeLost:
@@ -204,15 +200,15 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._refused = self._parser.get_status_code() >= 400
-        if not self._refused:
+        if self._opened and not self._refused:
             self._opened()
 
     def on_body(self, body: bytes) -> None:
         if self._refused:
             self._refusal = (self._refusal + body)[:MAX_REFUSAL_BYTES]
-            return
-        for message in self._frames.feed(body):
-            self._deliver(message)
+        elif self._deliver:
+            for message in self._frames.feed(body):
+                self._deliver(message)
 
     def on_message_complete(self) -> None:
         self._stays = self._parser.should_keep_alive()
