@@ -8,8 +8,6 @@ uvicorn's own keep-alive timeout holds; an answer under way is never cut while i
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -18,8 +16,9 @@ from functools import partial
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from process.refusal import refusal
 from process.upgrades import body_parser, has_body
 from protocol.errors import HeaderTooLong, InvalidRequest, KvferryError, Overloaded, RequestTooLarge, SlowRequest
 
@@ -219,7 +218,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Say why, where no other answer has begun, and close. Nothing is waited for: the peer may not read."""
         self._stop_timer()
         if self._may_answer():
-            self.transport.write(_answer(error))
+            self.transport.write(refusal(error))
         self._disconnect()
         self.transport.close()
 
@@ -242,11 +241,3 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
-
-
-def _answer(error: KvferryError) -> bytes:
-    body = json.dumps(error.body()).encode()
-    head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
-    if error.retry_after is not None:
-        head += b"retry-after: %d\r\n" % math.ceil(error.retry_after)
-    return STATUS_LINE[error.status] + head + b"\r\n" + body

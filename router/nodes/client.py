@@ -22,8 +22,7 @@ from protocol.wire import FrameReader, WireError, pack
 
 KEEPALIVE_S = 2.0
 """Idle connections are dropped before the nodes' server does it (5 s), so that none is used as it closes."""
-MAX_IDLE = 64
-"""Idle connections kept to one node."""
+MAX_IDLE = 64  # connections kept to one node
 MAX_REFUSAL_BYTES = 65_536
 
 Address = tuple[str, int]
@@ -72,7 +71,6 @@ class NodeClient:
     async def _call(
         self, node: NodeLease, what: str, body: bytes, silence_s: float | None, opened: Told, deliver: Told
     ) -> None:
-        """`what`: method and path."""
         method, path = what.split()
         try:
             url = urlsplit(node.http_url)
@@ -143,8 +141,7 @@ class Connection(asyncio.Protocol):
         self._parser, self._frames = httptools.HttpResponseParser(self), FrameReader()
         self._headers: dict[str, str] = {}
         self._refused, self._refusal = False, b""
-        self._ended = self._loop.create_future()
-        self._heard = self._loop.time()
+        self._ended, self._heard = self._loop.create_future(), self._loop.time()
         if self._transport.is_closing():
             self._end(ConnectionResetError("the connection was closed"))
         self._transport.write(request)
