@@ -18,7 +18,7 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from process.answers import raw_answer
+from process.refusal import refusal
 from process.upgrades import body_parser, has_body
 from protocol.errors import HeaderTooLong, InvalidRequest, KvferryError, Overloaded, RequestTooLarge, SlowRequest
 
@@ -218,7 +218,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Say why, where no other answer has begun, and close. Nothing is waited for: the peer may not read."""
         self._stop_timer()
         if self._may_answer():
-            self.transport.write(raw_answer(error))
+            self.transport.write(refusal(error))
         self._disconnect()
         self.transport.close()
 

@@ -17,7 +17,7 @@ from test_router_process import router
 from process.signals import Stop
 
 MIB = 2**20
-GAP_S = 0.35
+GAP_S = 1.5
 """The event loop's longest, beside what else the machine does; twenty seconds had been seen."""
 FITS = ("\n" + " " * 80) * 3900
 """3,900 tokens, 316 kB: the longest that the demo model has."""

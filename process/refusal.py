@@ -1,4 +1,4 @@
-"""An answer in bytes, where there is no application to give one."""
+"""An error as the bytes of an answer, where no application is there to give it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from protocol.errors import KvferryError
 
 
-def raw_answer(error: KvferryError) -> bytes:
-    """The whole response, for a connection that no application answers on; the connection is to be closed after it."""
+def refusal(error: KvferryError) -> bytes:
+    """The last answer on a connection: an error object, and that it ends here."""
     body = json.dumps(error.body()).encode()
     head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
     if error.retry_after is not None:
