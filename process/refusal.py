@@ -1,4 +1,4 @@
-"""An error as the bytes of an answer, where no application is there to give it."""
+"""When a refused client may come back; and a refusal as bytes, where no application is there to give it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,22 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from protocol.errors import KvferryError
 
+RETRY_AFTER_S = {429: 1.0, 503: 5.0}
+"""A place is free again after about a token's time, a node after its restart."""
+
+
+def retry_headers(status: int, seconds: float | None = None) -> dict[str, str]:
+    """Retry-After in whole seconds, for the statuses that ask a client to come back; without `seconds` what suits the
+    status."""
+    if status not in RETRY_AFTER_S:
+        return {}
+    return {"retry-after": str(max(1, math.ceil(RETRY_AFTER_S[status] if seconds is None else seconds)))}
+
 
 def refusal(error: KvferryError) -> bytes:
     """The last answer on a connection: an error object, and that it ends here."""
     body = json.dumps(error.body()).encode()
     head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
-    if error.retry_after is not None:
-        head += b"retry-after: %d\r\n" % math.ceil(error.retry_after)
+    for name, value in retry_headers(error.status, error.retry_after).items():
+        head += f"{name}: {value}\r\n".encode()
     return STATUS_LINE[error.status] + head + b"\r\n" + body

@@ -12,6 +12,7 @@ from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from process.refusal import retry_headers
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from protocol.version import VERSION
@@ -30,7 +31,7 @@ from router.api.chat import ChatShape
 from router.api.completions import CompletionShape
 from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
 from router.api.door import Admission, BodyReader, Door, Exchange
-from router.api.http_errors import HANDLERS, retry_headers
+from router.api.http_errors import HANDLERS
 from router.api.pool import Pool, Pools
 from router.api.schemas import ChatBody, CompletionBody
 from router.api.shape import Endpoint

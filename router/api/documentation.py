@@ -10,9 +10,9 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from process.refusal import RETRY_AFTER_S
 from protocol.version import VERSION
 from router.api.answers import ErrorAnswer
-from router.api.http_errors import RETRY_AFTER_S
 
 Responses = dict[int | str, dict[str, Any]]
 """What FastAPI takes as `responses`, by status."""

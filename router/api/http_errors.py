@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,14 +10,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from process.refusal import retry_headers
 from protocol.errors import InvalidRequest, KvferryError, NotFound
 from router.api.sse import dump
 from router.call import CALL
 
 logger = logging.getLogger(__name__)
-
-RETRY_AFTER_S = {429: 1.0, 503: 5.0}
-"""A place is free again after about a token's time, a node after its restart."""
 
 
 class MethodNotAllowed(InvalidRequest):
@@ -27,20 +24,9 @@ class MethodNotAllowed(InvalidRequest):
     status, code = 405, "method_not_allowed"
 
 
-def retry_headers(status: int, seconds: float | None = None) -> dict[str, str]:
-    """Retry-After in whole seconds, for the statuses that ask a client to come back; without `seconds` what suits the
-    status."""
-    if status not in RETRY_AFTER_S:
-        return {}
-    return {"retry-after": str(max(1, math.ceil(RETRY_AFTER_S[status] if seconds is None else seconds)))}
-
-
-def error_headers(error: KvferryError) -> dict[str, str]:
-    return retry_headers(error.status, error.retry_after)
-
-
 def error_response(error: KvferryError) -> Response:
-    return Response(dump(error.body()), error.status, error_headers(error), "application/json")
+    headers = retry_headers(error.status, error.retry_after)
+    return Response(dump(error.body()), error.status, headers, "application/json")
 
 
 async def _own(request: Request, error: Exception) -> Response:

@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.types import Send
 
+from process.refusal import retry_headers
 from protocol.errors import Cancelled, KvferryError
-from router.api.http_errors import error_headers
 from router.api.sse import dump, event
 
 _JSON = "application/json"
@@ -42,7 +42,7 @@ class Responder:
         if isinstance(error, Cancelled):
             return
         if not self._started:
-            await self.whole(error.status, error.body(), error_headers(error))
+            await self.whole(error.status, error.body(), retry_headers(error.status, error.retry_after))
         elif self._streams:
             await self.write(event(error.body()), more=False)
 
