@@ -35,6 +35,7 @@ from process.limits import available_cores
 from protocol.messages import Job, TokenLogprobs
 from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings, WorkerSettings
+from protocol.work import Generate
 from router.text.load import load_text_model
 
 PROSE = Path(__file__).with_name("prose.txt")
@@ -95,9 +96,9 @@ def ask_engine(engine: Engine, tokens: Sequence[int]) -> Answers:
     """Through the whole engine: scored in its chunks, continued in one batch."""
     greedy = SamplingParams(max_tokens=CONTINUED, temperature=0.0, ignore_eos=True)
     score = replace(greedy, max_tokens=1, prompt_logprobs=1)
-    engine.add(Job("text", 0, tuple(tokens), len(tokens), score, "accuracy"))
+    engine.add(Job("text", 0, tuple(tokens), len(tokens), Generate(score), "accuracy"))
     for i, prompt in enumerate(prompts_of(tokens)):
-        engine.add(Job(str(i), 0, tuple(prompt), len(prompt), greedy, "accuracy"))
+        engine.add(Job(str(i), 0, tuple(prompt), len(prompt), Generate(greedy), "accuracy"))
     while engine.has_work():
         engine.step()
     made, scored = defaultdict[str, list[int]](list), list[TokenLogprobs | None]()

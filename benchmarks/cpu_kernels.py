@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from protocol.layout import blocks_for
+from protocol.work import Generate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -157,7 +158,7 @@ def generate(engine, streams: int, prompt: int, output: int) -> float:  # type: 
     stamp = time.monotonic_ns()
     for stream in range(streams):
         tokens = tuple(random.Random(stamp + stream).choices(range(1000, 40000), k=prompt))
-        engine.add(Job(f"{stamp}-{stream}", 0, tokens, prompt, params, "bench"))
+        engine.add(Job(f"{stamp}-{stream}", 0, tokens, prompt, Generate(params), "bench"))
     while any(request.uncomputed > 1 for request in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
         engine.events.clear()

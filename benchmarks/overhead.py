@@ -10,6 +10,7 @@ from typing import Any
 from engine.engine import Engine
 from protocol.messages import Job
 from protocol.sampling import SamplingParams
+from protocol.work import Generate
 
 STREAMS = (1, 8, 32)
 PROMPT, STEPS = 48, 40
@@ -66,7 +67,7 @@ def decode(engine: Engine, model: Timed, streams: int, params: SamplingParams) -
     stamp = time.monotonic_ns()
     for stream in range(streams):
         tokens = tuple(1000 + (stamp + 7919 * (stream * PROMPT + i)) % 30000 for i in range(PROMPT))
-        engine.add(Job(f"{stamp}-{stream}", 0, tokens, PROMPT, params, "bench"))
+        engine.add(Job(f"{stamp}-{stream}", 0, tokens, PROMPT, Generate(params), "bench"))
     while engine.scheduler.waiting or any(request.uncomputed > 1 for request in engine.scheduler.running):
         engine.step()
     whole, rest = [], []

@@ -34,6 +34,7 @@ from benchmarks.workloads import percentile
 from protocol.messages import Job, PrefillRequest
 from protocol.sampling import SamplingParams
 from protocol.wire import pack
+from protocol.work import Generate
 
 PROSE = Path(__file__).with_name("prose.txt")
 WARM_UP = 0.2
@@ -99,7 +100,7 @@ class Bench:
     async def _direct_s(self, row: Row) -> float:
         """Median seconds of the prefill node's own answer to a prompt of that length."""
         tokens = tuple(WORDS[i * STRIDE % len(WORDS)] for i in range(row.prompt or 10))
-        job = Job("direct", 0, tokens, len(tokens), SamplingParams(max_tokens=1), "nobody")
+        job = Job("direct", 0, tokens, len(tokens), Generate(SamplingParams(max_tokens=1)), "nobody")
         taken = []
         async with connected(self.router.prefill_url) as connection:
             request = post(connection.host, "/attempts/prefill", pack(PrefillRequest(job)), kind="application/msgpack")

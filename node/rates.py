@@ -15,6 +15,7 @@ from protocol.layout import blocks_for
 from protocol.lease import Rates
 from protocol.messages import Job
 from protocol.sampling import SamplingParams
+from protocol.work import Generate
 
 log = logging.getLogger("kvferry.node")
 
@@ -63,7 +64,7 @@ def warm_up(engine: Engine) -> Rates:
     bs = engine.config.block_size
     room = min(engine.config.max_model_len, engine.pool.num_blocks * bs) - 1
     longest = max(1, min(engine.config.limits.max_num_batched_tokens, room - 1))
-    job = Job("warm-up", 0, (1,) * (longest + 1), longest, SamplingParams(temperature=0.0), "")
+    job = Job("warm-up", 0, (1,) * (longest + 1), longest, Generate(SamplingParams(temperature=0.0)), "")
     request = Request(job, b"", bs)
     request.block_ids = list(range(blocks_for(longest + 1, bs)))
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from protocol.sampling import SamplingParams
 from protocol.wire import message
-
-message(1)(SamplingParams)
+from protocol.work import Work
 
 
 @message(2)
@@ -64,6 +63,7 @@ class Job:
 
     token_ids         the prompt, then any output tokens that an earlier attempt already delivered
     prompt_len        how many of token_ids are the prompt
+    work              what is asked of the model
     router_id         whose token stream gets the output
     namespace         tenant namespace, part of the root of the block hashes
     deadline_s        seconds left for the request when the message was sent
@@ -73,10 +73,15 @@ class Job:
     attempt: int
     token_ids: tuple[int, ...]
     prompt_len: int
-    params: SamplingParams
+    work: Work
     router_id: str
     namespace: str = ""
     deadline_s: float = 600.0
+
+    @property
+    def params(self) -> SamplingParams:
+        """How output tokens are drawn."""
+        return self.work.params
 
 
 @message(12)

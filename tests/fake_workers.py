@@ -35,6 +35,7 @@ from protocol.messages import (
 from protocol.metrics import RouterMetrics
 from protocol.sampling import SamplingParams
 from protocol.wire import pack, unpack
+from protocol.work import Generate
 from router.call import Call
 from router.journey.cluster import RouterCluster
 from router.journey.journey import RouterJourney
@@ -322,7 +323,7 @@ class Bench:
     ) -> RouterJourney:
         params = SamplingParams(max_tokens=max_tokens, **spec.pop("params", {}))
         call = Call("r", arrival=(now := time.monotonic()), deadline=now + deadline_s)
-        return self.cluster.start(RequestSpec(call, "r", tuple(prompt), params, **spec))
+        return self.cluster.start(RequestSpec(call, "r", tuple(prompt), Generate(params), **spec))
 
     def rungs(self) -> dict[str, int]:
         samples = self.metrics.ladder.collect()[0].samples

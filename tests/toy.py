@@ -19,6 +19,7 @@ from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
 from protocol.messages import Job
 from protocol.sampling import SamplingParams
+from protocol.work import Generate
 
 VOCAB = 101
 FINGERPRINT = "toy"
@@ -98,7 +99,7 @@ def make_engine(
 def make_job(name: str, token_ids: list[int], max_tokens: int = 8, *, attempt: int = 0, **params: object) -> Job:
     """A greedy job."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **params)  # type: ignore[arg-type]
-    return Job(name, attempt, tuple(token_ids), len(token_ids), sampling, "router")
+    return Job(name, attempt, tuple(token_ids), len(token_ids), Generate(sampling), "router")
 
 
 def expected(token_ids: list[int], count: int) -> list[int]:

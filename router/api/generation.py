@@ -14,6 +14,7 @@ from typing import Any
 
 from protocol.errors import KvferryError
 from protocol.messages import Reuse
+from protocol.sampling import SamplingParams
 from router.api.pool import Pool
 from router.journey.spec import Journey, RequestSpec, Route
 from router.text.transcript import Piece, TextOptions, Transcript
@@ -171,10 +172,14 @@ def choice_seed(seed: int, choice: int) -> int:
 
 def _specs(first: RequestSpec, n: int) -> list[RequestSpec]:
     """Specs of a prompt's choices. Log-probabilities of the prompt are the same for all: only the first asks."""
-    later = [replace(first.params, seed=choice_seed(first.params.seed, i), prompt_logprobs=None) for i in range(1, n)]
+    works = [replace(first.work, params=_later(first.params, i)) for i in range(1, n)]
     return [first] + [
-        replace(first, request_id=f"{first.request_id}-{i}", params=params) for i, params in enumerate(later, start=1)
+        replace(first, request_id=f"{first.request_id}-{i}", work=work) for i, work in enumerate(works, start=1)
     ]
+
+
+def _later(params: SamplingParams, choice: int) -> SamplingParams:
+    return replace(params, seed=choice_seed(params.seed, choice), prompt_logprobs=None)
 
 
 def _sources(reuse: Reuse) -> dict[str, int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from protocol.metrics import ROLES, RouterMetrics
 from protocol.sampling import SamplingParams
+from protocol.work import Generate
 from router.api.schemas import GenerationBody
 from router.call import Call
 from router.journey.spec import Cluster, RequestSpec
@@ -75,7 +76,7 @@ class Pool:
         if body.truncate_prompt_tokens is not None:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
         params = self._params(body, self._budget(body, len(token_ids)))
-        return RequestSpec(call, request_id, tuple(token_ids), params, body.cache_salt or "")
+        return RequestSpec(call, request_id, tuple(token_ids), Generate(params), body.cache_salt or "")
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
         """max_tokens of a prompt: what is asked, else the shape's default, else the rest of the context. An asked 0

@@ -62,7 +62,7 @@ class RouterJourney:
 
     def _demand(self) -> Demand:
         """What the next attempt needs."""
-        left = self._spec.params.max_tokens - len(self._sequence.tokens)
+        left = self._spec.work.params.max_tokens - len(self._sequence.tokens)
         return Demand(
             total_len=len(self._spec.token_ids) + len(self._sequence.tokens),
             prompt_only=left <= 1,
@@ -151,15 +151,15 @@ class RouterJourney:
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, rung)
 
     def _job(self, token_ids: tuple[int, ...]) -> Job:
-        params = self._spec.params
+        work = self._spec.work
         if self._sequence.tokens:
-            params = replace(params, prompt_logprobs=None)
+            work = replace(work, params=replace(work.params, prompt_logprobs=None))
         return Job(
             request_id=self._wire_id,
             attempt=self._attempts,
             token_ids=token_ids,
             prompt_len=len(self._spec.token_ids),
-            params=params,
+            work=work,
             router_id=self._ground.router_id,
             namespace=self._spec.namespace,
             deadline_s=max(0.0, self._deadline_at - asyncio.get_running_loop().time()),
@@ -168,7 +168,7 @@ class RouterJourney:
     def _hashes(self, token_ids: tuple[int, ...]) -> list[bytes]:
         """Empty when nothing can be reused: prompt logprobs need the whole prompt computed."""
         group = self._ground.nodes.group
-        if not group or (self._spec.params.prompt_logprobs is not None and not self._sequence.tokens):
+        if not group or (self._spec.work.params.prompt_logprobs is not None and not self._sequence.tokens):
             return []
         lease = group[0].lease
         return chain(root_hash(lease.fingerprint, self._spec.namespace), token_ids, lease.block_size)

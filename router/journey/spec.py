@@ -8,6 +8,7 @@ from typing import Protocol
 
 from protocol.messages import Reuse, TokenLogprobs
 from protocol.sampling import SamplingParams
+from protocol.work import Work
 from router.call import Call
 
 
@@ -18,8 +19,13 @@ class RequestSpec:
     call: Call
     request_id: str
     token_ids: tuple[int, ...]
-    params: SamplingParams
+    work: Work
     namespace: str = ""
+
+    @property
+    def params(self) -> SamplingParams:
+        """How output tokens are drawn."""
+        return self.work.params
 
 
 @dataclass(frozen=True, slots=True)

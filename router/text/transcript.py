@@ -31,10 +31,22 @@ class Entry:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """Part of a call of a tool. `index`: which of the answer's calls; `id` and `name` come with its first part;
+    `arguments` is JSON text that follows what came before."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 @dataclass(slots=True)
 class Piece:
     """What one Output adds. `token_ids` count as completion tokens, the ending token included. stop_reason: the stop
-    string or stop token id that ended the text; None for end-of-sequence and length."""
+    string or stop token id that ended the text; None for end-of-sequence and length. `reasoning` and `calls` are what
+    the parsers behind the transcript took out of the text."""
 
     text: str = ""
     token_ids: Sequence[int] = ()
@@ -42,6 +54,8 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
 
 
 class Transcript:

@@ -20,6 +20,7 @@ from protocol.errors import ConfigError
 from protocol.messages import Job, TokenLogprobs
 from protocol.sampling import SamplingParams
 from protocol.settings import WorkerSettings
+from protocol.work import Generate
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,10 +66,10 @@ def scores(
     """Log-probabilities of the prompt's tokens and of those drawn, beside `others` requests of growing length."""
     engine.events.clear()
     for i in range(others):
-        engine.add(Job(f"other{i}", 0, prompt[: 3 + 20 * i], 3 + 20 * i, OTHERS, "router"))
+        engine.add(Job(f"other{i}", 0, prompt[: 3 + 20 * i], 3 + 20 * i, Generate(OTHERS), "router"))
     for _ in range(2 if others else 0):
         engine.step()
-    engine.add(Job("probe", 0, prompt, len(prompt), params, "router"))
+    engine.add(Job("probe", 0, prompt, len(prompt), Generate(params), "router"))
     step = 0
     while engine.has_work():
         assert engine.step()

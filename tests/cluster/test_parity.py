@@ -17,6 +17,7 @@ from node.assembly import assemble
 from protocol.messages import Job
 from protocol.sampling import SamplingParams
 from protocol.settings import WorkerSettings
+from protocol.work import Generate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -40,7 +41,7 @@ def run(
     engine: Engine, params: SamplingParams, each_step: Callable[[int], None] = lambda step: None, count: int = 50
 ) -> list[list[int]]:
     for i, prompt in enumerate(prompts()[:count]):
-        engine.add(Job(f"r{i}", 0, prompt, len(prompt), params, "router"))
+        engine.add(Job(f"r{i}", 0, prompt, len(prompt), Generate(params), "router"))
     step = 0
     while engine.has_work():
         assert engine.step()

@@ -132,7 +132,7 @@ async def test_routers_are_kept_apart(router: Router) -> None:
     router.decode.pause_at(4)
     await router.generate(make_job("mine", prompt()))
     job = make_job("theirs", prompt(seed=1))
-    await other.generate(Job("theirs", 0, job.token_ids, job.prompt_len, job.params, "other"))
+    await other.generate(Job("theirs", 0, job.token_ids, job.prompt_len, job.work, "other"))
     await until(lambda: router.decode.paused)
     await router.hang_up()
     router.decode.resume()

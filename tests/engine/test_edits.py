@@ -20,6 +20,7 @@ from engine.sampler import SampleRow, sample
 from kernels.reference import ReferenceOps
 from protocol.messages import Job
 from protocol.sampling import SamplingParams
+from protocol.work import Generate
 
 PENALISED = SamplingParams(
     max_tokens=24, temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.4
@@ -77,7 +78,7 @@ def test_a_kept_row_draws_what_a_new_one_draws(seed: int) -> None:
 
 
 def job(name: str, tokens: list[int], attempt: int = 0) -> Job:
-    return replace(make_job(name, tokens, attempt=attempt), params=PENALISED)
+    return replace(make_job(name, tokens, attempt=attempt), work=Generate(PENALISED))
 
 
 def made(engine: Engine, name: str) -> list[int]:

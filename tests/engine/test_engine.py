@@ -105,7 +105,7 @@ def test_an_attempt_that_resumes_counts_on_from_the_tokens_delivered() -> None:
     tokens = prompt(9)
     delivered = expected(tokens, 3)
     job = make_job("a", tokens, max_tokens=8, attempt=1)
-    resumed = type(job)("a", 1, (*tokens, *delivered), len(tokens), job.params, "router")
+    resumed = type(job)("a", 1, (*tokens, *delivered), len(tokens), job.work, "router")
     engine = make_engine()
     engine.add(resumed)
     while engine.has_work():
@@ -286,7 +286,7 @@ def test_a_lost_router_loses_all_its_requests_only() -> None:
     engine = make_engine()
     engine.add(make_job("a", prompt(9)))
     other = make_job("b", prompt(9, 1))
-    engine.add(type(other)("b", 0, other.token_ids, 9, other.params, "other"))
+    engine.add(type(other)("b", 0, other.token_ids, 9, other.work, "other"))
     engine.step()
     engine.cancel_router("router")
     made = run(engine)

@@ -16,6 +16,7 @@ from kv_transfer.sender import Sender
 from protocol.errors import GrantRefused
 from protocol.messages import DecodeTarget, Job, TokenDelta
 from protocol.sampling import SamplingParams
+from protocol.work import Generate
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 64
@@ -25,7 +26,7 @@ EPOCH = 7
 
 def job(blocks: int, request_id: str = "r", deadline_s: float = 60.0) -> Job:
     tokens = tuple(range(blocks * BLOCK_SIZE))
-    return Job(request_id, 1, tokens, len(tokens), SamplingParams(), "router", deadline_s=deadline_s)
+    return Job(request_id, 1, tokens, len(tokens), Generate(SamplingParams()), "router", deadline_s=deadline_s)
 
 
 def delta(token: int = 5) -> TokenDelta:

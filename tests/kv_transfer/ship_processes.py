@@ -11,6 +11,7 @@ from kv_transfer.sender import Sender
 from kv_transfer.ucx import UcxLink
 from protocol.messages import Job, TokenDelta
 from protocol.sampling import SamplingParams
+from protocol.work import Generate
 
 
 class Memory:
@@ -40,7 +41,7 @@ class Events:
 
 def make_job(blocks: int, tokens: int = 0) -> Job:
     ids = tuple(range(tokens or blocks * 16))
-    return Job("request", 1, ids, len(ids), SamplingParams(), "router")
+    return Job("request", 1, ids, len(ids), Generate(SamplingParams()), "router")
 
 
 def delta() -> TokenDelta:

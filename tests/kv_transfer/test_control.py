@@ -15,9 +15,10 @@ from protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest
 from protocol.messages import Job, Reuse, TokenDelta, TokenLogprobs
 from protocol.sampling import SamplingParams
 from protocol.wire import WireError, pack, unpack
+from protocol.work import Generate
 
 PARAMS = SamplingParams(temperature=1, logit_bias=((3, 1.5), (4, -2)), logprobs=2, stop_token_ids=(1, 2))
-JOB = Job("r", 1, (5, 6, 7), 3, PARAMS, "router", deadline_s=30)
+JOB = Job("r", 1, (5, 6, 7), 3, Generate(PARAMS), "router", deadline_s=30)
 LOGPROBS = TokenLogprobs(1, -0.5, 1, ((1, -0.5), (2, -1.0)))
 DELTA = TokenDelta("r", 1, 0, (1,), (LOGPROBS,), "stop", 1, Reuse(3, 1, 0, 0, 2), (None, LOGPROBS))
 EITHER = GrantRequest | Grant | Refusal | Commit | CommitAck | Abort
@@ -56,7 +57,7 @@ BAD = [
     GrantRequest(1, 2, "f", replace(JOB, deadline_s=float("nan"))),
     GrantRequest(1, 2, "f", replace(JOB, deadline_s=float("inf"))),
     GrantRequest(1, 2, "f", replace(JOB, deadline_s=-1)),
-    GrantRequest(1, 2, "f", replace(JOB, params=replace(PARAMS, logit_bias=((3,),)))),
+    GrantRequest(1, 2, "f", replace(JOB, work=Generate(replace(PARAMS, logit_bias=((3,),))))),
     Abort(1, 5),
     Refusal(1, b"x", "y"),
     5,

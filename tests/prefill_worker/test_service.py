@@ -22,6 +22,7 @@ from protocol.messages import FirstToken, Job, PrefillRequest, Reuse, TokenDelta
 from protocol.metrics import WorkerMetrics
 from protocol.sampling import SamplingParams
 from protocol.wire import FrameReader, pack
+from protocol.work import Generate
 
 
 class Engine:
@@ -55,7 +56,7 @@ def service_on(app: FastAPI, engine: Engine) -> PrefillService:
 
 
 def job(delivered: int, max_tokens: int) -> Job:
-    return Job("r", 1, tuple(range(10 + delivered)), 10, SamplingParams(max_tokens=max_tokens), "router")
+    return Job("r", 1, tuple(range(10 + delivered)), 10, Generate(SamplingParams(max_tokens=max_tokens)), "router")
 
 
 async def post(app: FastAPI, message: PrefillRequest) -> httpx.Response:

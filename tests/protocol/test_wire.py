@@ -17,6 +17,7 @@ from protocol.link_messages import CommitAck, Grant
 from protocol.messages import GenerateRequest, Job, StepFrame, TokenDelta
 from protocol.sampling import SamplingParams
 from protocol.wire import FrameReader, WireError, message, pack, unpack
+from protocol.work import Generate
 
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),
@@ -71,7 +72,7 @@ def test_frames_arrive_whole_however_the_stream_is_cut(frames: list[StepFrame], 
 
 
 def test_nested_tuples_come_back_as_tuples_and_stay_hashable() -> None:
-    job = Job("r", 1, (1, 2), 2, SamplingParams(logit_bias=((3, 0.5),)), "router")
+    job = Job("r", 1, (1, 2), 2, Generate(SamplingParams(logit_bias=((3, 0.5),))), "router")
     back = unpack(pack(GenerateRequest(job)))
     assert isinstance(back.job.params.logit_bias[0], tuple)
     assert hash(back) == hash(GenerateRequest(job))

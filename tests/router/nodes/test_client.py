@@ -24,11 +24,12 @@ from protocol.lease import NodeLease
 from protocol.messages import CancelRequest, Job, PrefillRequest, StepFrame, TokenDelta
 from protocol.sampling import SamplingParams
 from protocol.wire import WireError, pack
+from protocol.work import Generate
 from router.nodes.client import MAX_IDLE, Connection, NodeClient
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 EMPTY = b"HTTP/1.1 202 Accepted\r\ncontent-length: 0\r\n\r\n"
-JOB = Job("r1", 0, (1, 2, 3), 3, SamplingParams(), "router")
+JOB = Job("r1", 0, (1, 2, 3), 3, Generate(SamplingParams()), "router")
 CANCEL = CancelRequest("r1", 0)
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
