@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from model_files.tokenizer import TextTokenizer
 from protocol.messages import TokenLogprobs
-from router.text.tokenizer import TextTokenizer
 from router.text.transcript import Entry
 
 _FLOOR = -9999.0

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from router.text.tokenizer import TextTokenizer
+from model_files.tokenizer import TextTokenizer
 
 _CONTEXT = 6
 _PATIENCE = 8

@@ -9,12 +9,11 @@ from typing import Any
 
 from model_files.gguf import read_gguf
 from model_files.source import ModelSource, read_facts, read_json, resolve
+from model_files.tokenizer import load_tokenizer
 from protocol.errors import ConfigError
 from protocol.settings import RouterSettings
-from router.text.gguf_tokenizer import build_tokenizer
 from router.text.template import ChatTemplate
 from router.text.text_model import TextModel
-from router.text.tokenizer import TextTokenizer
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -28,8 +27,7 @@ class _Templates:
 def load_text_model(settings: RouterSettings) -> TextModel:
     """The model of `settings.model`, without its weights. Raises ConfigError."""
     source = resolve(settings.model, weights=False)
-    load = _from_gguf if source.kind == "gguf" else _from_directory
-    tokenizer, special_tokens, templates = load(source)
+    special_tokens, templates = (_from_gguf if source.kind == "gguf" else _from_directory)(source)
     if settings.chat_template:
         templates = _Templates(_read_text(Path(settings.chat_template).expanduser()))
     template = None
@@ -38,25 +36,25 @@ def load_text_model(settings: RouterSettings) -> TextModel:
     facts = read_facts(source)
     if settings.generation_config == "none":
         facts = replace(facts, sampling=())
-    return TextModel(settings.served_model_name or source.name, tokenizer, template, facts)
+    return TextModel(settings.served_model_name or source.name, load_tokenizer(source), template, facts)
 
 
-def _from_gguf(source: ModelSource) -> tuple[TextTokenizer, dict[str, str], _Templates]:
+def _from_gguf(source: ModelSource) -> tuple[dict[str, str], _Templates]:
     metadata = read_gguf(source.path).metadata
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in names.items()}
     special_tokens = {name: tokens[index] for name, index in ids.items() if index is not None and index < len(tokens)}
     templates = _Templates(metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.chat_template.tool_use"))
-    return TextTokenizer(build_tokenizer(metadata)), special_tokens, templates
+    return special_tokens, templates
 
 
-def _from_directory(source: ModelSource) -> tuple[TextTokenizer, dict[str, str], _Templates]:
+def _from_directory(source: ModelSource) -> tuple[dict[str, str], _Templates]:
     config = _optional_json(source.path / "tokenizer_config.json")
     legacy = _optional_json(source.path / "special_tokens_map.json")
     found = {name: _content(config.get(name, legacy.get(name))) for name in _SPECIAL}
     special_tokens = {name: token for name, token in found.items() if token is not None}
-    return TextTokenizer.from_directory(source.path), special_tokens, _directory_templates(source.path, config)
+    return special_tokens, _directory_templates(source.path, config)
 
 
 def _directory_templates(path: Path, config: Mapping[str, Any]) -> _Templates:

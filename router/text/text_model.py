@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from model_files.source import ModelFacts
+from model_files.tokenizer import TextTokenizer
 from protocol.errors import InvalidRequest
 from router.text.template import ChatTemplate
-from router.text.tokenizer import TextTokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """The OpenAI API's. Models that were trained on other roles name them in their chat template."""

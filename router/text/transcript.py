@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from model_files.tokenizer import TextTokenizer
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 from router.journey.spec import Output
 from router.text.detokenizer import detokenizer
 from router.text.stop_strings import StopMatcher
-from router.text.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,11 @@ from __future__ import annotations
 from api_parts import demo_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_gguf_tokenizer import sentencepiece
-from test_tokenizer import CHARS
+from vocabularies import CHARS, sentencepiece
 
+from model_files.gguf_tokenizer import build_tokenizer
+from model_files.tokenizer import TextTokenizer
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, detokenizer
-from router.text.gguf_tokenizer import build_tokenizer
-from router.text.tokenizer import TextTokenizer
 
 SP = TextTokenizer(build_tokenizer(sentencepiece()))
 TEXT = st.text(CHARS, max_size=40) | st.text("a👩‍👧é漢🏳️‍🌈 1", max_size=30)

@@ -10,6 +10,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from model_files.gguf import read_gguf
+from model_files.gguf_tokenizer import build_tokenizer
+from model_files.source import ModelSource
 from protocol.errors import ConfigError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -86,6 +89,13 @@ class TextTokenizer:
             )
         byte = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
         return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
+
+
+def load_tokenizer(source: ModelSource) -> TextTokenizer:
+    """The tokenizer in a model's files. Raises ConfigError."""
+    if source.kind == "gguf":
+        return TextTokenizer(build_tokenizer(read_gguf(source.path).metadata))
+    return TextTokenizer.from_directory(source.path)
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[str]:

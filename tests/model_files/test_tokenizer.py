@@ -9,16 +9,13 @@ from api_parts import demo_text
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from vocabularies import CHARS
 
 from model_files.gguf import read_gguf
 from model_files.source import resolve
+from model_files.tokenizer import BYTE_ALPHABET, TextTokenizer
 from protocol.errors import ConfigError
-from router.text.tokenizer import BYTE_ALPHABET, TextTokenizer
 
-UNSAYABLE = "\x04\x06\x13\x14\x16\x1d"
-"""The demo model's vocabulary lacks these, and the bytes 0xF1 and 0xF2 of the planes 4 to 11: it drops them."""
-
-CHARS = st.characters(exclude_categories=["Cs"], max_codepoint=0x3FFFF, exclude_characters=UNSAYABLE)
 TEXT = st.text(CHARS, max_size=60)
 
 

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
+from vocabularies import sentencepiece
 
+from model_files.gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED, build_tokenizer
+from model_files.tokenizer import TextTokenizer
 from protocol.errors import ConfigError
-from router.text.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, build_tokenizer
-from router.text.tokenizer import TextTokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -84,20 +85,6 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
 def test_unknown_kinds_are_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         build_tokenizer({**byte_level("smollm"), **change})
-
-
-def sentencepiece() -> dict[str, Any]:
-    words = ["▁", "a", "b", "c", "▁a", "ab", "bc", "▁ab", "abc", "▁abc", "cc", "aa"]
-    control = ["<unk>", "<s>", "</s>"]
-    raw = [f"<0x{byte:02X}>" for byte in range(256)]
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [*control, *raw, *words],
-        "tokenizer.ggml.token_type": [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * len(words),
-        "tokenizer.ggml.scores": [0.0] * 259 + [-float(place) for place in (90, 91, 92, 93, 3, 2, 1, 5, 4, 6, 8, 7)],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-    }
 
 
 def best_pair_first(metadata: dict[str, Any], text: str) -> list[str]:
