@@ -19,7 +19,8 @@ from process.status import Status
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
-from router.journey.cluster import BlockLookup, RouterCluster
+from router.journey.cluster import RouterCluster
+from router.journey.model_cluster import BlockLookup
 from router.nodes.table import NodeSource
 from router.text.load import load_text_model
 
@@ -54,7 +55,9 @@ async def run_router(settings: RouterSettings, store: Store, sock: socket.socket
     status = Status.from_fd(settings.status_fd)
     text = await asyncio.to_thread(load_text_model, settings)
     metrics = RouterMetrics()
-    async with RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens) as cluster:
+    nodes = RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens)
+    cluster = nodes.pool()
+    async with nodes:
         config = uvicorn.Config(
             create_app(settings, cluster, text, metrics),
             http=guarded(connection_limits(settings)),

@@ -167,10 +167,10 @@ class RouterJourney:
 
     def _hashes(self, token_ids: tuple[int, ...]) -> list[bytes]:
         """Empty when nothing can be reused: prompt logprobs need the whole prompt computed."""
-        group = self._ground.nodes.group
-        if not group or (self._spec.work.params.prompt_logprobs is not None and not self._sequence.tokens):
+        members = self._ground.group.members
+        if not members or (self._spec.work.params.prompt_logprobs is not None and not self._sequence.tokens):
             return []
-        lease = group[0].lease
+        lease = members[0].lease
         return chain(root_hash(lease.fingerprint, self._spec.namespace), token_ids, lease.block_size)
 
     def _output(self, delta: TokenDelta) -> Output:

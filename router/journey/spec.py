@@ -80,7 +80,7 @@ class ClusterInfo:
 
 
 class Cluster(Protocol):
-    """All nodes as the router sees them."""
+    """The nodes of one model as the router sees them."""
 
     def info(self) -> ClusterInfo | None:
         """None until a node that can decode (or any at all, for max_tokens=1) has been seen."""

@@ -20,7 +20,7 @@ API_HALF = {
     "router/api/pool.py",
     "router/api/generation.py",
     "router/text/text_model.py",
-    "router/journey/cluster.py",
+    "router/journey/model_cluster.py",
 }
 """Key and call; what the body asks for; its model; its sequences; its prompt; the nodes."""
 WORDS = "What does a ferry carry? " * 10
@@ -44,7 +44,9 @@ async def walked(path: str, body: dict[str, Any]) -> set[str]:
                 assert (await http.post(path, json={**body, "seed": 2})).status_code == 200
     assert "router/journey/journey.py" in walk.files
     assert len(walk.files) <= 12, walk.files
-    return {file for file in walk.files if file.startswith(("router/api/", "router/text/", "router/journey/cluster"))}
+    return {
+        file for file in walk.files if file.startswith(("router/api/", "router/text/", "router/journey/model_cluster"))
+    }
 
 
 async def test_a_chat_walks_through_six_files_before_its_journey() -> None:
