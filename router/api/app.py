@@ -28,21 +28,22 @@ from router.api.answers import (
     Version,
 )
 from router.api.chat import ChatShape
+from router.api.chunks import chunks
 from router.api.completions import CompletionShape
 from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
 from router.api.door import Admission, BodyReader, Door, Exchange
+from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
 from router.api.pool import Pool, Pools
 from router.api.schemas import ChatBody, CompletionBody
-from router.api.shape import Endpoint
 from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.journey.spec import Cluster
 from router.text.encoding import Encoder
 from router.text.text_model import TextModel
 
 ENDPOINTS = (
-    Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, ChatShape, ChatAnswer),
-    Endpoint("/v1/completions", "Continue texts", CompletionBody, CompletionShape, CompletionAnswer),
+    Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, chunks(ChatShape), ChatAnswer),
+    Endpoint("/v1/completions", "Continue texts", CompletionBody, chunks(CompletionShape), CompletionAnswer),
 )
 BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
 ENCODING = errors(400, 404, 413, 429, 500)
