@@ -58,7 +58,7 @@ async def run_router(settings: RouterSettings, store: Store, sock: socket.socket
     texts = await asyncio.to_thread(load_text_models, settings)
     metrics = RouterMetrics()
     nodes = RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens)
-    pools = Pools(*(Pool(text, nodes.pool(text.called), metrics, Encoder(text)) for text in texts))
+    pools = Pools(*(Pool(text, nodes.pool(text.called), metrics.of(text.name), Encoder(text)) for text in texts))
     async with nodes:
         config = uvicorn.Config(
             create_app(settings, pools, metrics),

@@ -134,7 +134,7 @@ def prompt_logprobs_of(spec: RequestSpec) -> tuple[TokenLogprobs | None, ...] | 
 
 def pools_of(cluster: Cluster, text: TextModel, metrics: RouterMetrics) -> Pools:
     """A single model, served by this cluster."""
-    return Pools(Pool(text, cluster, metrics, Encoder(text)))
+    return Pools(Pool(text, cluster, metrics.of(text.name), Encoder(text)))
 
 
 class Api:
@@ -154,7 +154,10 @@ class Api:
         return await self.http.post("/v1/completions", json={"prompt": "Once upon", **body})
 
     def sample(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+        """Sum over all samples with at least these labels."""
+        families = self.metrics.registry.collect()
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

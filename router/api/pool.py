@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from protocol.metrics import RouterMetrics
+from protocol.metrics import ModelMetrics
 from protocol.sampling import SamplingParams
 from protocol.work import Generate
 from router.api.schemas import GenerationBody
@@ -29,7 +29,7 @@ class Pool:
 
     text: TextModel
     cluster: Cluster
-    metrics: RouterMetrics
+    metrics: ModelMetrics
     encoder: Encoder
 
     @property

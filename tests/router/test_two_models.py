@@ -34,7 +34,7 @@ class House(Bench):
         self.other = self.all.pool(NAMES[1])
         texts = [replace(demo_text(), called=name) for name in NAMES]
         clusters = (self.cluster, self.other)
-        pools = Pools(*(Pool(t, c, self.metrics, Encoder(t)) for t, c in zip(texts, clusters, strict=True)))
+        pools = Pools(*(Pool(t, c, self.metrics.of(t.name), Encoder(t)) for t, c in zip(texts, clusters, strict=True)))
         app = create_app(RouterSettings(), pools, self.metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
 
@@ -59,6 +59,8 @@ async def test_every_name_leads_to_its_own_nodes(house: House) -> None:
         assert answer.headers["x-kvferry-route"].startswith(f"prefill=p-{node} decode=d-{node}")
         assert answer.json()["model"] == ("first" if node == "m" else "n")
     assert [len(house[f"p-{node}"].prefills) for node in "mn"] == [3, 1]
+    for name, tokens in (("first", 12), ("n", 4)):
+        assert house.metrics.registry.get_sample_value("kvferry_output_tokens_total", {"model_name": name}) == tokens
     streamed = await house.complete("n", stream=True)
     assert events(streamed)[0]["model"] == "n"
 

@@ -18,7 +18,7 @@ CALL = Call("c", arrival=1.0, deadline=2.0)
 
 def pool(name: str, max_model_len: int = 4096) -> Pool:
     text = replace(demo_text(), called=ModelName(name))
-    return Pool(text, FakeCluster(says("x"), max_model_len=max_model_len), RouterMetrics(), Encoder(text))
+    return Pool(text, FakeCluster(says("x"), max_model_len=max_model_len), RouterMetrics().of(name), Encoder(text))
 
 
 def test_pools_are_found_by_name_and_the_first_is_meant_without_one() -> None:

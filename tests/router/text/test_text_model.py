@@ -102,7 +102,9 @@ def test_the_model_s_own_sampling_defaults_stand_in_for_what_a_request_leaves_ou
 
     def params(settings: RouterSettings, **body: Any) -> SamplingParams:
         asked = CompletionBody(model="m", prompt="p", max_tokens=9, **body)
-        pool = Pool(text := load_text_model(settings), FakeCluster(says("x")), RouterMetrics(), Encoder(text))
+        pool = Pool(
+            text := load_text_model(settings), FakeCluster(says("x")), RouterMetrics().of(text.name), Encoder(text)
+        )
         (spec,) = asyncio.run(pool.specs(Call("c", arrival=0.0, deadline=9.0), asked))
         return spec.params
 
