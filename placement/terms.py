@@ -43,6 +43,7 @@ class Demand:
     excluded      nodes that failed this request
     pinned        the prefill node to use if it is there
     local_only    no prefill node
+    model         of the nodes that are asked, for errors
     """
 
     total_len: int
@@ -51,6 +52,7 @@ class Demand:
     excluded: frozenset[NodeKey] = frozenset()
     pinned: NodeKey | None = None
     local_only: bool = False
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

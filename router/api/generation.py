@@ -157,7 +157,7 @@ class Generation:
             self._metrics.ttft.observe(now - self.prompts[0].call.arrival)
         if route is not None:
             for source, tokens in _sources(route.reuse).items():
-                self._metrics.prompt_tokens.labels(source).inc(tokens)
+                self._metrics.prompt_tokens[source].inc(tokens)
 
     def _count_gap(self, seconds: float, tokens: int) -> None:
         for _ in range(tokens):

@@ -130,7 +130,7 @@ class ModelCluster:
             for entry in self.group.members
             if entry.reachable(now) or entry.key == demand.pinned
         ]
-        return place(replace(demand, local_tokens=self._local_tokens), views)
+        return place(replace(demand, local_tokens=self._local_tokens, model=self.group.name.first), views)
 
     def launch(self, job: Job, placement: Placement, post: Callable[[Event], None]) -> Attempt:
         """Book the placement and begin."""

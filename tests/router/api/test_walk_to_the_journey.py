@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-from api_parts import demo_text
+from api_parts import demo_text, pools_of
 from fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
 from walk import Walk
 
 from protocol.messages import PrefillRequest
-from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
 
@@ -37,7 +36,7 @@ async def walked(path: str, body: dict[str, Any]) -> set[str]:
             yield answer
 
     async with Bench([prefill(prefill_script=arrived), decode()]) as bench:
-        app = create_app(RouterSettings(), bench.cluster, demo_text(), RouterMetrics())
+        app = create_app(RouterSettings(), pools_of(bench.cluster, demo_text(), bench.metrics), bench.metrics)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
             assert (await http.post(path, json={**body, "seed": 1})).status_code == 200
             with walk:
