@@ -42,6 +42,7 @@ class Demand:
     local_tokens  with at most this many uncached tokens on a decode node, prefill there whatever it costs
     excluded      nodes that failed this request
     pinned        the prefill node to use if it is there
+    beside        the node that has the K/V of all tokens but the last, for a request that forks from one there
     local_only    no prefill node
     model         of the nodes that are asked, for errors
     """
@@ -53,6 +54,7 @@ class Demand:
     pinned: NodeKey | None = None
     local_only: bool = False
     model: str = ""
+    beside: NodeKey | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
 from router.api.pool import Pool, Pools
-from router.journey.spec import Cluster, ClusterInfo, Output, RequestSpec, Route
+from router.journey.spec import Cluster, ClusterInfo, Fork, Output, RequestSpec, Route
 from router.text.encoding import Encoder
 from router.text.load import load_text_model
 from router.text.text_model import TextModel
@@ -41,6 +41,7 @@ class FakeJourney:
     def __init__(self, spec: RequestSpec, outputs: Sequence[Output | KvferryError], route: Route, gap_s: float):
         self.spec = spec
         self.route: Route | None = None
+        self.fork: Fork | None = None
         self.cancelled = asyncio.Event()
         self.yielded = 0
         self._outputs, self._route, self._gap_s = outputs, route, gap_s
@@ -52,7 +53,7 @@ class FakeJourney:
                 return
             if isinstance(output, KvferryError):
                 raise output
-            self.route = self._route
+            self.route, self.fork = self._route, Fork(self.spec.request_id, None)
             self.yielded += 1
             yield output
 
