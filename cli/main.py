@@ -84,6 +84,21 @@ def doctor(settings: ServeSettings) -> int:
 
 
 @kvferry.command()
+@click.argument("tenant")
+def key(tenant: str) -> None:
+    """Make an API key for a tenant: the key, and its lines for the file that --api-keys names.
+
+    The lines go to stdout and hold only the key's hash, so that they can be appended to the file; the key goes to
+    stderr and is kept nowhere."""
+    from router.tenants.keys import entry, new_key
+
+    made = new_key()
+    lines = entry(tenant, made)
+    click.echo(f"The key of {tenant}, which is shown only now: {made}", err=True)
+    click.echo(lines, nl=False)
+
+
+@kvferry.command()
 def version() -> None:
     """Print the version."""
     from protocol.version import VERSION

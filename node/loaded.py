@@ -113,6 +113,7 @@ class Loaded:
             block_bytes=parts.layout.block_bytes,
             load=self.engine.load,
             rates=self._rates.rates,
+            max_num_seqs=self._settings.max_num_seqs,
         )
 
     @property

@@ -41,7 +41,8 @@ class Rates:
 class NodeLease:
     """A node's row in the registry, renewed every second and gone five seconds after the last renewal.
 
-    role is prefill or decode; state is ready or draining; http_url and link_address are what other processes dial.
+    role is prefill or decode; state is ready or draining; http_url and link_address are what other processes dial;
+    max_num_seqs is how many requests it runs at once, 0: not told.
     """
 
     node_id: str
@@ -57,6 +58,7 @@ class NodeLease:
     block_bytes: int
     load: Load = field(default_factory=Load)
     rates: Rates = field(default_factory=Rates)
+    max_num_seqs: int = 0
 
     @property
     def target(self) -> DecodeTarget:

@@ -53,6 +53,13 @@ class RouterSettings(CommonSettings):
     port: int = setting(8000, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
     served_model_name: str = setting("", "name clients use for the model; default: derived from --model")
     api_key: str = setting("", "bearer token clients must present; empty: none")
+    api_keys: str = setting(
+        "", "file with the hashes of API keys, their tenants and limits, read again when it changes; see kvferry key"
+    )
+    share_prefixes: bool = setting(
+        False, "let tenants reuse each other's cached prefixes, which their timing then shows"
+    )
+    max_queued: int = setting(512, "requests of one tenant that may wait for a turn before new ones get 429", least=1)
     chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own")
     generation_config: str = setting(
         "auto",

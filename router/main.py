@@ -21,6 +21,7 @@ from protocol.settings import RouterSettings
 from router.api.app import create_app
 from router.journey.cluster import BlockLookup, RouterCluster
 from router.nodes.table import NodeSource
+from router.tenants.tenancy import Tenancy
 from router.text.load import load_text_model
 
 log = logging.getLogger(__name__)
@@ -52,11 +53,15 @@ async def serve_router(settings: RouterSettings) -> None:
 async def run_router(settings: RouterSettings, store: Store, sock: socket.socket, stop: Stop) -> None:
     """Serve on a bound socket until `stop`."""
     status = Status.from_fd(settings.status_fd)
+    tenancy = Tenancy(settings)
     text = await asyncio.to_thread(load_text_model, settings)
     metrics = RouterMetrics()
-    async with RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens) as cluster:
+    async with (
+        tenancy.keyring.followed(),
+        RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens) as cluster,
+    ):
         config = uvicorn.Config(
-            create_app(settings, cluster, text, metrics),
+            create_app(settings, cluster, text, metrics, tenancy),
             http=guarded(connection_limits(settings)),
             ws="none",
             lifespan="off",

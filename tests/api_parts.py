@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from placement.capacity import Capacity
 from protocol.errors import KvferryError
 from protocol.messages import Reuse, TokenLogprobs
 from protocol.metrics import RouterMetrics
@@ -67,9 +68,13 @@ class FakeCluster:
         self.journeys: list[FakeJourney] = []
         self.refusal: KvferryError | None = None
         self.is_ready = True
+        self.takes = Capacity()
 
     def info(self) -> ClusterInfo:
         return ClusterInfo("demo", self.max_model_len, 16, "f" * 32)
+
+    def capacity(self) -> Capacity:
+        return self.takes
 
     def ready(self) -> dict[str, int]:
         return {"prefill": 0, "decode": int(self.is_ready)}

@@ -37,6 +37,8 @@ from router.api.schemas import ChatBody, CompletionBody
 from router.api.shape import Endpoint
 from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.journey.spec import Cluster
+from router.tenants.tenancy import Tenancy
+from router.tenants.turns import Turns
 from router.text.encoding import Encoder
 from router.text.text_model import TextModel
 
@@ -49,18 +51,27 @@ ENCODING = errors(400, 404, 413, 429, 500)
 GENERATING = {**STREAMED, **ENCODING, **errors(503, 504)}
 
 
-def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metrics: RouterMetrics) -> ASGIApp:
-    """The application that serves `text`'s model on `cluster`. It starts and stops neither."""
-    pools = Pools(Pool(text, cluster, metrics, Encoder(text)))
+def create_app(
+    settings: RouterSettings,
+    cluster: Cluster,
+    text: TextModel,
+    metrics: RouterMetrics,
+    tenancy: Tenancy | None = None,
+) -> ASGIApp:
+    """The application that serves `text`'s model on `cluster` to those in `tenancy`, or in the settings as they are
+    now. It starts and stops none of them. Raises ConfigError for keys that cannot be read."""
+    tenancy = tenancy or Tenancy(settings)
+    turns = Turns(cluster.capacity, metrics, shared=tenancy.several, most_queued=settings.max_queued)
+    pools = Pools(Pool(text, cluster, metrics, Encoder(text), turns))
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
-    exchanges = {each.path: Exchange(each, pools, admission, reader, metrics) for each in ENDPOINTS}
+    exchanges = {each.path: Exchange(each, pools, admission, reader, tenancy, metrics) for each in ENDPOINTS}
     app = Application(BODIES, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
-    guarded = _guarded() if settings.api_key else {"responses": ANSWERED}
+    guarded = _guarded() if tenancy.keyring.guards else {"responses": ANSWERED}
     for router in (_generation(exchanges), _text(pools, reader), _about(pools)):
         app.include_router(router, **guarded)
     app.include_router(_probes(pools, metrics), responses=ANSWERED)
-    return Door(app, settings, exchanges)
+    return Door(app, settings, tenancy, exchanges)
 
 
 def _guarded() -> dict[str, Any]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import time
@@ -30,7 +29,10 @@ from router.api.pool import Pools
 from router.api.responder import Responder
 from router.api.schemas import parse
 from router.api.shape import Endpoint
+from router.api.visit import Visit
 from router.call import CALL, Call
+from router.tenants.tenancy import Tenancy
+from router.tenants.tenant import NOBODY, Tenant
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
 AT_ONCE = 32
@@ -45,13 +47,15 @@ T = TypeVar("T")
 
 class Door:
     """ASGI middleware: what it wraps finds the request's Call in the scope, under CALL; its id goes on every response.
-    With an API key in the settings clients must present it outside OPEN_PATHS. A POST to one of `exchanges` goes there
-    directly: what routing and its layers cost, they would cost for every token."""
+    Where there are API keys clients must present one outside OPEN_PATHS; it tells whose request it is. A POST to one of
+    `exchanges` goes there directly: what routing and its layers cost, they would cost for every token."""
 
-    def __init__(self, app: ASGIApp, settings: RouterSettings, exchanges: Mapping[str, ASGIApp]) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: RouterSettings, tenancy: Tenancy, exchanges: Mapping[str, ASGIApp]
+    ) -> None:
         self._app = app
         self._exchanges = exchanges
-        self._key = settings.api_key.encode()
+        self._tenancy = tenancy
         self._timeout_s = settings.request_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,11 +63,15 @@ class Door:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        tenant = self._tenant(headers)
+        name = tenant.name if tenant else ""
         given, arrival = headers.get("x-request-id", ""), time.monotonic()
         call = scope[CALL] = Call(
             given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex,
             arrival=arrival,
             deadline=arrival + self._timeout_s,
+            tenant=name,
+            realm=self._tenancy.realm(name),
             trace=headers.get("traceparent", ""),
         )
 
@@ -72,7 +80,7 @@ class Door:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.id.encode())]
             await send(message)
 
-        if self._key and scope["path"] not in OPEN_PATHS and not self._known(headers.get("authorization", "")):
+        if tenant is None and scope["path"] not in OPEN_PATHS:
             response = error_response(Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'"))
             response.headers["www-authenticate"] = "Bearer"
             await response(scope, receive, stamped)
@@ -80,10 +88,14 @@ class Door:
         exchange = self._exchanges.get(scope["path"]) if scope["method"] == "POST" else None
         await (exchange or self._app)(scope, receive, stamped)
 
-    def _known(self, authorization: str) -> bool:
-        """Header values arrive decoded as latin-1; the key is compared in bytes, in constant time."""
-        scheme, _, token = authorization.partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode("latin-1"), self._key)
+    def _tenant(self, headers: Headers) -> Tenant | None:
+        """Whose request it is; None where it had to tell and did not. Header values arrive decoded as latin-1."""
+        keyring = self._tenancy.keyring
+        if not keyring.guards:
+            return NOBODY
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else ""
+        return keyring.tenant(key.encode("latin-1")) if key else None
 
 
 class Admission:
@@ -94,14 +106,15 @@ class Admission:
         self._limit = limit
         self.count = 0
 
-    def check(self) -> None:
-        """Raises Overloaded when there is no place: before a body, nobody need send it."""
-        if self.count >= self._limit:
+    def check(self, own: int = 0) -> None:
+        """Raises Overloaded when there is no place: before a body, nobody need send it. `own`: requests of the same
+        tenant, of which there may be no more than places are left: one tenant alone never takes all."""
+        if self.count >= self._limit or own > self._limit - self.count:
             raise Overloaded(f"{self.count} requests are in progress, the limit of this router", retry_after=1.0)
 
-    def enter(self) -> None:
+    def enter(self, own: int = 0) -> None:
         """Raises Overloaded; otherwise `leave` must follow."""
-        self.check()
+        self.check(own)
         self.count += 1
 
     def leave(self) -> None:
@@ -146,23 +159,32 @@ class Exchange:
     Headers wait for the first output: errors before it have a status."""
 
     def __init__(
-        self, endpoint: Endpoint, pools: Pools, admission: Admission, reader: BodyReader, metrics: RouterMetrics
+        self,
+        endpoint: Endpoint,
+        pools: Pools,
+        admission: Admission,
+        reader: BodyReader,
+        tenancy: Tenancy,
+        metrics: RouterMetrics,
     ) -> None:
         self._endpoint = endpoint
         self._pools = pools
         self._admission = admission
         self._reader = reader
+        self._tenancy = tenancy
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call, metrics, responder, status = scope[CALL], self._metrics, Responder(send), 500
+        call, metrics, status = scope[CALL], self._metrics, 500
+        visit = Visit(call, self._tenancy, metrics)
+        responder = Responder(send, visit.headers)
         try:
-            self._admission.check()
-            with metrics.inflight.track_inprogress():
+            with metrics.inflight.track_inprogress(), visit:
+                self._admission.check(visit.running)
                 data = await self._reader.read(Request(scope, receive))
-                self._admission.enter()
+                self._admission.enter(visit.running)
                 try:
-                    answer = await until_disconnect(receive, self._work(call, data, responder))
+                    answer = await until_disconnect(receive, self._work(visit, data, responder))
                     status = 200
                     metrics.e2e.observe(time.monotonic() - call.arrival)
                     await answer.finish(responder)
@@ -170,6 +192,7 @@ class Exchange:
                     self._admission.leave()
         except KvferryError as error:
             status = error.status
+            visit.refused(error)
             await responder.fail(error)
         except Exception:
             logger.exception("%s: %s failed", call.id, self._endpoint.path)
@@ -177,15 +200,18 @@ class Exchange:
         finally:
             metrics.requests.labels(self._endpoint.path, str(status)).inc()
 
-    async def _work(self, call: Call, data: bytes, responder: Responder) -> Answer:
+    async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Answer:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
         body = parse(self._endpoint.body, data)
         pool = self._pools.pool(body.model)
-        generation = Generation(pool, await pool.specs(call, body, len(data)), body.text_options(), n=body.n or 1)
+        specs = await pool.specs(visit.prefer(body.priority), body, len(data))
+        generation = Generation(pool, specs, body.text_options(), n=body.n or 1)
+        await visit.turn(pool.turns, generation.size)
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)
-                answer = Answer(call, body, generation, self._endpoint.shape(pool, body, generation))
+                visit.began(generation.used)
+                answer = Answer(visit.call, body, generation, self._endpoint.shape(pool, body, generation))
                 await answer.fold(first, pieces, responder)
         finally:
             await generation.close()

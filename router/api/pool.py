@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from protocol.metrics import ROLES, RouterMetrics
@@ -14,6 +14,8 @@ from protocol.work import Generate
 from router.api.schemas import GenerationBody
 from router.call import Call
 from router.journey.spec import Cluster, RequestSpec
+from router.tenants.tenant import namespace
+from router.tenants.turns import Turns
 from router.text.encoding import LONG_CHARS, Bound, Encoder
 from router.text.text_model import TextModel
 
@@ -25,12 +27,14 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Everything behind one served model: its text side, its limits, and the nodes that compute it."""
+    """Everything behind one served model: its text side, its limits, the nodes that compute it, and the queue of those
+    that want them."""
 
     text: TextModel
     cluster: Cluster
     metrics: RouterMetrics
     encoder: Encoder
+    turns: Turns = field(default_factory=Turns)
 
     @property
     def name(self) -> str:
@@ -76,7 +80,9 @@ class Pool:
         if body.truncate_prompt_tokens is not None:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
         params = self._params(body, self._budget(body, len(token_ids)))
-        return RequestSpec(call, request_id, tuple(token_ids), Generate(params), body.cache_salt or "")
+        return RequestSpec(
+            call, request_id, tuple(token_ids), Generate(params), namespace(call.realm, body.cache_salt or "")
+        )
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
         """max_tokens of a prompt: what is asked, else the shape's default, else the rest of the context. An asked 0

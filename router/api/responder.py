@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 @dataclass(slots=True)
 class Responder:
-    """After `begin_stream` errors can only be told in the stream."""
+    """After `begin_stream` errors can only be told in the stream. `more` are headers of every answer, asked for as it
+    begins."""
 
     send: Send
+    more: Callable[[], Mapping[str, str]] = dict
     _started: bool = False
     _streams: bool = False
 
@@ -49,5 +51,7 @@ class Responder:
     async def _start(self, status: int, media_type: str, headers: Mapping[str, str]) -> None:
         self._started = True
         pairs = [(b"content-type", media_type.encode())]
-        pairs += [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        pairs += [
+            (name.encode(), value.encode("latin-1", "replace")) for name, value in {**headers, **self.more()}.items()
+        ]
         await self.send({"type": "http.response.start", "status": status, "headers": pairs})

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from placement.capacity import Capacity, capacity
 from placement.place import place
 from placement.terms import Demand, NodeKey, Placement
 from protocol.lease import NodeLease
@@ -25,6 +26,8 @@ from router.nodes.token_streams import TokenStreams
 
 log = logging.getLogger(__name__)
 
+CAPACITY_S = 0.5
+"""How long what the nodes take at once is taken for what it was."""
 ERRANDS_S = 1.0
 """How long closing waits for cancels still under way."""
 
@@ -68,6 +71,7 @@ class RouterCluster:
         self._index_answers = True
         self._local_tokens = local_tokens
         self._info: ClusterInfo | None = None
+        self._capacity, self._capacity_until = Capacity(), 0.0
         self.nodes.listen(self._follow)
 
     async def open(self) -> None:
@@ -93,6 +97,12 @@ class RouterCluster:
 
     def ready(self) -> dict[str, int]:
         return {role: len(self.able(role)) for role in ("prefill", "decode")}
+
+    def capacity(self) -> Capacity:
+        now = self.nodes.clock()
+        if now >= self._capacity_until:
+            self._capacity, self._capacity_until = capacity(entry.lease for entry in self.nodes.group), now + CAPACITY_S
+        return self._capacity
 
     def start(self, spec: RequestSpec) -> RouterJourney:
         """The work begins with the first iteration. What is refused here is what no node could take, whatever its

@@ -19,10 +19,12 @@ API_HALF = {
     "router/api/schemas.py",
     "router/api/pool.py",
     "router/api/generation.py",
+    "router/api/visit.py",
     "router/text/text_model.py",
     "router/journey/cluster.py",
 }
-"""Key and call; what the body asks for; its model; its sequences; its prompt; the nodes."""
+"""Key and call; what the body asks for; its model; its sequences; its limits and turn; its prompt; the nodes."""
+TENANTS = {f"router/tenants/{name}.py" for name in ("tenancy", "limits", "tenant", "turns", "fair_queue")}
 WORDS = "What does a ferry carry? " * 10
 CHAT = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 4}
 
@@ -43,11 +45,12 @@ async def walked(path: str, body: dict[str, Any]) -> set[str]:
             with walk:
                 assert (await http.post(path, json={**body, "seed": 2})).status_code == 200
     assert "router/journey/journey.py" in walk.files
-    assert len(walk.files) <= 12, walk.files
+    assert {file for file in walk.files if file.startswith("router/tenants/")} <= TENANTS
+    assert len(set(walk.files) - TENANTS) <= 14, walk.files
     return {file for file in walk.files if file.startswith(("router/api/", "router/text/", "router/journey/cluster"))}
 
 
-async def test_a_chat_walks_through_six_files_before_its_journey() -> None:
+async def test_a_chat_walks_through_seven_files_before_its_journey() -> None:
     assert await walked("/v1/chat/completions", CHAT) == API_HALF
 
 
