@@ -108,7 +108,7 @@ class RouterMetrics:
         )
         self.tenant_tokens = Counter(
             "kvferry_tenant_tokens",
-            "Tokens by tenant (empty: whoever has no key of a tenant) and kind: prompt, cached (of the prompt), output.",
+            "Tokens by tenant (empty: of no tenant's key) and kind: prompt, cached (of the prompt), output.",
             ["tenant", "kind"],
             registry=r,
         )

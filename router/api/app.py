@@ -27,11 +27,13 @@ from router.api.answers import (
     Tokens,
     Version,
 )
+from router.api.body_reader import BodyReader
 from router.api.chat import ChatShape
 from router.api.completions import CompletionShape
 from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
-from router.api.door import Admission, BodyReader, Door, Exchange
+from router.api.door import Admission, Door, Exchange
 from router.api.http_errors import HANDLERS
+from router.api.origins import across_origins
 from router.api.pool import Pool, Pools
 from router.api.schemas import ChatBody, CompletionBody
 from router.api.shape import Endpoint
@@ -71,7 +73,7 @@ def create_app(
     for router in (_generation(exchanges), _text(pools, reader), _about(pools)):
         app.include_router(router, **guarded)
     app.include_router(_probes(pools, metrics), responses=ANSWERED)
-    return Door(app, settings, tenancy, exchanges)
+    return across_origins(Door(app, settings, tenancy, exchanges), settings)
 
 
 def _guarded() -> dict[str, Any]:

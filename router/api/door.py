@@ -15,14 +15,16 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from process.disconnect import disconnected
-from protocol.errors import Cancelled, KvferryError, Overloaded, RequestTooLarge, Unauthorized
+from process.log import REQUEST
+from protocol.errors import Cancelled, KvferryError, Overloaded, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.answer import Answer
+from router.api.body_reader import BodyReader
 from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
@@ -35,8 +37,6 @@ from router.tenants.tenancy import Tenancy
 from router.tenants.tenant import NOBODY, Tenant
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
-AT_ONCE = 32
-"""As many of the longest bodies may be arriving at the same time."""
 AGAIN_S = 0.1
 """Until work that ignored a cancellation is cancelled again."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -57,11 +57,13 @@ class Door:
         self._exchanges = exchanges
         self._tenancy = tenancy
         self._timeout_s = settings.request_timeout
+        self._root = "/" + settings.root_path.strip("/") if settings.root_path.strip("/") else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        path = self._local_path(scope)
         headers = Headers(scope=scope)
         tenant = self._tenant(headers)
         name = tenant.name if tenant else ""
@@ -80,13 +82,24 @@ class Door:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.id.encode())]
             await send(message)
 
-        if tenant is None and scope["path"] not in OPEN_PATHS:
+        REQUEST.set(call.id)
+        if tenant is None and path not in OPEN_PATHS:
             response = error_response(Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'"))
             response.headers["www-authenticate"] = "Bearer"
             await response(scope, receive, stamped)
             return
-        exchange = self._exchanges.get(scope["path"]) if scope["method"] == "POST" else None
+        exchange = self._exchanges.get(path) if scope["method"] == "POST" else None
         await (exchange or self._app)(scope, receive, stamped)
+
+    def _local_path(self, scope: Scope) -> str:
+        """The path below the root that a proxy shows; in the scope it has the root in front, whether or not the proxy
+        took it away."""
+        path: str = scope["path"]
+        if not self._root:
+            return path
+        local = path.removeprefix(self._root) if path.startswith(f"{self._root}/") else path
+        scope["root_path"], scope["path"] = self._root, self._root + local
+        return local
 
     def _tenant(self, headers: Headers) -> Tenant | None:
         """Whose request it is; None where it had to tell and did not. Header values arrive decoded as latin-1."""
@@ -119,39 +132,6 @@ class Admission:
 
     def leave(self) -> None:
         self.count -= 1
-
-
-class BodyReader:
-    """Of one router; `longest` is in bytes."""
-
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
-        self._held = 0
-
-    async def read(self, request: Request) -> bytes:
-        """The request's body. Raises RequestTooLarge, as soon as the header says so; Overloaded when too much is
-        arriving; Cancelled when the client leaves meanwhile."""
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._longest:
-            raise self._too_large()
-        parts, size = [], 0
-        try:
-            async for part in request.stream():
-                size += len(part)
-                self._held += len(part)
-                if size > self._longest:
-                    raise self._too_large()
-                if self._held > AT_ONCE * self._longest:
-                    raise Overloaded("too many long bodies are arriving", retry_after=1.0)
-                parts.append(part)
-            return b"".join(parts)
-        except ClientDisconnect as error:
-            raise Cancelled("the client went away") from error
-        finally:
-            self._held -= size
-
-    def _too_large(self) -> RequestTooLarge:
-        return RequestTooLarge(f"the request body is longer than {self._longest} bytes")
 
 
 class Exchange:
