@@ -16,7 +16,9 @@ from protocol.errors import KvferryError
 from protocol.messages import Reuse
 from protocol.sampling import SamplingParams
 from router.api.pool import Pool
+from router.api.visit import Used
 from router.journey.spec import Journey, RequestSpec, Route
+from router.tenants.turns import Size
 from router.text.transcript import Piece, TextOptions, Transcript
 
 _SEEDS = 2**64
@@ -97,17 +99,27 @@ class Generation:
         journey = self.choices[0].journey
         return journey.route if journey is not None else None
 
-    def usage(self) -> dict[str, Any]:
-        """The API's usage object so far; each prompt counts once."""
+    @property
+    def size(self) -> Size:
+        """What it asks of the nodes."""
         prompt = sum(len(spec.token_ids) for spec in self.prompts)
-        completion = sum(choice.transcript.completion_tokens for choice in self.choices if choice.transcript)
+        return Size(len(self.choices), prompt, max(spec.params.max_tokens for spec in self.prompts))
+
+    def used(self) -> Used:
+        """So far; each prompt counts once."""
+        prompt = sum(len(spec.token_ids) for spec in self.prompts)
+        output = sum(choice.transcript.completion_tokens for choice in self.choices if choice.transcript)
         routes = (leader.journey.route for leader in self._leaders if leader.journey is not None)
-        cached = sum(route.reuse.cached_len for route in routes if route is not None)
+        return Used(prompt, sum(route.reuse.cached_len for route in routes if route is not None), output)
+
+    def usage(self) -> dict[str, Any]:
+        """The API's usage object so far."""
+        used = self.used()
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens": used.prompt,
+            "completion_tokens": used.output,
+            "total_tokens": used.prompt + used.output,
+            "prompt_tokens_details": {"cached_tokens": used.cached},
         }
 
     def _pump(self, choice: Choice, queue: asyncio.Queue[tuple[Choice, Piece | Exception]]) -> None:
