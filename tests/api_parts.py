@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from cluster_state.responses import MemoryResponses
 from protocol.errors import KvferryError
 from protocol.messages import Reuse, TokenLogprobs
 from protocol.metrics import RouterMetrics
@@ -137,7 +138,8 @@ class Api:
         self.cluster = cluster
         self.metrics = RouterMetrics()
         self.settings = RouterSettings(**settings)
-        self.app = create_app(self.settings, cluster, text or demo_text(), self.metrics)
+        self.kept = MemoryResponses()
+        self.app = create_app(self.settings, cluster, text or demo_text(), self.metrics, self.kept)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://router")
 
     async def chat(self, **body: Any) -> httpx.Response:

@@ -10,8 +10,10 @@ from fastapi import APIRouter, Request, Response, Security
 from fastapi.responses import PlainTextResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster_state.responses import ResponseStore
 from process.refusal import retry_headers
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
@@ -35,30 +37,52 @@ from router.api.door import Admission, BodyReader, Door, Exchange
 from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
 from router.api.pool import Pool, Pools
+from router.api.responses.answer import ResponseAnswer
+from router.api.responses.answers import ResponseObject
+from router.api.responses.body import ResponsesBody
+from router.api.responses.kept import Responses
+from router.api.responses.routes import kept_responses
 from router.api.schemas import ChatBody, CompletionBody
 from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.journey.spec import Cluster
 from router.text.encoding import Encoder
 from router.text.text_model import TextModel
 
-ENDPOINTS = (
-    Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, chunks(ChatShape), ChatAnswer),
-    Endpoint("/v1/completions", "Continue texts", CompletionBody, chunks(CompletionShape), CompletionAnswer),
-)
-BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+
+def endpoints(responses: Responses) -> tuple[Endpoint, ...]:
+    """All that generate: a line each."""
+    return (
+        Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, chunks(ChatShape), ChatAnswer),
+        Endpoint("/v1/completions", "Continue texts", CompletionBody, chunks(CompletionShape), CompletionAnswer),
+        Endpoint(
+            "/v1/responses", "Answer, and keep it", ResponsesBody, ResponseAnswer, ResponseObject, asked=responses.asked
+        ),
+    )
+
+
 ENCODING = errors(400, 404, 413, 429, 500)
 GENERATING = {**STREAMED, **ENCODING, **errors(503, 504)}
 
 
-def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metrics: RouterMetrics) -> ASGIApp:
-    """The application that serves `text`'s model on `cluster`. It starts and stops neither."""
+def create_app(
+    settings: RouterSettings,
+    cluster: Cluster,
+    text: TextModel,
+    metrics: RouterMetrics,
+    kept: ResponseStore | None = None,
+) -> ASGIApp:
+    """The application that serves `text`'s model on `cluster` and keeps responses in `kept`. It starts and stops none
+    of them."""
     pools = Pools(Pool(text, cluster, metrics, Encoder(text)))
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
-    exchanges = {each.path: Exchange(each, pools, admission, reader, metrics) for each in ENDPOINTS}
-    app = Application(BODIES, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
+    responses = Responses(kept)
+    offered = endpoints(responses)
+    exchanges = {each.path: Exchange(each, pools, admission, reader, metrics) for each in offered}
+    bodies: list[type[BaseModel]] = [*(each.body for each in offered), TokenizeBody, DetokenizeBody]
+    app = Application(bodies, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     guarded = _guarded() if settings.api_key else {"responses": ANSWERED}
-    for router in (_generation(exchanges), _text(pools, reader), _about(pools)):
+    for router in (_generation(exchanges), kept_responses(responses), _text(pools, reader), _about(pools)):
         app.include_router(router, **guarded)
     app.include_router(_probes(pools, metrics), responses=ANSWERED)
     return Door(app, settings, exchanges)
@@ -72,14 +96,15 @@ def _guarded() -> dict[str, Any]:
 
 def _generation(exchanges: dict[str, Exchange]) -> APIRouter:
     router = APIRouter()
-    for endpoint in ENDPOINTS:
+    for exchange in exchanges.values():
+        endpoint = exchange.endpoint
         router.post(
             endpoint.path,
             summary=endpoint.summary,
             response_model=endpoint.answer,
             responses=GENERATING,
             openapi_extra=takes(endpoint.body),
-        )(_exchanged(exchanges[endpoint.path]))
+        )(_exchanged(exchange))
     return router
 
 

@@ -148,14 +148,14 @@ class Exchange:
     def __init__(
         self, endpoint: Endpoint, pools: Pools, admission: Admission, reader: BodyReader, metrics: RouterMetrics
     ) -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._pools = pools
         self._admission = admission
         self._reader = reader
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call, metrics, responder, status = scope[CALL], self._metrics, Responder(send, self._endpoint.path), 500
+        call, metrics, responder, status = scope[CALL], self._metrics, Responder(send, self.endpoint.path), 500
         try:
             self._admission.check()
             with metrics.inflight.track_inprogress():
@@ -172,21 +172,20 @@ class Exchange:
             status = error.status
             await responder.fail(error)
         except Exception:
-            logger.exception("%s: %s failed", call.id, self._endpoint.path)
+            logger.exception("%s: %s failed", call.id, self.endpoint.path)
             await responder.fail(KvferryError("internal error of the router; its log has the details"))
         finally:
-            metrics.requests.labels(self._endpoint.path, str(status)).inc()
+            metrics.requests.labels(self.endpoint.path, str(status)).inc()
 
     async def _work(self, call: Call, data: bytes, responder: Responder) -> Answer:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
-        request = parse(self._endpoint.body, data)
-        body = await self._asked(call, request)
+        body = await self._asked(call, parse(self.endpoint.body, data))
         pool = self._pools.pool(body.model)
         generation = Generation(pool, await pool.specs(call, body, len(data)), body.text_options(), n=body.n or 1)
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)
-                answer = self._endpoint.shape(call, pool, request, generation)
+                answer = self.endpoint.shape(call, pool, body, generation)
                 await answer.fold(first, pieces, responder)
                 await answer.settle()
         finally:
@@ -194,8 +193,8 @@ class Exchange:
         return answer
 
     async def _asked(self, call: Call, request: RequestBody) -> GenerationBody:
-        if self._endpoint.asked is not None:
-            return await self._endpoint.asked(call, request, self._pools)
+        if self.endpoint.asked is not None:
+            return await self.endpoint.asked(call, request, self._pools)
         assert isinstance(request, GenerationBody)
         return request
 

@@ -87,9 +87,9 @@ class Endpoint:
     """A generating endpoint: where it is, what it takes, and how it answers.
 
     summary, answer, error  for its description: the models of a whole answer and of an error
-    body     the request as it comes
-    shape    makes what shows the answer, once there is something to show
-    asked    what the request asks of the model, where the body does not say it by itself. Raises KvferryError
+    body   the request as it comes
+    asked  what it asks of a model, where the body does not say so by itself. Raises KvferryError
+    shape  makes what shows the answer to what was asked, once there is something to show
     """
 
     path: str
