@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response, Security
@@ -36,6 +36,12 @@ from router.api.documentation import ANSWERED, STREAMED, Application, answers, e
 from router.api.door import Admission, BodyReader, Door, Exchange
 from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
+from router.api.messages.answer import MessageAnswer
+from router.api.messages.answers import MessageErrorAnswer, MessageObject
+from router.api.messages.body import CountBody, MessagesBody
+from router.api.messages.chat import asked
+from router.api.messages.errors import PLACE
+from router.api.messages.routes import counting
 from router.api.pool import Pool, Pools
 from router.api.responses.answer import ResponseAnswer
 from router.api.responses.answers import ResponseObject
@@ -48,6 +54,10 @@ from router.journey.spec import Cluster
 from router.text.encoding import Encoder
 from router.text.text_model import TextModel
 
+ENCODING = (400, 404, 413, 429, 500)
+GENERATING = (*ENCODING, 503, 504)
+"""Statuses of errors, by what a route does."""
+
 
 def endpoints(responses: Responses) -> tuple[Endpoint, ...]:
     """All that generate: a line each."""
@@ -57,11 +67,10 @@ def endpoints(responses: Responses) -> tuple[Endpoint, ...]:
         Endpoint(
             "/v1/responses", "Answer, and keep it", ResponsesBody, ResponseAnswer, ResponseObject, asked=responses.asked
         ),
+        Endpoint(
+            PLACE, "Answer in Anthropic's words", MessagesBody, MessageAnswer, MessageObject, MessageErrorAnswer, asked
+        ),
     )
-
-
-ENCODING = errors(400, 404, 413, 429, 500)
-GENERATING = {**STREAMED, **ENCODING, **errors(503, 504)}
 
 
 def create_app(
@@ -79,10 +88,16 @@ def create_app(
     responses = Responses(kept)
     offered = endpoints(responses)
     exchanges = {each.path: Exchange(each, pools, admission, reader, metrics) for each in offered}
-    bodies: list[type[BaseModel]] = [*(each.body for each in offered), TokenizeBody, DetokenizeBody]
+    bodies: list[type[BaseModel]] = [*(each.body for each in offered), CountBody, TokenizeBody, DetokenizeBody]
     app = Application(bodies, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
-    guarded = _guarded() if settings.api_key else {"responses": ANSWERED}
-    for router in (_generation(exchanges), kept_responses(responses), _text(pools, reader), _about(pools)):
+    guarded, refusals = (_guarded(), (401,)) if settings.api_key else ({"responses": ANSWERED}, ())
+    for router in (
+        _generation(exchanges, refusals),
+        kept_responses(responses),
+        counting(pools, reader, (*ENCODING, *refusals)),
+        _text(pools, reader),
+        _about(pools),
+    ):
         app.include_router(router, **guarded)
     app.include_router(_probes(pools, metrics), responses=ANSWERED)
     return Door(app, settings, exchanges)
@@ -94,7 +109,7 @@ def _guarded() -> dict[str, Any]:
     return {"dependencies": [Security(bearer)], "responses": {**ANSWERED, **errors(401)}}
 
 
-def _generation(exchanges: dict[str, Exchange]) -> APIRouter:
+def _generation(exchanges: dict[str, Exchange], refusals: Sequence[int]) -> APIRouter:
     router = APIRouter()
     for exchange in exchanges.values():
         endpoint = exchange.endpoint
@@ -102,7 +117,7 @@ def _generation(exchanges: dict[str, Exchange]) -> APIRouter:
             endpoint.path,
             summary=endpoint.summary,
             response_model=endpoint.answer,
-            responses=GENERATING,
+            responses={**STREAMED, **errors(*GENERATING, *refusals, model=endpoint.error)},
             openapi_extra=takes(endpoint.body),
         )(_exchanged(exchange))
     return router
@@ -127,7 +142,7 @@ def _exchanged(exchange: Exchange) -> Callable[[], Awaitable[Response]]:
 
 
 def _text(pools: Pools, reader: BodyReader) -> APIRouter:
-    router = APIRouter(responses=ENCODING)
+    router = APIRouter(responses=errors(*ENCODING))
 
     @router.post(
         "/tokenize", summary="Text or messages to token ids", response_model=Tokens, openapi_extra=takes(TokenizeBody)

@@ -71,7 +71,7 @@ class Door:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.id.encode())]
             await send(message)
 
-        if self._key and scope["path"] not in OPEN_PATHS and not self._known(headers.get("authorization", "")):
+        if self._key and scope["path"] not in OPEN_PATHS and not self._known(headers):
             refused = Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
             response = error_response(refused, scope["path"])
             response.headers["www-authenticate"] = "Bearer"
@@ -80,10 +80,12 @@ class Door:
         exchange = self._exchanges.get(scope["path"]) if scope["method"] == "POST" else None
         await (exchange or self._app)(scope, receive, stamped)
 
-    def _known(self, authorization: str) -> bool:
-        """Header values arrive decoded as latin-1; the key is compared in bytes, in constant time."""
-        scheme, _, token = authorization.partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode("latin-1"), self._key)
+    def _known(self, headers: Headers) -> bool:
+        """As `Authorization: Bearer KEY`, or as `x-api-key: KEY`, which clients of the Messages API send. Header values
+        arrive decoded as latin-1; the key is compared in bytes, in constant time."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        return hmac.compare_digest(given.strip().encode("latin-1"), self._key)
 
 
 class Admission:
