@@ -1,7 +1,7 @@
 """Kept responses in Redis or Valkey.
 
 kvferry:<cluster>:r:<tenant>:<id>    string, the record; expires with its life
-kvferry:<cluster>:r:<tenant>#ages    sorted set  id → milliseconds of its writing: the tenant's records, by age
+kvferry:<cluster>:r:<tenant>#ages    sorted set  id → microseconds of its writing: the tenant's records, by age
 kvferry:<cluster>:r:<tenant>#sizes   hash  id → bytes, and the field "" with their sum
 
 <tenant> is a hash of the tenant's name: one length, no colon, and nobody's name in a dump.
@@ -27,21 +27,26 @@ local function forget(id)
 end
 """
 
-# KEYS: prefix of records, ages, sizes. ARGV: id, record, ttl in ms, most bytes, most records.
+# KEYS: prefix of records, ages, sizes. ARGV: id, record, ttl in ms, most bytes, most records. Where none but the new
+# record is left to go, the books were wrong (Redis lost a key) and begin anew.
 PUT = (
     _FORGET
     + """
 local time = redis.call('TIME')
-local now, ttl = time[1] * 1000 + math.floor(time[2] / 1000), tonumber(ARGV[3])
+local now, ttl = time[1] * 1000000 + time[2], tonumber(ARGV[3])
 forget(ARGV[1])
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now - ttl)) do forget(id) end
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now - ttl * 1000)) do forget(id) end
 redis.call('SET', KEYS[1] .. ARGV[1], ARGV[2], 'PX', ttl)
 redis.call('ZADD', KEYS[2], now, ARGV[1])
 redis.call('HSET', KEYS[3], ARGV[1], #ARGV[2])
 local sum = redis.call('HINCRBY', KEYS[3], '', #ARGV[2])
 while sum > tonumber(ARGV[4]) or redis.call('ZCARD', KEYS[2]) > tonumber(ARGV[5]) do
   local oldest = redis.call('ZRANGE', KEYS[2], 0, 0)[1]
-  if not oldest then redis.call('DEL', KEYS[3]) break end
+  if not oldest or oldest == ARGV[1] then
+    redis.call('DEL', KEYS[3])
+    redis.call('HSET', KEYS[3], ARGV[1], #ARGV[2], '', #ARGV[2])
+    break
+  end
   forget(oldest)
   sum = tonumber(redis.call('HGET', KEYS[3], '') or 0)
 end

@@ -45,6 +45,7 @@ from router.api.messages.routes import counting
 from router.api.pool import Pool, Pools
 from router.api.responses.answer import ResponseAnswer
 from router.api.responses.answers import ResponseObject
+from router.api.responses.background import Background
 from router.api.responses.body import ResponsesBody
 from router.api.responses.kept import Responses
 from router.api.responses.routes import kept_responses
@@ -59,13 +60,19 @@ GENERATING = (*ENCODING, 503, 504)
 """Statuses of errors, by what a route does."""
 
 
-def endpoints(responses: Responses) -> tuple[Endpoint, ...]:
+def endpoints(responses: Responses, background: Background) -> tuple[Endpoint, ...]:
     """All that generate: a line each."""
     return (
         Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, chunks(ChatShape), ChatAnswer),
         Endpoint("/v1/completions", "Continue texts", CompletionBody, chunks(CompletionShape), CompletionAnswer),
         Endpoint(
-            "/v1/responses", "Answer, and keep it", ResponsesBody, ResponseAnswer, ResponseObject, asked=responses.asked
+            "/v1/responses",
+            "Answer, and keep it",
+            ResponsesBody,
+            ResponseAnswer,
+            ResponseObject,
+            asked=responses.asked,
+            later=background.begin,
         ),
         Endpoint(
             PLACE, "Answer in Anthropic's words", MessagesBody, MessageAnswer, MessageObject, MessageErrorAnswer, asked
@@ -86,14 +93,15 @@ def create_app(
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
     responses = Responses(kept)
-    offered = endpoints(responses)
+    background = Background(responses, admission)
+    offered = endpoints(responses, background)
     exchanges = {each.path: Exchange(each, pools, admission, reader, metrics) for each in offered}
     bodies: list[type[BaseModel]] = [*(each.body for each in offered), CountBody, TokenizeBody, DetokenizeBody]
     app = Application(bodies, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     guarded, refusals = (_guarded(), (401,)) if settings.api_key else ({"responses": ANSWERED}, ())
     for router in (
         _generation(exchanges, refusals),
-        kept_responses(responses),
+        kept_responses(responses, background),
         counting(pools, reader, (*ENCODING, *refusals)),
         _text(pools, reader),
         _about(pools),

@@ -106,6 +106,10 @@ class Admission:
         self.check()
         self.count += 1
 
+    def go_on(self) -> None:
+        """For work that outlives the request that entered for it; `leave` must follow for each."""
+        self.count += 1
+
     def leave(self) -> None:
         self.count -= 1
 
@@ -184,6 +188,10 @@ class Exchange:
         body = await self._asked(call, parse(self.endpoint.body, data))
         pool = self._pools.pool(body.model)
         generation = Generation(pool, await pool.specs(call, body, len(data)), body.text_options(), n=body.n or 1)
+        if self.endpoint.later is not None:
+            promise = await self.endpoint.later(call, pool, body, generation)
+            if promise is not None:
+                return promise
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)

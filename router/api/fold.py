@@ -90,6 +90,7 @@ class Endpoint:
     body   the request as it comes
     asked  what it asks of a model, where the body does not say so by itself. Raises KvferryError
     shape  makes what shows the answer to what was asked, once there is something to show
+    later  takes over what the client does not wait for; an answer that says so, or None. Raises KvferryError
     """
 
     path: str
@@ -99,3 +100,4 @@ class Endpoint:
     answer: type[BaseModel]
     error: type[BaseModel] = ErrorAnswer
     asked: Callable[[Call, Any, Pools], Awaitable[GenerationBody]] | None = None
+    later: Callable[[Call, Pool, Any, Generation], Awaitable[Answer | None]] | None = None

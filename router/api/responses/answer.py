@@ -11,7 +11,7 @@ from router.api.generation import Choice, Generation
 from router.api.logprobs import LogprobWriter
 from router.api.parts import CALL, REASONING, TEXT, Part, Parts, Step
 from router.api.pool import Pool
-from router.api.responses.asked import ResponsesChat
+from router.api.responses.asked import Asked, ResponsesChat
 from router.api.sse import TextEvent, named
 from router.call import Call
 from router.text.transcript import Entry, Piece
@@ -31,7 +31,8 @@ class ResponseAnswer(Answer):
 
     def __init__(self, call: Call, pool: Pool, chat: ResponsesChat, generation: Generation) -> None:
         super().__init__(generation, streams=bool(chat.stream))
-        self._asked = asked = chat.asked
+        asked: Asked = chat.asked
+        self._asked = asked
         self._model = pool.name
         self._parts = Parts()
         self._top = asked.body.top_logprobs or 0
@@ -39,8 +40,16 @@ class ResponseAnswer(Answer):
         self._number = 0
         self._plain: tuple[Part, TextEvent] | None = None
 
+    @property
+    def id(self) -> str:
+        return self._asked.id
+
+    def begun(self) -> dict[str, Any]:
+        """The response before it has any output."""
+        return self._asked.response(self._model, "in_progress", self._drawing())
+
     def opening(self) -> bytes:
-        response = self._asked.response(self._model, "in_progress", self._drawing())
+        response = self.begun()
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
@@ -69,7 +78,11 @@ class ResponseAnswer(Answer):
             pass
 
     async def settle(self) -> None:
-        await self._asked.keep(self.body())
+        await self.keep(self.body())
+
+    async def keep(self, response: dict[str, Any]) -> None:
+        """Keep what the response has become, if it is to be kept. Never raises."""
+        await self._asked.keep(response)
 
     def body(self, status: str = "") -> dict[str, Any]:
         """The response as of now: by the reason to finish, unless a status is given."""

@@ -75,17 +75,19 @@ class Responses:
         if self._store is None or not found or not await self._store.delete(tenant, response_id):
             raise NotFound(f"no response {response_id!r} is kept here{self._why()}")
 
-    async def put(self, tenant: str, kept: Kept) -> None:
-        """Keep it if possible. Never raises."""
+    async def put(self, tenant: str, kept: Kept) -> bool:
+        """Keep it if possible; whether it is. Never raises."""
         if self._store is None:
-            return
+            return False
         name = kept.response["id"]
         try:
             record = to_json({"response": kept.response, "input": kept.input, "history": kept.history})
-            if not await self._store.put(tenant, name, record):
-                log.warning("%s is not kept: its %d bytes are more than a tenant may keep", name, len(record))
+            if await self._store.put(tenant, name, record):
+                return True
+            log.warning("%s is not kept: its %d bytes are more than a tenant may keep", name, len(record))
         except KvferryError as error:
             log.warning("%s is not kept: %s", name, error)
+        return False
 
     async def _keep(self, tenant: str, items: list[Item], history: list[Item], response: dict[str, Any]) -> None:
         if response["store"]:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from protocol.errors import InvalidRequest
 from router.api.documentation import errors, path_parameter
 from router.api.responses.answers import DeletedResponse, InputItems, ResponseObject
+from router.api.responses.background import Background
 from router.api.responses.kept import Responses
 from router.call import CALL
 
@@ -16,7 +17,7 @@ _PLACE = "/v1/responses/{id}"
 _MOST_ITEMS = 100
 
 
-def kept_responses(responses: Responses) -> APIRouter:
+def kept_responses(responses: Responses, background: Background) -> APIRouter:
     router = APIRouter(responses=errors(404, 503))
 
     @router.get(_PLACE, summary="A response that is kept", response_model=ResponseObject, openapi_extra=_id())
@@ -28,6 +29,7 @@ def kept_responses(responses: Responses) -> APIRouter:
     @router.delete(_PLACE, summary="Keep it no longer", response_model=DeletedResponse, openapi_extra=_id())
     async def deleted(request: Request) -> dict[str, Any]:
         tenant, name = _asked_for(request)
+        await background.drop(tenant, name)
         await responses.delete(tenant, name)
         return {"id": name, "object": "response", "deleted": True}
 
@@ -41,6 +43,16 @@ def kept_responses(responses: Responses) -> APIRouter:
     async def input_items(request: Request) -> dict[str, Any]:
         kept = await responses.get(*_asked_for(request))
         return _listed(kept.input, dict(request.query_params))
+
+    @router.post(
+        _PLACE + "/cancel",
+        summary="End it, if it is generated in the background",
+        response_model=ResponseObject,
+        responses=errors(400),
+        openapi_extra=_id(),
+    )
+    async def cancelled(request: Request) -> dict[str, Any]:
+        return await background.cancel(*_asked_for(request))
 
     return router
 
