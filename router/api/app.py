@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster_state.responses import ResponseStore
 from process.refusal import retry_headers
-from protocol.metrics import RouterMetrics
+from protocol.metrics import ROLES, RouterMetrics
 from protocol.settings import RouterSettings
 from protocol.version import VERSION
 from router.api.answers import (
@@ -51,9 +51,6 @@ from router.api.responses.kept import Responses
 from router.api.responses.routes import kept_responses
 from router.api.schemas import ChatBody, CompletionBody
 from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
-from router.journey.spec import Cluster
-from router.text.encoding import Encoder
-from router.text.text_model import TextModel
 
 ENCODING = (400, 404, 413, 429, 500)
 GENERATING = (*ENCODING, 503, 504)
@@ -81,15 +78,10 @@ def endpoints(responses: Responses, background: Background) -> tuple[Endpoint, .
 
 
 def create_app(
-    settings: RouterSettings,
-    cluster: Cluster,
-    text: TextModel,
-    metrics: RouterMetrics,
-    kept: ResponseStore | None = None,
+    settings: RouterSettings, pools: Pools, metrics: RouterMetrics, kept: ResponseStore | None = None
 ) -> ASGIApp:
-    """The application that serves `text`'s model on `cluster` and keeps responses in `kept`. It starts and stops none
-    of them."""
-    pools = Pools(Pool(text, cluster, metrics, Encoder(text)))
+    """The application that serves the models of `pools`, whose clusters it neither starts nor stops, and keeps
+    responses in `kept`."""
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
     responses = Responses(kept)
@@ -168,26 +160,27 @@ def _text(pools: Pools, reader: BodyReader) -> APIRouter:
 def _about(pools: Pools) -> APIRouter:
     router, created = APIRouter(), int(time.time())
 
-    def model(pool: Pool) -> Model:
+    def model(pool: Pool, name: str) -> Model:
         return Model(
-            id=pool.name,
+            id=name,
             object="model",
             created=created,
             owned_by="kvferry",
-            root=pool.name,
+            root=pool.text.called.own,
             parent=None,
             max_model_len=pool.max_model_len,
         )
 
-    @router.get("/v1/models", summary="The models that are served")
+    @router.get("/v1/models", summary="The models that are served, under all of their names")
     async def models() -> ModelList:
-        return ModelList(object="list", data=[model(pool) for pool in pools])
+        return ModelList(object="list", data=[model(pool, name) for pool in pools for name in pool.text.called.all])
 
     @router.get(
         "/v1/models/{id:path}", summary="One of them", responses=errors(404), openapi_extra=path_parameter("id")
     )
     async def model_by_id(request: Request) -> Model:
-        return model(pools.pool(request.path_params["id"]))
+        name = request.path_params["id"]
+        return model(pools.pool(name), name)
 
     @router.get("/version", summary="The version")
     async def version() -> Version:
@@ -204,14 +197,17 @@ def _probes(pools: Pools, metrics: RouterMetrics) -> APIRouter:
     async def health() -> Health:
         return Health(status="ok")
 
-    @router.get("/ready", summary="A request could be placed now", responses=answers(Ready, 503))
+    @router.get(
+        "/ready", summary="A request could be placed now, for one model at least", responses=answers(Ready, 503)
+    )
     async def ready(response: Response) -> Ready:
-        nodes = pools.ready()
+        models = pools.ready()
+        nodes = {role: sum(counts[role] for counts in models.values()) for role in ROLES}
         if nodes["decode"]:
-            return Ready(status="ready", nodes=nodes)
+            return Ready(status="ready", nodes=nodes, models=models)
         response.status_code = 503
         response.headers.update(retry_headers(503))
-        return Ready(status="no node can serve yet", nodes=nodes)
+        return Ready(status="no node can serve yet", nodes=nodes, models=models)
 
     @router.get("/metrics", summary="Prometheus' text format", response_class=PlainTextResponse)
     async def scrape() -> Response:

@@ -28,7 +28,7 @@ from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
 from router.api.responder import Responder
-from router.api.schemas import GenerationBody, RequestBody, parse
+from router.api.schemas import GenerationBody, parse
 from router.call import CALL, Call
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
@@ -185,9 +185,9 @@ class Exchange:
 
     async def _work(self, call: Call, data: bytes, responder: Responder) -> Answer:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
-        body = await self._asked(call, parse(self.endpoint.body, data))
+        body, size = await self._asked(call, data)
         pool = self._pools.pool(body.model)
-        generation = Generation(pool, await pool.specs(call, body, len(data)), body.text_options(), n=body.n or 1)
+        generation = Generation(pool, await pool.specs(call, body, size), body.text_options(), n=body.n or 1)
         if self.endpoint.later is not None:
             promise = await self.endpoint.later(call, pool, body, generation)
             if promise is not None:
@@ -202,11 +202,14 @@ class Exchange:
             await generation.close()
         return answer
 
-    async def _asked(self, call: Call, request: RequestBody) -> GenerationBody:
+    async def _asked(self, call: Call, data: bytes) -> tuple[GenerationBody, int]:
+        """What the body asks of a model, and the bytes of all that it names."""
+        request = parse(self.endpoint.body, data)
         if self.endpoint.asked is not None:
-            return await self.endpoint.asked(call, request, self._pools)
+            chat = await self.endpoint.asked(call, request, self._pools)
+            return chat, len(data) + chat.earlier
         assert isinstance(request, GenerationBody)
-        return request
+        return request, len(data)
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:

@@ -13,8 +13,9 @@ from router.api.answers import ErrorAnswer
 from router.api.generation import Choice, Generation
 from router.api.pool import Pool, Pools
 from router.api.responder import Responder
-from router.api.schemas import GenerationBody, RequestBody
+from router.api.schemas import RequestBody
 from router.api.sse import event
+from router.api.translated import TranslatedChat
 from router.call import Call
 from router.text.transcript import Piece
 
@@ -99,5 +100,5 @@ class Endpoint:
     shape: Callable[[Call, Pool, Any, Generation], Answer]
     answer: type[BaseModel]
     error: type[BaseModel] = ErrorAnswer
-    asked: Callable[[Call, Any, Pools], Awaitable[GenerationBody]] | None = None
+    asked: Callable[[Call, Any, Pools], Awaitable[TranslatedChat]] | None = None
     later: Callable[[Call, Pool, Any, Generation], Awaitable[Answer | None]] | None = None

@@ -14,11 +14,13 @@ from router.text.text_model import TextModel
 class TranslatedChat(ChatBody):
     """A chat that a request of another API amounts to.
 
-    names  what the chat's fields are called there; `bound_field` is what bounds the output, `prompt_field` the prompt
-    asked  what it was made from, for the shape that answers it
+    names    what the chat's fields are called there; `bound_field` is what bounds the output, `prompt_field` the prompt
+    asked    what it was made from, for the shape that answers it
+    earlier  bytes of conversation that the request only names
     """
 
     asked: Any = None
+    earlier: int = 0
     names: ClassVar[Mapping[str, str]]
     bound_field: ClassVar[str]
 

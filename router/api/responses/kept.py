@@ -27,11 +27,13 @@ _ID = re.compile(r"resp_[A-Za-z0-9._:-]{1,160}")
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A response with the input items it came with, and all items before them."""
+    """A response with the input items it came with, and all items before them; `size` is that of its record, in bytes,
+    once it was read."""
 
     response: dict[str, Any]
     input: list[Item]
     history: list[Item]
+    size: int = 0
 
     def conversation(self) -> list[Item]:
         return [*self.history, *self.input, *self.response["output"]]
@@ -52,13 +54,15 @@ class Responses:
         name = f"{call.id}-{secrets.token_hex(4)}"
         kept = self._store is not None and body.store is not False
         history: list[Item] = []
+        earlier = 0
         if body.previous_response_id:
-            history = await self._continued(call.tenant, body.previous_response_id)
+            previous = await self._continued(call.tenant, body.previous_response_id)
+            history, earlier = previous.conversation(), previous.size
         items = await self._resolved(call.tenant, normal(body.input, name))
         asked = Asked(name, body, items, history, partial(self._keep, call.tenant, items, history), kept)
-        if body.truncation == "auto":
-            return await fitted(asked, pool)
-        return asked.chat()
+        chat = await fitted(asked, pool) if body.truncation == "auto" else asked.chat()
+        chat.earlier = earlier
+        return chat
 
     async def get(self, tenant: str, response_id: str, *, param: str | None = None) -> Kept:
         """Raises NotFound, and RegistryUnavailable when the store does not answer."""
@@ -67,7 +71,7 @@ class Responses:
             record = await self._store.get(tenant, response_id)
         if record is None:
             raise NotFound(f"no response {response_id!r} is kept here{self._why()}", param=param)
-        return Kept(**from_json(record))
+        return Kept(**from_json(record), size=len(record))
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Raises as `get`."""
@@ -93,7 +97,7 @@ class Responses:
         if response["store"]:
             await self.put(tenant, Kept(response, items, history))
 
-    async def _continued(self, tenant: str, response_id: str) -> list[Item]:
+    async def _continued(self, tenant: str, response_id: str) -> Kept:
         field = "previous_response_id"
         try:
             kept = await self.get(tenant, response_id, param=field)
@@ -101,7 +105,7 @@ class Responses:
             raise RegistryUnavailable(f"{field}: the kept responses cannot be read: {error}", param=field) from error
         if kept.response["status"] in ("in_progress", "queued"):
             raise InvalidRequest(f"{field}: {response_id!r} is still in progress", param=field)
-        return kept.conversation()
+        return kept
 
     async def _resolved(self, tenant: str, items: list[Item]) -> list[Item]:
         """The items, with those that references name in their places."""
