@@ -13,7 +13,7 @@ Item = dict[str, Any]
 _INPUT_ROLES = ("user", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Content parts that are text, and the field that holds it."""
-_OWN_ID = re.compile(r"(?:msg|fc|rs|in)_(.+)_(\d+)")
+_OWN_ID = re.compile(r"(msg|fc|rs|in)_(.+)_(\d{1,6})")
 
 
 def normal(given: str | Sequence[Any], name: str) -> list[Item]:
@@ -24,10 +24,11 @@ def normal(given: str | Sequence[Any], name: str) -> list[Item]:
     return [_normal(item, f"input[{place}]", f"in_{name}_{place}") for place, item in enumerate(given)]
 
 
-def response_of(item_id: str) -> tuple[str, int] | None:
-    """Which response an output item with this id is of, and its place there; None for an id that is not ours."""
-    found = re.fullmatch(_OWN_ID, item_id)
-    return None if found is None else (f"resp_{found[1]}", int(found[2]))
+def response_of(item_id: str) -> tuple[str, bool, int] | None:
+    """Which response an item with this id came with, whether as input, and its place there; None for an id that is not
+    ours."""
+    found = _OWN_ID.fullmatch(item_id)
+    return None if found is None else (f"resp_{found[2]}", found[1] == "in", int(found[3]))
 
 
 def messages(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:

@@ -22,6 +22,8 @@ from router.call import Call
 
 log = logging.getLogger("kvferry.responses")
 
+LONGEST = 16 * 2**20
+"""Bytes of a record: reading one keeps the event loop busy, a few milliseconds a MiB."""
 _ID = re.compile(r"resp_[A-Za-z0-9._:-]{1,160}")
 
 
@@ -86,9 +88,9 @@ class Responses:
         name = kept.response["id"]
         try:
             record = to_json({"response": kept.response, "input": kept.input, "history": kept.history})
-            if await self._store.put(tenant, name, record):
+            if len(record) <= LONGEST and await self._store.put(tenant, name, record):
                 return True
-            log.warning("%s is not kept: its %d bytes are more than a tenant may keep", name, len(record))
+            log.warning("%s is not kept: its %d bytes are too many", name, len(record))
         except KvferryError as error:
             log.warning("%s is not kept: %s", name, error)
         return False
@@ -117,12 +119,13 @@ class Responses:
             missing = NotFound(f"{field}.id: no item {item['id']!r} is kept here{self._why()}", param=f"{field}.id")
             if own is None:
                 raise missing
-            if own[0] not in found:
-                found[own[0]] = await self.get(tenant, own[0], param=f"{field}.id")
-            output = found[own[0]].response["output"]
-            if own[1] >= len(output):
+            name, is_input, number = own
+            if name not in found:
+                found[name] = await self.get(tenant, name, param=f"{field}.id")
+            there = found[name].input if is_input else found[name].response["output"]
+            if number >= len(there) or there[number]["id"] != item["id"]:
                 raise missing
-            items[place] = output[own[1]]
+            items[place] = there[number]
         return items
 
     def _why(self) -> str:

@@ -99,9 +99,13 @@ async def test_an_item_may_be_named_instead_of_sent() -> None:
     await respond(api, input=[{"role": "user", "content": "one"}, reference, {"role": "user", "content": "two"}])
     chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "fine"}]
     assert prompt_of(api) == demo_text().render([*chat, {"role": "user", "content": "two"}])
-    missing = {**reference, "id": reference["id"][:-1] + "7"}
-    refused = await api.http.post("/v1/responses", json={"input": [missing]})
-    assert (refused.status_code, error_of(refused)["param"]) == (404, "input[0].id")
+    (asked,) = (await api.http.get(f"/v1/responses/{body['id']}/input_items")).json()["data"]
+    await respond(api, input=[{"type": "item_reference", "id": asked["id"]}])
+    assert prompt_of(api) == demo_text().render(chat[:1])
+    stem = reference["id"][:-1]
+    for missing in (stem + "7", stem + "9" * 5000, stem.replace("msg", "fc") + "0", stem.replace("msg", "in") + "1"):
+        refused = await api.http.post("/v1/responses", json={"input": [{"type": "item_reference", "id": missing}]})
+        assert (refused.status_code, error_of(refused)["param"]) == (404, "input[0].id")
 
 
 async def test_a_store_that_fails_fails_no_response(caplog: pytest.LogCaptureFixture) -> None:
