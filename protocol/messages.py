@@ -67,6 +67,7 @@ class Job:
     router_id         whose token stream gets the output
     namespace         tenant namespace, part of the root of the block hashes
     deadline_s        seconds left for the request when the message was sent
+    trace             W3C `traceparent` of the attempt; empty: none
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class Job:
     router_id: str
     namespace: str = ""
     deadline_s: float = 600.0
+    trace: str = ""
 
     @property
     def params(self) -> SamplingParams:

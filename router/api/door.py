@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from process.disconnect import disconnected
 from process.log import REQUEST
+from process.tracing import TRACER
 from protocol.errors import Cancelled, KvferryError, Overloaded, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
@@ -39,6 +40,7 @@ from router.tenants.tenant import NOBODY, Tenant
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
 AGAIN_S = 0.1
 """Until work that ignored a cancellation is cancelled again."""
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 logger = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class Door:
             deadline=arrival + self._timeout_s,
             tenant=name,
             realm=self._tenancy.realm(name),
-            trace=headers.get("traceparent", ""),
+            trace=_traceparent(headers),
         )
 
         async def stamped(message: Message) -> None:
@@ -109,6 +111,12 @@ class Door:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else ""
         return keyring.tenant(key.encode("latin-1")) if key else None
+
+
+def _traceparent(headers: Headers) -> str:
+    """The client's, if it is one."""
+    given = headers.get("traceparent", "")
+    return given if given and _TRACEPARENT.fullmatch(given) else ""
 
 
 class Admission:
@@ -156,7 +164,8 @@ class Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, metrics, status = scope[CALL], self._metrics, 500
-        visit = Visit(call, self._tenancy, metrics)
+        span = TRACER.start("request", call.trace, endpoint=self._endpoint.path, id=call.id, tenant=call.tenant)
+        visit = Visit(call, self._tenancy, metrics, span)
         responder = Responder(send, visit.headers)
         try:
             with metrics.inflight.track_inprogress(), visit:
@@ -179,6 +188,7 @@ class Exchange:
             await responder.fail(KvferryError("internal error of the router; its log has the details"))
         finally:
             metrics.requests.labels(self._endpoint.path, str(status)).inc()
+            visit.over(status)
 
     async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Answer:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""

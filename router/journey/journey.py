@@ -162,6 +162,7 @@ class RouterJourney:
             work=work,
             router_id=self._ground.router_id,
             namespace=self._spec.namespace,
+            trace=self._spec.call.trace,
             deadline_s=max(0.0, self._deadline_at - asyncio.get_running_loop().time()),
         )
 
