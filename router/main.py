@@ -21,10 +21,12 @@ from protocol.errors import ConfigError, reason
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
-from router.journey.cluster import BlockLookup, RouterCluster
+from router.api.pool import Pools, pool_of
+from router.journey.cluster import RouterCluster
+from router.journey.model_cluster import BlockLookup
 from router.nodes.table import NodeSource
 from router.tenants.tenancy import Tenancy
-from router.text.load import load_text_model
+from router.text.load import load_text_models
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +58,13 @@ async def run_router(settings: RouterSettings, store: Store, sock: socket.socket
     """Serve on a bound socket until `stop`."""
     status = Status.from_fd(settings.status_fd)
     tenancy = Tenancy(settings)
-    text = await asyncio.to_thread(load_text_model, settings)
+    texts = await asyncio.to_thread(load_text_models, settings)
     metrics = RouterMetrics()
-    async with (
-        tenancy.keyring.followed(),
-        RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens) as cluster,
-    ):
+    nodes = RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens)
+    pools = Pools(*(pool_of(text, nodes.pool(text.called), metrics, settings, tenancy) for text in texts))
+    async with tenancy.keyring.followed(), nodes:
         config = uvicorn.Config(
-            create_app(settings, cluster, text, metrics, tenancy),
+            create_app(settings, pools, metrics, tenancy),
             **tls(settings),
             http=guarded(connection_limits(settings)),
             ws="none",
@@ -81,7 +82,7 @@ async def run_router(settings: RouterSettings, store: Store, sock: socket.socket
             await asyncio.sleep(0.01)
         url = f"{'https' if config.is_ssl else 'http'}://{host_port(settings.host, sock.getsockname()[1])}"
         log.info("router ready at %s", url)
-        status.ready(url, model=text.name)
+        status.ready(url, model=texts[0].name)
         await _until_ended(server, serving, stop)
 
 

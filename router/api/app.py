@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from process.refusal import retry_headers
-from protocol.metrics import RouterMetrics
+from protocol.metrics import ROLES, RouterMetrics
 from protocol.settings import RouterSettings
 from protocol.version import VERSION
 from router.api.answers import (
@@ -29,24 +29,21 @@ from router.api.answers import (
 )
 from router.api.body_reader import BodyReader
 from router.api.chat import ChatShape
+from router.api.chunks import chunks
 from router.api.completions import CompletionShape
 from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
 from router.api.door import Admission, Door, Exchange
+from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
 from router.api.origins import across_origins
 from router.api.pool import Pool, Pools
 from router.api.schemas import ChatBody, CompletionBody
-from router.api.shape import Endpoint
 from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
-from router.journey.spec import Cluster
 from router.tenants.tenancy import Tenancy
-from router.tenants.turns import Turns
-from router.text.encoding import Encoder
-from router.text.text_model import TextModel
 
 ENDPOINTS = (
-    Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, ChatShape, ChatAnswer),
-    Endpoint("/v1/completions", "Continue texts", CompletionBody, CompletionShape, CompletionAnswer),
+    Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, chunks(ChatShape), ChatAnswer),
+    Endpoint("/v1/completions", "Continue texts", CompletionBody, chunks(CompletionShape), CompletionAnswer),
 )
 BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
 ENCODING = errors(400, 404, 413, 429, 500)
@@ -54,17 +51,11 @@ GENERATING = {**STREAMED, **ENCODING, **errors(503, 504)}
 
 
 def create_app(
-    settings: RouterSettings,
-    cluster: Cluster,
-    text: TextModel,
-    metrics: RouterMetrics,
-    tenancy: Tenancy | None = None,
+    settings: RouterSettings, pools: Pools, metrics: RouterMetrics, tenancy: Tenancy | None = None
 ) -> ASGIApp:
-    """The application that serves `text`'s model on `cluster` to those in `tenancy`, or in the settings as they are
-    now. It starts and stops none of them. Raises ConfigError for keys that cannot be read."""
+    """The application that serves the models of `pools` to those in `tenancy`, or in the settings as they are now. It
+    starts and stops none of them. Raises ConfigError for keys that cannot be read."""
     tenancy = tenancy or Tenancy(settings)
-    turns = Turns(cluster.capacity, metrics, shared=tenancy.several, most_queued=settings.max_queued)
-    pools = Pools(Pool(text, cluster, metrics, Encoder(text), turns))
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
     exchanges = {each.path: Exchange(each, pools, admission, reader, tenancy, metrics) for each in ENDPOINTS}
@@ -132,26 +123,27 @@ def _text(pools: Pools, reader: BodyReader) -> APIRouter:
 def _about(pools: Pools) -> APIRouter:
     router, created = APIRouter(), int(time.time())
 
-    def model(pool: Pool) -> Model:
+    def model(pool: Pool, name: str) -> Model:
         return Model(
-            id=pool.name,
+            id=name,
             object="model",
             created=created,
             owned_by="kvferry",
-            root=pool.name,
+            root=pool.text.called.own,
             parent=None,
             max_model_len=pool.max_model_len,
         )
 
-    @router.get("/v1/models", summary="The models that are served")
+    @router.get("/v1/models", summary="The models that are served, under all of their names")
     async def models() -> ModelList:
-        return ModelList(object="list", data=[model(pool) for pool in pools])
+        return ModelList(object="list", data=[model(pool, name) for pool in pools for name in pool.text.called.all])
 
     @router.get(
         "/v1/models/{id:path}", summary="One of them", responses=errors(404), openapi_extra=path_parameter("id")
     )
     async def model_by_id(request: Request) -> Model:
-        return model(pools.pool(request.path_params["id"]))
+        name = request.path_params["id"]
+        return model(pools.pool(name), name)
 
     @router.get("/version", summary="The version")
     async def version() -> Version:
@@ -168,14 +160,17 @@ def _probes(pools: Pools, metrics: RouterMetrics) -> APIRouter:
     async def health() -> Health:
         return Health(status="ok")
 
-    @router.get("/ready", summary="A request could be placed now", responses=answers(Ready, 503))
+    @router.get(
+        "/ready", summary="A request could be placed now, for one model at least", responses=answers(Ready, 503)
+    )
     async def ready(response: Response) -> Ready:
-        nodes = pools.ready()
+        models = pools.ready()
+        nodes = {role: sum(counts[role] for counts in models.values()) for role in ROLES}
         if nodes["decode"]:
-            return Ready(status="ready", nodes=nodes)
+            return Ready(status="ready", nodes=nodes, models=models)
         response.status_code = 503
         response.headers.update(retry_headers(503))
-        return Ready(status="no node can serve yet", nodes=nodes)
+        return Ready(status="no node can serve yet", nodes=nodes, models=models)
 
     @router.get("/metrics", summary="Prometheus' text format", response_class=PlainTextResponse)
     async def scrape() -> Response:

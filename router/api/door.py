@@ -24,14 +24,13 @@ from process.tracing import TRACER
 from protocol.errors import Cancelled, KvferryError, Overloaded, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
-from router.api.answer import Answer
 from router.api.body_reader import BodyReader
+from router.api.fold import Answer, Endpoint
 from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
 from router.api.responder import Responder
-from router.api.schemas import parse
-from router.api.shape import Endpoint
+from router.api.schemas import GenerationBody, RequestBody, parse
 from router.api.visit import Visit
 from router.call import CALL, Call
 from router.tenants.tenancy import Tenancy
@@ -86,7 +85,8 @@ class Door:
 
         REQUEST.set(call.id)
         if tenant is None and path not in OPEN_PATHS:
-            response = error_response(Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'"))
+            refused = Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
+            response = error_response(refused, path)
             response.headers["www-authenticate"] = "Bearer"
             await response(scope, receive, stamped)
             return
@@ -166,7 +166,7 @@ class Exchange:
         call, metrics, status = scope[CALL], self._metrics, 500
         span = TRACER.start("request", call.trace, endpoint=self._endpoint.path, id=call.id, tenant=call.tenant)
         visit = Visit(call, self._tenancy, metrics, span)
-        responder = Responder(send, visit.headers)
+        responder = Responder(send, self._endpoint.path, visit.headers)
         try:
             with metrics.inflight.track_inprogress(), visit:
                 self._admission.check(visit.running)
@@ -192,7 +192,8 @@ class Exchange:
 
     async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Answer:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
-        body = parse(self._endpoint.body, data)
+        request = parse(self._endpoint.body, data)
+        body = await self._asked(visit.call, request)
         pool = self._pools.pool(body.model)
         specs = await pool.specs(visit.prefer(body.priority), body, len(data))
         generation = Generation(pool, specs, body.text_options(), n=body.n or 1)
@@ -201,11 +202,18 @@ class Exchange:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)
                 visit.began(generation.used)
-                answer = Answer(visit.call, body, generation, self._endpoint.shape(pool, body, generation))
+                answer = self._endpoint.shape(visit.call, pool, request, generation)
                 await answer.fold(first, pieces, responder)
+                await answer.settle()
         finally:
             await generation.close()
         return answer
+
+    async def _asked(self, call: Call, request: RequestBody) -> GenerationBody:
+        if self._endpoint.asked is not None:
+            return await self._endpoint.asked(call, request, self._pools)
+        assert isinstance(request, GenerationBody)
+        return request
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:

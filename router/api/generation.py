@@ -40,8 +40,9 @@ class Choice:
 class Generation:
     """`prompts` are specs of the first choice of each prompt; of each, n choices are made, whose seeds are seed + i.
 
-    The first choices start at once; the others of a prompt when its first token is there, so that they reuse the
-    prompt's blocks. `close` must be called in the end, whatever happened; it cancels what has not ended.
+    The first choices start at once; the others of a prompt when its first token is there, as forks of that choice: they
+    share its blocks and compute no token of the prompt but the last. `close` must be called in the end, whatever
+    happened; it cancels what has not ended.
     """
 
     def __init__(
@@ -127,6 +128,8 @@ class Generation:
                 async for piece in self._follow(choice):
                     queue.put_nowait((choice, piece))
                     for follower in self._followers.pop(choice.index, ()):
+                        assert choice.journey
+                        follower.spec = replace(follower.spec, fork_of=choice.journey.fork)
                         self._pump(follower, queue)
             except Exception as error:
                 queue.put_nowait((choice, error))
@@ -169,7 +172,7 @@ class Generation:
             self._metrics.ttft.observe(now - self.prompts[0].call.arrival)
         if route is not None:
             for source, tokens in _sources(route.reuse).items():
-                self._metrics.prompt_tokens.labels(source).inc(tokens)
+                self._metrics.prompt_tokens[source].inc(tokens)
 
     def _count_gap(self, seconds: float, tokens: int) -> None:
         for _ in range(tokens):

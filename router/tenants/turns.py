@@ -91,6 +91,7 @@ class Turns:
         self._queue = FairQueue()
         self._pace = Pace()
         self._waiters: dict[Turn, asyncio.Future[None]] = {}
+        self._told = 0
         self._look: asyncio.TimerHandle | None = None
 
     async def take(self, tenant: Tenant, call: Call, size: Size) -> Turn:
@@ -174,7 +175,8 @@ class Turns:
     def _note(self) -> None:
         """Who waits has changed."""
         waiting = len(self._waiters)
-        self._metrics.queued.set(waiting)
+        self._metrics.queued.inc(waiting - self._told)
+        self._told = waiting
         self._pace.busy(self._clock(), waiting > 0)
         if self._look is not None and not waiting:
             self._look.cancel()

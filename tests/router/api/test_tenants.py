@@ -9,14 +9,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from api_parts import Api, FakeCluster, demo_text, error_of, says, served
+from api_parts import Api, FakeCluster, app_of, demo_text, error_of, says, served
 from fake_workers import Bench, decode, prefill
 from waiting import until
 
 from placement.capacity import Capacity
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
-from router.api.app import create_app
 from router.tenants.keys import entry
 
 
@@ -56,7 +55,7 @@ async def test_a_cached_prefix_is_its_tenants_own_unless_prefixes_are_shared(
     settings = RouterSettings(api_keys=keys_file(tmp_path), share_prefixes=share)
     prompt = list(range(100, 180))
     async with Bench([prefill(), decode()]) as bench:
-        app = create_app(settings, bench.cluster, demo_text(), RouterMetrics())
+        app = app_of(bench.cluster, demo_text(), RouterMetrics(), settings)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
 
             async def cached(name: str, **body: Any) -> int:
