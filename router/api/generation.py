@@ -103,7 +103,7 @@ class Generation:
     def size(self) -> Size:
         """What it asks of the nodes."""
         prompt = sum(len(spec.token_ids) for spec in self.prompts)
-        return Size(len(self.choices), prompt, max(spec.params.max_tokens for spec in self.prompts))
+        return Size(len(self.choices), prompt, max(spec.work.params.max_tokens for spec in self.prompts))
 
     def used(self) -> Used:
         """So far; each prompt counts once."""
@@ -159,7 +159,7 @@ class Generation:
         raise KvferryError("the request ended without a finish reason")
 
     def _transcript(self, spec: RequestSpec) -> Transcript:
-        return Transcript(self._pool.text.tokenizer, spec.token_ids, spec.params, self._options)
+        return Transcript(self._pool.text.tokenizer, spec.token_ids, spec.work.params, self._options)
 
     async def _cancel(self, choice: Choice) -> None:
         if choice.journey is not None and not choice.ended:
@@ -187,7 +187,7 @@ def choice_seed(seed: int, choice: int) -> int:
 
 def _specs(first: RequestSpec, n: int) -> list[RequestSpec]:
     """Specs of a prompt's choices. Log-probabilities of the prompt are the same for all: only the first asks."""
-    works = [replace(first.work, params=_later(first.params, i)) for i in range(1, n)]
+    works = [replace(first.work, params=_later(first.work.params, i)) for i in range(1, n)]
     return [first] + [
         replace(first, request_id=f"{first.request_id}-{i}", work=work) for i, work in enumerate(works, start=1)
     ]

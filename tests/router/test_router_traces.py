@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from api_parts import demo_text
+from api_parts import app_of, demo_text
 from fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
 from otlp_receiver import attributes, traced
 
 from protocol.errors import NodeLost
 from protocol.messages import PrefillRequest
 from protocol.metrics import RouterMetrics
-from protocol.settings import RouterSettings
-from router.api.app import create_app
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 SECRET = "ferryboat"
@@ -30,7 +28,7 @@ async def test_a_request_is_one_trace_over_its_attempts(monkeypatch: pytest.Monk
 
     with traced(monkeypatch) as found:
         async with Bench([prefill(prefill_script=fails_first), decode()]) as bench:
-            app = create_app(RouterSettings(), bench.cluster, demo_text(), RouterMetrics())
+            app = app_of(bench.cluster, demo_text(), RouterMetrics())
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
                 body = {"prompt": f"{SECRET} " * 20, "max_tokens": 4}
                 headers = {"traceparent": TRACE, "x-request-id": "order-7"}
