@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from typing import Any
 
 from router.api.generation import Choice, Generation
@@ -23,6 +24,7 @@ class Answer:
     def __init__(self, call: Call, body: GenerationBody, generation: Generation, shape: Shape[Any]) -> None:
         options = body.stream_options
         self._streams = bool(body.stream)
+        self._shown = body.n or 1
         self._generation = generation
         self._shape = shape
         self._base = {"id": f"{shape.id_prefix}-{call.id}", "created": int(time.time()), "model": shape.model}
@@ -74,7 +76,7 @@ class Answer:
 
     def body(self) -> dict[str, Any]:
         """The whole answer, after the last piece."""
-        pairs = zip(self._generation.choices, self._collected, strict=True)
+        pairs = best(zip(self._generation.choices, self._collected, strict=True), self._shown)
         return {
             **self._base,
             "object": self._shape.whole,
@@ -120,3 +122,16 @@ class Answer:
         """The first choice of a prompt brings the prompt's log-probabilities for all of them."""
         if piece.prompt_logprobs is not None:
             self._shape.prompt_logprobs[choice.prompt] = piece.prompt_logprobs
+
+
+def best(pairs: Iterable[tuple[Choice, Collected]], shown: int) -> list[tuple[Choice, Collected]]:
+    """Of each prompt's sequences, where there are more, the `shown` with the greatest log-probability per token, best
+    first; they are numbered anew."""
+    by_prompt: dict[int, list[tuple[Choice, Collected]]] = {}
+    for choice, found in pairs:
+        by_prompt.setdefault(choice.prompt, []).append((choice, found))
+    for made in by_prompt.values():
+        if len(made) > shown:
+            made.sort(key=lambda pair: -pair[1].mean_logprob)
+    chosen = [pair for made in by_prompt.values() for pair in made[:shown]]
+    return [(replace(choice, index=index), found) for index, (choice, found) in enumerate(chosen)]

@@ -181,7 +181,7 @@ class Exchange:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
         body = parse(self._endpoint.body, data)
         pool = self._pools.pool(body.model)
-        generation = Generation(pool, await pool.specs(call, body, len(data)), body.text_options(), n=body.n or 1)
+        generation = Generation(pool, await pool.specs(call, body, len(data)), body.text_options(), n=body.sequences())
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)

@@ -16,7 +16,6 @@ from protocol.sampling import MAX_COUNT
 from router.api.fields import (
     Count,
     Messages,
-    Number,
     Objects,
     Prompt,
     Prompts,
@@ -70,15 +69,20 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
     return_tokens_as_token_ids: bool | None = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
-    best_of: Number | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidRequest("best_of: only best_of equal to n is supported by this server", param="best_of")
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise InvalidRequest(f"best_of must be at least n, got best_of {self.best_of} and n {n}", param="best_of")
+        if self.best_of is not None and self.best_of > n and self.stream:
+            raise InvalidRequest(
+                "best_of above n cannot be streamed: which are the best is known at the end", param="best_of"
+            )
 
     def prompts(self, text: TextModel) -> list[Prompt]:
         """What is to be continued: texts, or token ids that need no encoding. Raises InvalidRequest."""
@@ -95,6 +99,15 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
     def top(self) -> int | None:
         """How many likely tokens are shown with each output token; None without log-probabilities."""
         raise NotImplementedError
+
+    def sequences(self) -> int:
+        """How many are made of each prompt, of which the n best are shown."""
+        return self.best_of or self.n or 1
+
+    def scored_top(self) -> int | None:
+        """`top`, and at least the drawn token's own where the best sequences are to be found."""
+        top = self.top()
+        return 0 if top is None and self.sequences() > (self.n or 1) else top
 
     def prompt_top(self) -> int | None:
         """The same for each token of the prompt."""
@@ -122,8 +135,8 @@ class CompletionBody(UnbuiltForCompletions, GenerationBody):
 
     def check(self) -> None:
         super().check()
-        if not 1 <= len(self.prompt) * (self.n or 1) <= MAX_SEQUENCES:
-            raise InvalidRequest(f"prompt: prompts times n must be 1 to {MAX_SEQUENCES}", param="prompt")
+        if not 1 <= len(self.prompt) * self.sequences() <= MAX_SEQUENCES:
+            raise InvalidRequest(f"prompt: prompts times n (or best_of) must be 1 to {MAX_SEQUENCES}", param="prompt")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
 
@@ -183,6 +196,8 @@ class ChatBody(ChatPrompt, UnbuiltForChat, GenerationBody):
 
     def check(self) -> None:
         super().check()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequest("best_of above n is for /v1/completions", param="best_of")
         field, bound = self.output_bound()
         if bound == 0:
             raise InvalidRequest(f"{field} must be at least 1", param=field)

@@ -58,8 +58,6 @@ class UnbuiltFields(BaseModel):
     guided_grammar: Structured = None
     structured_outputs: Structured = None
     logits_processors: Annotated[Any, Unbuilt("custom logits processors are")] = None
-    allowed_token_ids: Annotated[Any, Unbuilt("allowed_token_ids is")] = None
-    bad_words: Annotated[Any, Unbuilt("bad_words is")] = None
 
 
 class UnbuiltForChat(BaseModel):
