@@ -24,6 +24,7 @@ from protocol.errors import Cancelled, KvferryError, Overloaded, RequestTooLarge
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.answer import Answer
+from router.api.beams import BeamGeneration
 from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
@@ -181,7 +182,11 @@ class Exchange:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
         body = parse(self._endpoint.body, data)
         pool = self._pools.pool(body.model)
-        generation = Generation(pool, await pool.specs(call, body, len(data)), body.text_options(), n=body.sequences())
+        specs = await pool.specs(call, body, len(data))
+        if body.use_beam_search:
+            generation: Generation = BeamGeneration(pool, specs, body)
+        else:
+            generation = Generation(pool, specs, body.text_options(), n=body.sequences())
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)

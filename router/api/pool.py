@@ -58,7 +58,7 @@ class Pool:
         else:
             encoded = iter([self.text.encode(text, add_special_tokens=body.marks_texts()) for text in texts])
         names = [call.id] if len(prompts) == 1 else [f"{call.id}-p{number}" for number in range(len(prompts))]
-        bad_words = bad_word_ids(body.bad_words or (), self.text)
+        bad_words = bad_word_ids(body.bad_words, self.text) if body.bad_words else ()
         specs = []
         for name, prompt in zip(names, prompts, strict=True):
             ids = next(encoded) if isinstance(prompt, str) else prompt

@@ -13,6 +13,7 @@ from pydantic_core import from_json
 
 from protocol.errors import InvalidRequest
 from protocol.sampling import MAX_COUNT
+from router.api.choice_fields import ChoiceFields
 from router.api.fields import (
     Count,
     Messages,
@@ -29,7 +30,6 @@ from router.api.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompleti
 from router.text.text_model import TextModel
 from router.text.transcript import TextOptions
 
-MAX_CHOICES = 128
 MAX_SEQUENCES = 1024
 MAX_VALUES = 2**20
 """Strings, numbers, lists and objects in one body: reading them keeps the event loop busy, 0.1 to 0.2 s for so many."""
@@ -46,7 +46,7 @@ class RequestBody(BaseModel):
         """Raise InvalidRequest for what no field shows by itself."""
 
 
-class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
+class GenerationBody(SamplingFields, ChoiceFields, UnbuiltFields, RequestBody):
     """What chat and completions share. None means the default everywhere.
 
     prompt_field    the field that holds the prompts, for errors
@@ -58,7 +58,6 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None
     stop: Stops = []
     include_stop_str_in_output: bool | None = False
@@ -69,20 +68,13 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
     return_tokens_as_token_ids: bool | None = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
-        n = self.n or 1
-        if self.best_of is not None and self.best_of < n:
-            raise InvalidRequest(f"best_of must be at least n, got best_of {self.best_of} and n {n}", param="best_of")
-        if self.best_of is not None and self.best_of > n and self.stream:
-            raise InvalidRequest(
-                "best_of above n cannot be streamed: which are the best is known at the end", param="best_of"
-            )
+        if self.best_of is not None or self.use_beam_search:
+            self.check_choices(self.sequences(), self.prompt_field, streams=bool(self.stream))
 
     def prompts(self, text: TextModel) -> list[Prompt]:
         """What is to be continued: texts, or token ids that need no encoding. Raises InvalidRequest."""
@@ -196,8 +188,6 @@ class ChatBody(ChatPrompt, UnbuiltForChat, GenerationBody):
 
     def check(self) -> None:
         super().check()
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidRequest("best_of above n is for /v1/completions", param="best_of")
         field, bound = self.output_bound()
         if bound == 0:
             raise InvalidRequest(f"{field} must be at least 1", param=field)

@@ -51,7 +51,6 @@ class UnbuiltFields(BaseModel):
     """What this server cannot do yet, and refuses where it is asked for."""
 
     response_format: Annotated[dict[str, Any], AfterValidator(_text_format)] | None = None
-    use_beam_search: Annotated[Any, Unbuilt("beam search is")] = False
     guided_json: Structured = None
     guided_regex: Structured = None
     guided_choice: Structured = None

@@ -67,7 +67,7 @@ CHAT = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": 5}, "tool_choice"),
     ({"best_of": 2}, "best_of"),
-    ({"use_beam_search": True}, "use_beam_search"),
+    ({"use_beam_search": True, "stream": True}, "stream"),
     ({"bad_words": "x"}, "bad_words"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"chat_template": "{{ x }}"}, "chat_template"),
