@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from protocol.errors import InvalidRequest
+from router.api.body_reader import build
 from router.api.fields import Prompt
-from router.api.schemas import ChatBody, build
+from router.api.schemas import ChatBody
 from router.text.text_model import TextModel
 
 
