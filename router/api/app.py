@@ -24,6 +24,7 @@ from router.api.answers import (
     ModelList,
     Ready,
     Text,
+    TokenizerInfo,
     Tokens,
     Version,
 )
@@ -35,7 +36,7 @@ from router.api.http_errors import HANDLERS
 from router.api.pool import Pool, Pools
 from router.api.schemas import ChatBody, CompletionBody
 from router.api.shape import Endpoint
-from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from router.api.tokenization import DetokenizeBody, TokenizeBody, describe, detokenize, tokenize
 from router.journey.spec import Cluster
 from router.text.encoding import Encoder
 from router.text.text_model import TextModel
@@ -112,6 +113,10 @@ def _text(pools: Pools, reader: BodyReader) -> APIRouter:
     @router.post("/detokenize", summary="Token ids to text", response_model=Text, openapi_extra=takes(DetokenizeBody))
     async def detokenized(request: Request) -> dict[str, Any]:
         return detokenize(pools, await reader.read(request))
+
+    @router.get("/tokenizer_info", summary="The tokenizer's special tokens and chat template")
+    async def tokenizer_info() -> TokenizerInfo:
+        return TokenizerInfo(**describe(pools))
 
     return router
 
