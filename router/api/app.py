@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response, Security
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -38,6 +38,7 @@ from router.api.schemas import ChatBody, CompletionBody
 from router.api.shape import Endpoint
 from router.api.tokenization import DetokenizeBody, TokenizeBody, describe, detokenize, tokenize
 from router.journey.spec import Cluster
+from router.page.page import chat_page
 from router.text.encoding import Encoder
 from router.text.text_model import TextModel
 
@@ -155,6 +156,10 @@ def _about(pools: Pools) -> APIRouter:
 def _probes(pools: Pools, metrics: RouterMetrics) -> APIRouter:
     """Open to whoever asks: see OPEN_PATHS."""
     router = APIRouter()
+
+    @router.get("/", summary="A page to talk to the model", response_class=HTMLResponse)
+    async def page() -> Response:
+        return chat_page()
 
     @router.get("/health", summary="The process runs")
     async def health() -> Health:

@@ -32,7 +32,7 @@ from router.api.schemas import parse
 from router.api.shape import Endpoint
 from router.call import CALL, Call
 
-OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics"))
 AT_ONCE = 32
 """As many of the longest bodies may be arriving at the same time."""
 AGAIN_S = 0.1
