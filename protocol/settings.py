@@ -67,6 +67,11 @@ class RouterSettings(CommonSettings):
     max_connections_per_address: int = setting(
         4096, "open connections of one address; 0: any. Behind a proxy all clients have the proxy's address", least=0
     )
+    data_dir: str = setting("~/.local/state/kvferry", "directory that keeps clients' files and batches, by --cluster")
+    files_mib: int = setting(1024, "MiB of files that each tenant may keep, and that one upload may bring", least=1)
+    batch_rows: int = setting(
+        16, "requests of batches in progress; one less for each live request, but one at least", least=1
+    )
     local_prefill_tokens: int = setting(
         0, "prompts with at most this many uncached tokens always prefill on decode", least=0
     )

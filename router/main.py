@@ -19,6 +19,7 @@ from process.status import Status
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
+from router.batch.batches import Batches
 from router.journey.cluster import BlockLookup, RouterCluster
 from router.nodes.table import NodeSource
 from router.text.load import load_text_model
@@ -53,10 +54,10 @@ async def run_router(settings: RouterSettings, store: Store, sock: socket.socket
     """Serve on a bound socket until `stop`."""
     status = Status.from_fd(settings.status_fd)
     text = await asyncio.to_thread(load_text_model, settings)
-    metrics = RouterMetrics()
+    metrics, batches = RouterMetrics(), Batches(settings)
     async with RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens) as cluster:
         config = uvicorn.Config(
-            create_app(settings, cluster, text, metrics),
+            create_app(settings, cluster, text, metrics, batches),
             http=guarded(connection_limits(settings)),
             ws="none",
             lifespan="off",
@@ -73,7 +74,8 @@ async def run_router(settings: RouterSettings, store: Store, sock: socket.socket
         url = f"http://{host_port(settings.host, sock.getsockname()[1])}"
         log.info("router ready at %s", url)
         status.ready(url)
-        await _until_ended(server, serving, stop)
+        async with batches:
+            await _until_ended(server, serving, stop)
 
 
 def connection_limits(settings: RouterSettings) -> Limits:
@@ -82,7 +84,7 @@ def connection_limits(settings: RouterSettings) -> Limits:
         header_s=settings.header_timeout,
         body_s=settings.body_timeout,
         request_s=settings.request_timeout,
-        body_bytes=settings.max_body_mib * 2**20,
+        body_bytes=max(settings.max_body_mib, settings.files_mib) * 2**20,
         per_address=settings.max_connections_per_address,
     )
 

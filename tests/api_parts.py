@@ -18,6 +18,7 @@ from protocol.messages import Reuse, TokenLogprobs
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
+from router.batch.batches import Batches
 from router.journey.spec import ClusterInfo, Output, RequestSpec, Route
 from router.text.load import load_text_model
 from router.text.text_model import TextModel
@@ -137,7 +138,8 @@ class Api:
         self.cluster = cluster
         self.metrics = RouterMetrics()
         self.settings = RouterSettings(**settings)
-        self.app = create_app(self.settings, cluster, text or demo_text(), self.metrics)
+        self.batches = Batches(self.settings)
+        self.app = create_app(self.settings, cluster, text or demo_text(), self.metrics, self.batches)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://router")
 
     async def chat(self, **body: Any) -> httpx.Response:

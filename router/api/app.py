@@ -28,15 +28,18 @@ from router.api.answers import (
     Tokens,
     Version,
 )
+from router.api.batches import BatchBody, batches_router
 from router.api.chat import ChatShape
 from router.api.completions import CompletionShape
 from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
 from router.api.door import Admission, BodyReader, Door, Exchange
+from router.api.files import files_router
 from router.api.http_errors import HANDLERS
 from router.api.pool import Pool, Pools
 from router.api.schemas import ChatBody, CompletionBody
 from router.api.shape import Endpoint
 from router.api.tokenization import DetokenizeBody, TokenizeBody, describe, detokenize, tokenize
+from router.batch.batches import Batches
 from router.journey.spec import Cluster
 from router.page.page import chat_page
 from router.text.encoding import Encoder
@@ -46,22 +49,28 @@ ENDPOINTS = (
     Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, ChatShape, ChatAnswer),
     Endpoint("/v1/completions", "Continue texts", CompletionBody, CompletionShape, CompletionAnswer),
 )
-BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, BatchBody)
 ENCODING = errors(400, 404, 413, 429, 500)
 GENERATING = {**STREAMED, **ENCODING, **errors(503, 504)}
 
 
-def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metrics: RouterMetrics) -> ASGIApp:
-    """The application that serves `text`'s model on `cluster`. It starts and stops neither."""
+def create_app(
+    settings: RouterSettings, cluster: Cluster, text: TextModel, metrics: RouterMetrics, batches: Batches | None = None
+) -> ASGIApp:
+    """The application that serves `text`'s model on `cluster`. It starts and stops none of what it is given; without
+    `batches` none are resumed."""
+    batches = batches or Batches(settings)
     pools = Pools(Pool(text, cluster, metrics, Encoder(text)))
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
     exchanges = {each.path: Exchange(each, pools, admission, reader, metrics) for each in ENDPOINTS}
     app = Application(BODIES, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     guarded = _guarded() if settings.api_key else {"responses": ANSWERED}
-    for router in (_generation(exchanges), _text(pools, reader), _about(pools)):
+    files = files_router(batches, settings.files_mib * 2**20)
+    for router in (_generation(exchanges), _text(pools, reader), files, batches_router(batches, reader), _about(pools)):
         app.include_router(router, **guarded)
     app.include_router(_probes(pools, metrics), responses=ANSWERED)
+    batches.serve(app, exchanges, lambda: admission.count)
     return Door(app, settings, exchanges)
 
 

@@ -54,6 +54,13 @@ def path_parameter(name: str) -> dict[str, Any]:
     return {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
+def query_parameters(most: int, **more: dict[str, Any]) -> dict[str, Any]:
+    """`openapi_extra` of a list whose endpoint reads its query for itself: `limit` up to `most`, `after`, and others
+    with their schemas."""
+    known = {"limit": {"type": "integer", "minimum": 1, "maximum": most}, "after": {"type": "string"}, **more}
+    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in known.items()]}
+
+
 def answers(model: type[BaseModel], *statuses: int) -> Responses:
     """What comes with these statuses; clients that are sent away learn when to come back."""
     return {

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import Overloaded
 
-PLAIN = ("/v1/models", "/v1/models/SmolLM2-135M-Instruct", "/health", "/ready", "/version")
+PLAIN = ("/v1/models", "/v1/models/SmolLM2-135M-Instruct", "/health", "/ready", "/version", "/tokenizer_info")
 ERRORS = {"/v1/chat/completions": 429, "/v1/completions": 429, "/tokenize": 400, "/detokenize": 400}
 
 
@@ -69,7 +69,8 @@ async def test_every_route_is_described_and_every_error_has_its_schema() -> None
     document = await described()
     assert set(document["paths"]) == {
         "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/models/{id}",
-        "/health", "/ready", "/metrics", "/version",
+        "/health", "/ready", "/metrics", "/version", "/", "/tokenizer_info", "/v1/files", "/v1/files/{file_id}",
+        "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel",
     }  # fmt: skip
     for path in ("/v1/chat/completions", "/v1/completions"):
         responses = document["paths"][path]["post"]["responses"]
