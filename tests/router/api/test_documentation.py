@@ -18,9 +18,14 @@ PLAIN = ("/v1/models", "/v1/models/SmolLM2-135M-Instruct", "/health", "/ready", 
 ERRORS = {"/v1/chat/completions": 429, "/v1/completions": 429, "/tokenize": 400, "/detokenize": 400}
 
 
+DESCRIBED: dict[str, Any] = {}
+
+
 async def described() -> dict[str, Any]:
-    document: dict[str, Any] = (await Api(FakeCluster(says("x"))).http.get("/openapi.json")).json()
-    return document
+    """The description of an application without keys, made once."""
+    if not DESCRIBED:
+        DESCRIBED.update((await Api(FakeCluster(says("x"))).http.get("/openapi.json")).json())
+    return DESCRIBED
 
 
 def references(node: Any) -> Iterator[str]:
@@ -174,8 +179,7 @@ ANYTHING = st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5) 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 async def test_described_bodies_are_answered_or_refused_by_name(path: str, data: st.DataObject) -> None:
-    api = Api(FakeCluster(says("x")))
-    document = (await api.http.get("/openapi.json")).json()
+    api, document = Api(FakeCluster(says("x"))), await described()
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     response = await api.http.post(path, json=data.draw(bodies(document, body)))
     assert response.status_code in (200, 400, 404), response.text
