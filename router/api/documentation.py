@@ -24,7 +24,13 @@ _LATER = {
 }
 
 ANSWERED: Responses = {200: {"headers": _ID}}
-STREAMED: Responses = {200: {"headers": _ID, "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_EVENT = {
+    "type": "object",
+    "description": "one event of the stream; its data is JSON, or [DONE] in the last",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+}
+STREAMED: Responses = {200: {"headers": _ID, "content": {"text/event-stream": {"schema": _EVENT}}}}
 """Of an endpoint whose answer may come as events."""
 
 
