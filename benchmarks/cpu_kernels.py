@@ -159,11 +159,11 @@ def generate(engine, streams: int, prompt: int, output: int) -> float:  # type: 
     for stream in range(streams):
         tokens = tuple(random.Random(stamp + stream).choices(range(1000, 40000), k=prompt))
         engine.add(Job(f"{stamp}-{stream}", 0, tokens, prompt, Generate(params), "bench"))
-    while any(request.uncomputed > 1 for request in engine.scheduler.running) or engine.scheduler.waiting:
+    while any(request.uncomputed > 1 for request in engine.roster.running) or engine.roster.waiting:
         engine.step()
         engine.events.clear()
     begun, steps = time.perf_counter(), 0
-    while engine.has_work() and len(engine.scheduler.running) == streams:
+    while engine.has_work() and len(engine.roster.running) == streams:
         engine.step()
         engine.events.clear()
         steps += 1

@@ -71,4 +71,4 @@ class Grants:
         self._base.engine.submit(lambda engine: engine.withdraw(key, error))
 
     def quiet(self, key: TransferKey) -> None:
-        self._base.engine.submit(lambda engine: engine.grant_quiet(key))
+        self._base.engine.submit(lambda engine: engine.lent.grant_quiet(key))

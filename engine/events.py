@@ -42,7 +42,8 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A reservation got its blocks: receives may be posted into `block_ids` (prompt blocks first_block and later)."""
+    """A request whose prompt comes by a grant (`owner`) got its blocks: receives may be posted into `block_ids` (prompt
+    blocks first_block and later)."""
 
     owner: Hashable
     first_block: int
@@ -51,7 +52,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class ReservationFailed:
-    """A reservation was refused, or cancelled (`granted` then says whether it had its blocks, which stay held)."""
+    """Such a request was refused, or dropped (`granted` then says whether it had its blocks, which stay held)."""
 
     owner: Hashable
     error: KvferryError
@@ -68,8 +69,7 @@ class BlocksChanged:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request or reservation left the queue for the first time; its prompt was looked up in the prefix cache
-    (tokens)."""
+    """A request got its blocks for the first time; its prompt was looked up in the prefix cache (tokens)."""
 
     key: Key
     queue_s: float

@@ -1,4 +1,4 @@
-"""Blocks that the link may still touch when their requests need them no more: they stay held until it is quiet."""
+"""Requests that ended here while the link may still touch their blocks: these stay held until it is quiet."""
 
 from __future__ import annotations
 
@@ -6,32 +6,50 @@ from collections.abc import Hashable
 
 from engine.block_pool import BlockPool
 from engine.ports import GRANT, QUIESCE, SHIP
+from engine.request import Request
+from engine.states import State
 
 
 class Lent:
-    """`ships`: blocks by the ship that sends them; `grants`: blocks by the withdrawn grant that received into them."""
+    """`ships`: requests by the ship that sends their blocks, from its beginning; `grants`: by the withdrawn grant that
+    received into them."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self.ships: dict[int, list[int]] = {}
-        self.grants: dict[Hashable, list[int]] = {}
+        self.ships: dict[int, Request] = {}
+        self.grants: dict[Hashable, Request] = {}
 
     def __bool__(self) -> bool:
         return bool(self.ships or self.grants)
 
-    def ship(self, transfer: int, block_ids: list[int]) -> None:
-        """The chain is being sent. The list stays the request's own: a full block may be exchanged for an equal one."""
-        self.ships[transfer] = block_ids
+    def ship(self, request: Request) -> None:
+        """Its blocks are being sent. A full one of them may still be exchanged for an equal one."""
+        assert request.transfer is not None
+        self.ships[request.transfer] = request
 
     def ship_quiet(self, transfer: int) -> None:
         """No send of the ship touches its blocks any more."""
-        self._pool.release(("ship", transfer), SHIP, self.ships.pop(transfer, []))
+        request = self.ships.pop(transfer, None)
+        if request is not None:
+            self._pool.release(("ship", transfer), SHIP, request.block_ids)
+            _came_back(request)
 
-    def withdraw(self, owner: Hashable, block_ids: list[int]) -> None:
-        """The grant failed, and receives may still write."""
-        self.grants[owner] = block_ids
-        self._pool.holds.move(owner, GRANT, QUIESCE)
+    def withdraw(self, request: Request) -> None:
+        """Its grant failed, and receives may still write."""
+        assert request.grant is not None
+        self.grants[request.grant] = request
+        self._pool.holds.move(request.grant, GRANT, QUIESCE)
 
-    def grant_quiet(self, owner: Hashable) -> None:
+    def grant_quiet(self, grant: Hashable) -> None:
         """No receive of the withdrawn grant touches its blocks any more."""
-        self._pool.release(owner, QUIESCE, self.grants.pop(owner, []))
+        request = self.grants.pop(grant, None)
+        if request is not None:
+            self._pool.release(grant, QUIESCE, request.block_ids)
+            _came_back(request)
+
+
+def _came_back(request: Request) -> None:
+    request.lent = False
+    if request.state is State.MOVING:
+        request.move(State.DONE)
+        request.block_ids = []

@@ -71,7 +71,7 @@ class EngineLoop:
         """Whether anything was submitted and not looked at, or is under way. Once false, all news was handed out. From
         any thread."""
         with self._wake:
-            return self._turning or bool(self._inbox) or self._engine.has_work()
+            return self._turning or bool(self._inbox) or self._engine.roster.busy
 
     @property
     def turn_s(self) -> float:

@@ -1,4 +1,4 @@
-"""A request inside the engine, and a reservation of blocks for one that is still being prefilled elsewhere."""
+"""A request inside the engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from engine.ports import GRANT, REQUEST
 from engine.sampler import SampleRow
+from engine.states import MOVES, Awaits, State
 from protocol.hashing import chain
 from protocol.messages import Job, TokenLogprobs
 
@@ -48,13 +50,19 @@ class Request:
     are of a ship alone: it announces blocks first_block ... b(prompt) - 1, each once, full ones as they are registered
     and the last with the prompt's end.
 
+    state         see engine.states; `awaits`: what must come before it can run, whatever its state is by then
+    grant         on the link, by which its prompt is coming; None once it is here, or computed here. The blocks are
+                  held for the grant until then
+    behind        the request whose prompt by a grant it awaits, to share the blocks
+    lent          the link may touch its blocks: when it ends they stay held until the link is quiet
     token_ids     prompt and output so far; only ever extended
     computed_len  how many of them have their K/V in the cache
     cached_len    how many of the prompt were found in the cache when it was first admitted
     block_ids     the chain that holds the K/V, held as a whole
     hashes        of the full blocks of token_ids, extended as it grows
     registered    how many leading blocks are findable
-    transfer      the ship its blocks go to (prefill), else None; `first_block`: decode holds the blocks before it
+    transfer      the ship its blocks go to (prefill), else None
+    first_block   of a ship or a grant: decode holds the blocks before it
     shipped       index behind the last block handed to the sender
     prefill_only  ends with its first output token
     expected_tokens  while queued: tokens it will compute, as far as the cache told when it was queued
@@ -67,6 +75,11 @@ class Request:
     prefill_only: bool = False
     transfer: int | None = None
     first_block: int = 0
+    grant: Hashable | None = None
+    awaits: set[Awaits] = field(default_factory=set)
+    state: State = State.WAITING
+    behind: Request | None = None
+    lent: bool = False
     token_ids: list[int] = field(default_factory=list)
     computed_len: int = 0
     cached_len: int | None = None
@@ -89,9 +102,9 @@ class Request:
         return key_of(self.job)
 
     @property
-    def request(self) -> Request:
-        """Itself, as a reservation has the request it is for."""
-        return self
+    def holder(self) -> tuple[Hashable, str]:
+        """Owner of the holds on its blocks, and their reason."""
+        return (self.key, REQUEST) if self.grant is None else (self.grant, GRANT)
 
     @property
     def uncomputed(self) -> int:
@@ -107,6 +120,11 @@ class Request:
         return len(self.token_ids) - self.job.prompt_len
 
     @property
+    def output_here(self) -> int:
+        """Output tokens that were drawn since it came here, or handed over to it."""
+        return len(self.token_ids) - len(self.job.token_ids)
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         return self.job.params.prompt_logprobs is not None and self.output_len == 0
 
@@ -115,35 +133,23 @@ class Request:
         """Hashes of the blocks that may come from the cache: one token at least is always computed."""
         if self.wants_prompt_logprobs:
             return []
-        return self.hashes[: (len(self.token_ids) - 1) // self.block_size]
+        return self.hashes[: self.last_start // self.block_size]
+
+    @property
+    def last_start(self) -> int:
+        """Where the block of the last token begins."""
+        return (len(self.token_ids) - 1) // self.block_size * self.block_size
+
+    def parent_of(self, start: int) -> bytes:
+        """Hash of the full block before a block's first token, as a tail is found by."""
+        return self.hashes[start // self.block_size - 1] if start else self.root
 
     def extend_hashes(self) -> None:
         """Hash the blocks that became full."""
         if len(self.token_ids) // self.block_size > len(self.hashes):
             self.hashes = chain(self.root, self.token_ids, self.block_size, self.hashes)
 
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """Blocks promised to an attempt whose prefill runs elsewhere. `owner` names the grant on the link; the request has
-    no blocks until there is room. The first `first_block` blocks came from this node's own cache."""
-
-    owner: Hashable
-    request: Request
-    first_block: int = 0
-
-    @property
-    def job(self) -> Job:
-        return self.request.job
-
-    @property
-    def key(self) -> Key:
-        return self.request.key
-
-    @property
-    def expected_tokens(self) -> int:
-        """Its prompt is computed elsewhere."""
-        return 0
-
-
-Entry = Request | Reservation
+    def move(self, new: State) -> None:
+        """To a state that the table allows."""
+        assert new in MOVES[self.state], f"{self.key}: {self.state} → {new} is not allowed"
+        self.state = new

@@ -5,21 +5,24 @@ Decodes come first, one token each; prefill chunks share what is left, and while
 that arrived last, which is recomputed later (its blocks stay findable until they are needed).
 
 Admission is in order of arrival, preempted requests first. A prompt is admitted when the prompts begun before it leave
-budget for it: the later it looks into the cache, the more it finds there. Reservations need no budget and may pass
-prompts that wait for budget, but nobody passes an entry that waits for blocks, and nobody takes the blocks that a
-passed entry will need.
+budget for it: the later it looks into the cache, the more it finds there. A request whose prompt comes by a grant needs
+no budget and may pass prompts that wait for budget, but nobody passes a request that waits for blocks, and nobody takes
+the blocks that a passed request will need.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
-from engine.ports import GRANT, REQUEST, SHIP
-from engine.request import Entry, Key, Request, Reservation
+from engine.ports import REQUEST, SHIP
+from engine.request import Request
+from engine.roster import Roster
 from engine.slices import Slice, chunks_of
+from engine.states import State
+from engine.tails import Tail
 from protocol.layout import blocks_for
 
 
@@ -33,44 +36,23 @@ class Limits:
 
 
 class Scheduler:
-    """Queue and running set. Owned by the engine thread."""
+    """Gives and takes blocks and seats. Owned by the engine thread."""
 
-    def __init__(self, pool: BlockPool, block_size: int, limits: Limits) -> None:
+    def __init__(
+        self, pool: BlockPool, roster: Roster, block_size: int, limits: Limits, copy_block: Callable[[int, int], None]
+    ) -> None:
         self.pool = pool
+        self.roster = roster
         self.block_size = block_size
         self.limits = limits
-        self.waiting: deque[Entry] = deque()
-        self.running: list[Request] = []
-        self.reserved: dict[object, Reservation] = {}
+        self._copy_block = copy_block
         self.newly_admitted: list[Request] = []
-        self.newly_reserved: list[Reservation] = []
         self.preempted_total = 0
-        self._attempts: dict[str, dict[int, Entry]] = {}
-        self._queued_tokens = 0
 
-    def has_work(self) -> bool:
-        return bool(self.running) or bool(self.waiting)
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Prompt tokens that are queued or begun and not yet computed, less those found in the cache on arrival."""
-        return self._queued_tokens + sum(r.uncomputed for r in self.running if not r.decodes)
-
-    def enqueue(self, entry: Entry) -> None:
-        """Add an attempt that is not `known` yet."""
-        attempts = self._attempts.setdefault(entry.job.request_id, {})
-        assert entry.job.attempt not in attempts, entry.key
-        attempts[entry.job.attempt] = entry
-        self.waiting.append(entry)
-        self._count_queued(entry)
-
-    def known(self, key: Key) -> bool:
-        """Whether that attempt is queued, reserved or running."""
-        return key[1] in self._attempts.get(key[0], {})
-
-    def attempts(self, request_id: str, upto: int) -> list[Entry]:
-        """What is queued, reserved or running of a request's attempts, those after `upto` left out."""
-        return [entry for attempt, entry in self._attempts.get(request_id, {}).items() if attempt <= upto]
+    def enqueue(self, request: Request) -> None:
+        """Add an attempt that is not here yet."""
+        self._expect(request)
+        self.roster.enter(request)
 
     def schedule(self) -> list[Slice]:
         """The next step's slices, decodes first; empty when nothing can run."""
@@ -78,59 +60,41 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens - len(decodes)
         if decodes:
             budget = min(budget, self.limits.max_prefill_tokens_while_decoding)
-        chunks = chunks_of((r for r in self.running if not r.decodes), budget)
+        chunks = chunks_of((r for r in self.roster.running if not r.decodes), budget)
         begun = self._admit(budget - sum(s.count for s in chunks))
         chunks += chunks_of(begun, budget - sum(s.count for s in chunks))
         chunks.sort(key=lambda s: not s.decodes)
         return decodes + chunks
 
-    def start(self, reservation: Reservation) -> Request:
-        """The reservation's blocks have landed: its request holds them from now on and runs."""
-        request = self.reserved.pop(reservation.owner).request
-        self._attempts[request.job.request_id][request.job.attempt] = request
+    def land(self, request: Request) -> None:
+        """What the request's grant brings is in its blocks: it holds them for itself and goes on."""
         self.pool.holds.hold(request.key, REQUEST, request.block_ids)
-        self.pool.release(reservation.owner, GRANT, request.block_ids)
-        self.running.append(request)
-        return request
+        self.pool.release(*request.holder, request.block_ids)
+        self.roster.landed(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a request that finished or was cancelled and give up its blocks."""
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self._dequeue(request)
-        self._forget(request)
-        self.pool.release(request.key, REQUEST, request.block_ids)
-        request.block_ids = []
-
-    def withdraw(self, owner: object) -> Reservation | None:
-        """Forget a reservation; the hold on its blocks, if it got them, stays. None when it is not here."""
-        reservation = self.reserved.pop(owner, None)
-        if reservation is None:
-            queued = (e for e in self.waiting if isinstance(e, Reservation) and e.owner == owner)
-            reservation = next(queued, None)
-            if reservation is None:
-                return None
-            self._dequeue(reservation)
-        self._forget(reservation)
-        return reservation
+        """Forget a request that finished or is dropped, and give up its blocks but those the link may touch."""
+        self.roster.leave(request)
+        if request.grant is None:
+            self.pool.release(*request.holder, request.block_ids)
+        if request.state is State.DONE:
+            request.block_ids = []
 
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks and queue it first, to be recomputed."""
         assert request.transfer is None, "a request that ships holds all its blocks from the start"
-        self.running.remove(request)
-        self.pool.release(request.key, REQUEST, request.block_ids)
+        self.pool.release(*request.holder, request.block_ids)
         request.block_ids = []
         request.computed_len = request.registered = 0
         request.prompt_logprobs.clear()
-        self.waiting.appendleft(request)
-        self._count_queued(request)
+        self._expect(request)
+        self.roster.preempt(request)
         self.preempted_total += 1
 
     def _grow_decodes(self) -> list[Slice]:
         decodes: list[Slice] = []
         preempted = self.preempted_total
-        for request in list(self.running):
+        for request in list(self.roster.running):
             if request.decodes and request.block_ids and self._grow(request):
                 decodes.append(Slice(request, request.computed_len, 1))
         if self.preempted_total > preempted:
@@ -141,82 +105,92 @@ class Scheduler:
         """Make room for the request's next token; False if it had to give way itself."""
         missing = self._blocks_of(request) - len(request.block_ids)
         while missing > 0:
-            more = self.pool.acquire(request.key, REQUEST, [], missing)
+            more = self.pool.acquire(*request.holder, [], missing)
             if more is not None:
                 request.block_ids.extend(more)
                 return True
-            victim = max(self.running, key=lambda r: r.arrived)
+            victim = max(self.roster.running, key=lambda r: r.arrived)
             self.preempt(victim)
             if victim is request:
                 return False
         return True
 
     def _admit(self, budget: int) -> list[Request]:
-        """Take entries from the queue while there is room; returns the requests among them. One block stays free for
-        each stream that will grow: what is admitted must not be preempted at once, nor preempt others."""
-        admitted: list[Request] = []
-        kept = len(self.reserved) + sum(not r.prefill_only for r in self.running) if self.waiting else 0
+        """Give requests of the queue their blocks while there is room; returns those that run now. One block stays free
+        for each stream that will grow: what is admitted must not be preempted at once, nor preempt others."""
+        begun: list[Request] = []
+        waiting = self.roster.waiting
+        if not waiting:
+            return begun
+        seated = self.roster.seated
+        seats = self.limits.max_num_seqs - len(self.roster.running) - len(seated)
+        kept = len(seated) + sum(not r.prefill_only for r in self.roster.running)
         passed = 0
-        while passed < min(len(self.waiting), self.limits.max_num_seqs - len(self.running) - len(self.reserved)):
-            entry = self.waiting[passed]
-            if isinstance(entry, Request) and budget <= 0:
-                kept += self._blocks_of(entry)
+        while passed < min(len(waiting), seats):
+            request = waiting[passed]
+            if request.grant is None and budget <= 0:
+                kept += self._blocks_of(request)
                 passed += 1
                 continue
-            if not self._take_blocks(entry, kept):
+            if not self._take_blocks(request, kept):
                 break
-            del self.waiting[passed]
-            self._queued_tokens -= entry.expected_tokens
-            if isinstance(entry, Reservation):
-                self.reserved[entry.owner] = entry
-                self.newly_reserved.append(entry)
-                kept += 1
-            else:
-                self._begin(entry)
-                admitted.append(entry)
-                budget -= entry.uncomputed
-                kept += not entry.prefill_only
-        return admitted
+            self.roster.admit(passed)
+            seats -= 1
+            kept += not request.prefill_only
+            self._note_admission(request)
+            if request.state is State.RUNNING:
+                begun.append(request)
+                budget -= request.uncomputed
+        return begun
 
-    def _take_blocks(self, entry: Entry, kept: int) -> bool:
-        """Hold the entry's whole chain, cached blocks first, unless fewer than `kept` blocks would stay available."""
-        request = entry.request
+    def _take_blocks(self, request: Request, kept: int) -> bool:
+        """Hold the request's whole chain, cached blocks first, unless fewer than `kept` blocks would stay available."""
         reused = self.pool.match(request.reusable_hashes)
-        owner, reason = (request.key, REQUEST) if isinstance(entry, Request) else (entry.owner, GRANT)
-        block_ids = self.pool.acquire(owner, reason, reused, self._blocks_of(entry) - len(reused), keep=kept)
+        tail = self._tail(request, len(reused) * self.block_size)
+        block_ids = self.pool.acquire(*request.holder, reused, self._blocks_of(request) - len(reused), keep=kept)
         if block_ids is None:
             return False
         request.block_ids = block_ids
         request.computed_len = len(reused) * self.block_size
         request.registered = len(reused)
-        if isinstance(entry, Reservation):
-            entry.first_block = len(reused)
+        if tail is not None:
+            self._copy_tail(request, tail)
         return True
 
-    def _begin(self, request: Request) -> None:
-        self.running.append(request)
-        if request.admitted is None:
-            request.admitted = time.monotonic()
-            request.cached_len = request.computed_len
-            self.newly_admitted.append(request)
+    def _tail(self, request: Request, start: int) -> Tail | None:
+        """A block that has what a fork shares with the prompts of others behind its `start` tokens in full blocks."""
+        if not request.job.fork_of or request.grant is not None or request.wants_prompt_logprobs:
+            return None
+        upto = min(start + self.block_size, len(request.token_ids) - 1)
+        return self.pool.tails.match(request.parent_of(start), request.token_ids[start:upto])
+
+    def _copy_tail(self, request: Request, tail: Tail) -> None:
+        """At once: the block it is copied from may be free, and taken next. The copy is as good as that one."""
+        start = request.computed_len
+        target = request.block_ids[start // self.block_size]
+        if target != tail.block_id:
+            self._copy_block(tail.block_id, target)
+        request.computed_len += tail.length
+        self.pool.tails.put(request.parent_of(start), request.token_ids[start : request.computed_len], target)
+
+    def _note_admission(self, request: Request) -> None:
+        """The first time counts. From now on the link sends from the blocks, or receives into them."""
+        if request.grant is not None:
+            request.first_block, request.lent = request.registered, True
+        elif request.admitted is not None:
+            return
+        request.admitted = time.monotonic()
+        request.cached_len = request.computed_len
+        self.newly_admitted.append(request)
         if request.transfer is not None:
+            request.lent = True
             self.pool.holds.hold(("ship", request.transfer), SHIP, request.block_ids)
 
-    def _blocks_of(self, entry: Entry) -> int:
-        return blocks_for(len(entry.request.token_ids), self.block_size)
+    def _blocks_of(self, request: Request) -> int:
+        return blocks_for(len(request.token_ids), self.block_size)
 
-    def _count_queued(self, entry: Entry) -> None:
-        if isinstance(entry, Request):
-            cached = len(self.pool.match(entry.reusable_hashes)) * self.block_size
-            entry.expected_tokens = len(entry.token_ids) - cached
-        self._queued_tokens += entry.expected_tokens
-
-    def _dequeue(self, entry: Entry) -> None:
-        self.waiting.remove(entry)
-        self._queued_tokens -= entry.expected_tokens
-
-    def _forget(self, entry: Entry) -> None:
-        attempts = self._attempts[entry.job.request_id]
-        del attempts[entry.job.attempt]
-        if not attempts:
-            del self._attempts[entry.job.request_id]
+    def _expect(self, request: Request) -> None:
+        """What it will compute; a prompt that comes by a grant is computed elsewhere."""
+        if request.grant is None:
+            cached = len(self.pool.match(request.reusable_hashes)) * self.block_size
+            request.expected_tokens = len(request.token_ids) - cached

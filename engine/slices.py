@@ -23,6 +23,11 @@ class Slice:
         return self.count == 1
 
     @property
+    def streams(self) -> bool:
+        """The one token is output, no rest of a prompt."""
+        return self.decodes and self.start >= len(self.request.job.token_ids)
+
+    @property
     def samples(self) -> bool:
         return self.start + self.count == len(self.request.token_ids)
 

@@ -12,7 +12,7 @@ from engine.leaving import Leaving
 from engine.lent import Lent
 from engine.models.base import Unwanted
 from engine.ports import REQUEST, SHIP
-from engine.request import Request, Reservation
+from engine.request import Request
 from engine.runner import Runner
 from engine.sampler import Sampled
 from engine.scheduler import Scheduler
@@ -49,6 +49,18 @@ class Stepper:
             self._fail_step(error if isinstance(error, KvferryError) else NodeLost(f"engine step failed: {error}"))
             return True
 
+    def drop(self, request: Request, error: KvferryError) -> None:
+        """End a request with an error, whatever it was doing, and tell those who wait for it. The blocks of a grant
+        that has them stay held until `Lent.grant_quiet`."""
+        granted = request.lent
+        self._scheduler.remove(request)
+        if request.grant is None:
+            self._events.append(Failed(request.key, request.job.router_id, error))
+            return
+        if granted:
+            self._lent.withdraw(request)
+        self._events.append(ReservationFailed(request.grant, error, granted))
+
     def register(self, request: Request) -> None:
         """Make the request's newly full blocks findable."""
         block_size = request.block_size
@@ -62,6 +74,13 @@ class Stepper:
             parent = request.block_ids[i - 1] if i else None
             request.block_ids[i] = self._pool.register(holders, request.block_ids[i], request.hashes[i], parent)
             request.registered = i + 1
+
+    def note_tail(self, request: Request) -> None:
+        """The K/V of all its tokens is here: forks may copy what they share of the last block."""
+        if self._pool.prefix_caching:
+            start = request.last_start
+            block_id = request.block_ids[start // request.block_size]
+            self._pool.tails.put(request.parent_of(start), request.token_ids[start:], block_id)
 
     def report_blocks(self) -> None:
         """Tell what became findable or was evicted."""
@@ -92,41 +111,24 @@ class Stepper:
 
     def _fail_step(self, error: KvferryError) -> None:
         """The head of the queue goes where nothing ran: the next step would begin with it again."""
-        running = list(self._scheduler.running)
-        for request in running:
-            self._fail(request, error)
-        if running or not self._scheduler.waiting:
-            return
-        head = self._scheduler.waiting[0]
-        if isinstance(head, Reservation):
-            self._scheduler.withdraw(head.owner)
-            self._events.append(ReservationFailed(head.owner, error))
-        else:
-            self._fail(head, error)
-
-    def _fail(self, request: Request, error: KvferryError) -> None:
-        self._scheduler.remove(request)
-        self._events.append(Failed(request.key, request.job.router_id, error))
+        roster = self._scheduler.roster
+        for request in list(roster.running) or list(roster.waiting)[:1]:
+            self.drop(request, error)
 
     def _announce_admissions(self) -> None:
         for request in self._scheduler.newly_admitted:
             assert request.admitted is not None
             if request.transfer is not None:
-                self._lent.ship(request.transfer, request.block_ids)
+                self._lent.ship(request)
                 self._ship(request, request.registered)
+            if request.grant is not None:
+                blocks = tuple(request.block_ids[request.first_block :])
+                self._events.append(Reserved(request.grant, request.first_block, blocks))
             queried = len(request.token_ids)
             self._events.append(
                 Admitted(request.key, request.admitted - request.arrived, queried, request.cached_len or 0)
             )
-        for reservation in self._scheduler.newly_reserved:
-            blocks = tuple(reservation.request.block_ids[reservation.first_block :])
-            self._events.append(Reserved(reservation.owner, reservation.first_block, blocks))
-            request = reservation.request
-            self._events.append(
-                Admitted(request.key, time.monotonic() - request.arrived, len(request.token_ids), request.computed_len)
-            )
         self._scheduler.newly_admitted.clear()
-        self._scheduler.newly_reserved.clear()
 
     def _commit(self, part: Slice, sampled: Sampled | None) -> None:
         request = part.request
@@ -137,8 +139,10 @@ class Stepper:
             self._ship(request, len(request.block_ids) if complete else request.registered)
         if sampled is None:
             return
+        if request.output_here == 0:
+            self.note_tail(request)
         if sampled.token_id == NO_TOKEN:
-            self._fail(request, ModelFailed("the model's logits for the next token are not numbers"))
+            self.drop(request, ModelFailed("the model's logits for the next token are not numbers"))
             return
         event = output.append(request, sampled, self._longest)
         self._events.append(event)
@@ -155,7 +159,7 @@ class Stepper:
             request.shipped = upto
 
     def _report_step(self, slices: Sequence[Slice], seconds: float) -> None:
-        decodes = sum(s.decodes and s.start >= len(s.request.job.token_ids) for s in slices)
+        decodes = sum(s.streams for s in slices)
         preempted, evicted = self._scheduler.preempted_total, self._pool.evicted_total
         self._events.append(
             Stepped(

@@ -114,7 +114,7 @@ class Ships:
 
     def quiet(self, transfer: int) -> None:
         """No send touches the ship's blocks any more."""
-        self._base.engine.submit(lambda engine: engine.ship_quiet(transfer))
+        self._base.engine.submit(lambda engine: engine.lent.ship_quiet(transfer))
         with self._lock:
             self._offers.pop(transfer, None)
 

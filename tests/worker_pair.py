@@ -123,7 +123,7 @@ class Worker:
 
     def _remains(self) -> object:
         engine, service = self.engine, self.service
-        tables = [engine.lent.ships, engine.lent.grants, engine.scheduler._attempts]
+        tables = [engine.lent.ships, engine.lent.grants, engine.roster._attempts]
         if isinstance(service, PrefillService):
             tables += [service._answers, service._ships._offers, {} if self.link_lost else service._ships.sender._ships]
         else:

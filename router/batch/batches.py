@@ -33,13 +33,17 @@ class Batches:
         self._row_s = settings.request_timeout
         self._app: ASGIApp | None = None
         self._live: Callable[[], int] = lambda: 0
+        self._realm: Callable[[str], str] = lambda tenant: tenant
         self._endpoints: Collection[str] = ()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._rows = 0
 
-    def serve(self, app: ASGIApp, endpoints: Collection[str], live: Callable[[], int]) -> None:
-        """`app` answers rows: those that POST to `endpoints`. `live`: requests in progress, rows included."""
-        self._app, self._endpoints, self._live = app, tuple(endpoints), live
+    def serve(
+        self, app: ASGIApp, endpoints: Collection[str], live: Callable[[], int], realm: Callable[[str], str]
+    ) -> None:
+        """`app` answers rows: those that POST to `endpoints`. `live`: requests in progress, rows included. `realm`: a
+        tenant's, for its rows' calls."""
+        self._app, self._endpoints, self._live, self._realm = app, tuple(endpoints), live, realm
 
     def files(self, tenant: str) -> FileStore:
         return FileStore(self._root, tenant, self._limit)
@@ -103,7 +107,10 @@ class Batches:
             return
         with lock:
             files = self.files(batch.tenant)
-            await Runner(batch, folder, files, self._counted, width=self._width, row_s=self._row_s).run()
+            await Runner(
+                batch, folder, files, self._counted,
+                width=self._width, row_s=self._row_s, realm=self._realm(batch.tenant),
+            ).run()  # fmt: skip
 
     def _width(self) -> int:
         """How many rows each batch may have in progress: its share of those allowed, less one for each live request."""

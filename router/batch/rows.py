@@ -16,7 +16,7 @@ MAX_ERRORS = 100
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request; `body` is JSON as bytes."""
+    """One request; `body` is JSON as bytes, without a wish for priority: a batch is behind all others."""
 
     custom_id: str
     body: bytes
@@ -71,7 +71,7 @@ def _row(number: int, line: bytes, endpoint: str) -> Row | Wrong:
         return Wrong(number, "body must be a JSON object", "body")
     if body.get("stream"):
         return Wrong(number, "answers of a batch cannot be streamed", "body.stream")
-    return Row(custom_id, json.dumps(body).encode())
+    return Row(custom_id, json.dumps({**body, "priority": None}).encode())
 
 
 def answer_row(custom_id: str, status: int, request_id: str, body: Any) -> dict[str, Any]:

@@ -46,9 +46,10 @@ class Runner:
         *,
         width: Callable[[], int],
         row_s: float,
+        realm: str,
     ) -> None:
         self._batch, self._folder, self._files, self._app = batch, folder, files, app
-        self._width, self._row_s = width, row_s
+        self._width, self._row_s, self._realm = width, row_s, realm
         self._running = 0
         self._freed = asyncio.Event()
         self._saved = 0.0
@@ -170,7 +171,8 @@ class Runner:
     def _call(self) -> Call:
         now = time.monotonic()
         name = uuid.uuid4().hex
-        return Call(name, arrival=now, deadline=now + self._row_s, tenant=self._batch.tenant, priority=PRIORITY)
+        tenant = self._batch.tenant
+        return Call(name, arrival=now, deadline=now + self._row_s, tenant=tenant, realm=self._realm, priority=PRIORITY)
 
     async def _write(self, row: dict[str, Any], *, ok: bool) -> None:
         """A row once begun is written and counted, also when nobody waits for it any more."""

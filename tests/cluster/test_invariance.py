@@ -87,7 +87,7 @@ def preempting() -> Callable[[Engine, int], None]:
     left = {0, 5, 17}
 
     def sometimes(engine: Engine, step: int) -> None:
-        for request in list(engine.scheduler.running):
+        for request in list(engine.roster.running):
             if request.job.request_id == "probe" and request.output_len in left:
                 left.remove(request.output_len)
                 engine.scheduler.preempt(request)

@@ -58,7 +58,7 @@ def run(
 
 def preempting(engine: Engine) -> Callable[[int], None]:
     def sometimes(step: int) -> None:
-        running = engine.scheduler.running
+        running = engine.roster.running
         if step % 7 == 0 and running and step < 300:
             engine.scheduler.preempt(running[step % len(running)])
 

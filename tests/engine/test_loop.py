@@ -90,7 +90,7 @@ def test_a_request_that_waits_for_room_starts_when_room_comes(running: tuple[Eng
     outbox.wait_for(lambda events: len(events) > 0)
     assert loop.load.granted_blocks == 50
     loop.submit(lambda engine: engine.cancel("big", 0))
-    loop.submit(lambda engine: engine.grant_quiet("g"))
+    loop.submit(lambda engine: engine.lent.grant_quiet("g"))
     outbox.wait_for(lambda events: sum(isinstance(e, Generated) for e in events) == 8)
 
 

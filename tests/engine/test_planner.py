@@ -67,10 +67,10 @@ def test_a_full_block_that_is_exchanged_for_an_equal_one(checked: list[int]) -> 
     prompt = [1, 2, 3, 4, 5]
     for name in "ab":
         engine.add(make_job(name, prompt, max_tokens=20))
-    requests = list(engine.scheduler.waiting)
+    requests = list(engine.roster.waiting)
     while engine.has_work():
         engine.step()
-    assert all(r.request.token_ids == [*prompt, *expected(prompt, 20)] for r in requests)
+    assert all(r.token_ids == [*prompt, *expected(prompt, 20)] for r in requests)
     assert set(checked) == {2}
 
 
