@@ -36,7 +36,7 @@ from router.call import CALL, Call
 from router.tenants.tenancy import Tenancy
 from router.tenants.tenant import NOBODY, Tenant
 
-OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics"))
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
