@@ -104,12 +104,13 @@ class Door:
         return local
 
     def _tenant(self, headers: Headers) -> Tenant | None:
-        """Whose request it is; None where it had to tell and did not. Header values arrive decoded as latin-1."""
+        """Whose request it is, by OpenAI's header or Anthropic's; None where it had to tell and did not. Header values
+        arrive decoded as latin-1."""
         keyring = self._tenancy.keyring
         if not keyring.guards:
             return NOBODY
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else ""
+        key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         return keyring.tenant(key.encode("latin-1")) if key else None
 
 
