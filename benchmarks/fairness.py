@@ -58,8 +58,8 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A cluster and who asks it. pause_s: between two requests of the steady tenant, at least; it has one at a time, and
-    begins none after `limit_s` seconds of a phase."""
+    """A cluster and who asks it. The steady tenant has one request at a time, waits about `pause_s` before the next,
+    and begins none after `limit_s` seconds of a phase."""
 
     target: Target
     keys: dict[str, str]

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -18,10 +17,10 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from process.disconnect import disconnected
+from process.disconnect import until_disconnect
 from process.log import REQUEST
 from process.tracing import TRACER
-from protocol.errors import Cancelled, KvferryError, Overloaded, Unauthorized
+from protocol.errors import KvferryError, Overloaded, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.body_reader import BodyReader
@@ -30,15 +29,13 @@ from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
 from router.api.responder import Responder
-from router.api.schemas import GenerationBody, RequestBody, parse
+from router.api.schemas import GenerationBody, parse
 from router.api.visit import Visit
 from router.call import CALL, Call
 from router.tenants.tenancy import Tenancy
 from router.tenants.tenant import NOBODY, Tenant
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
-AGAIN_S = 0.1
-"""Until work that ignored a cancellation is cancelled again."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -104,13 +101,13 @@ class Door:
         return local
 
     def _tenant(self, headers: Headers) -> Tenant | None:
-        """Whose request it is, by OpenAI's header or Anthropic's; None where it had to tell and did not. Header values
-        arrive decoded as latin-1."""
+        """Whose request it is; None where it had to tell and did not: by `Authorization: Bearer KEY`, or by
+        `x-api-key`, which clients of the Messages API send. Header values arrive decoded as latin-1."""
         keyring = self._tenancy.keyring
         if not keyring.guards:
             return NOBODY
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        key = (token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
         return keyring.tenant(key.encode("latin-1")) if key else None
 
 
@@ -139,6 +136,10 @@ class Admission:
         self.check(own)
         self.count += 1
 
+    def go_on(self) -> None:
+        """For work that outlives the request that entered for it; `leave` must follow for each."""
+        self.count += 1
+
     def leave(self) -> None:
         self.count -= 1
 
@@ -156,7 +157,7 @@ class Exchange:
         tenancy: Tenancy,
         metrics: RouterMetrics,
     ) -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._pools = pools
         self._admission = admission
         self._reader = reader
@@ -165,9 +166,9 @@ class Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, metrics, status = scope[CALL], self._metrics, 500
-        span = TRACER.start("request", call.trace, endpoint=self._endpoint.path, id=call.id, tenant=call.tenant)
+        span = TRACER.start("request", call.trace, endpoint=self.endpoint.path, id=call.id, tenant=call.tenant)
         visit = Visit(call, self._tenancy, metrics, span)
-        responder = Responder(send, self._endpoint.path, visit.headers)
+        responder = Responder(send, self.endpoint.path, visit.headers)
         try:
             with metrics.inflight.track_inprogress(), visit:
                 self._admission.check(visit.running)
@@ -185,58 +186,39 @@ class Exchange:
             visit.refused(error)
             await responder.fail(error)
         except Exception:
-            logger.exception("%s: %s failed", call.id, self._endpoint.path)
+            logger.exception("%s: %s failed", call.id, self.endpoint.path)
             await responder.fail(KvferryError("internal error of the router; its log has the details"))
         finally:
-            metrics.requests.labels(self._endpoint.path, str(status)).inc()
+            metrics.requests.labels(self.endpoint.path, str(status)).inc()
             visit.over(status)
 
     async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Answer:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
-        request = parse(self._endpoint.body, data)
-        body = await self._asked(visit.call, request)
+        body, size = await self._asked(visit.call, data)
         pool = self._pools.pool(body.model)
-        specs = await pool.specs(visit.prefer(body.priority), body, len(data))
+        specs = await pool.specs(visit.prefer(body.priority), body, size)
         generation = Generation(pool, specs, body.text_options(), n=body.n or 1)
+        if self.endpoint.later is not None:
+            promise = await self.endpoint.later(visit.call, pool, body, generation)
+            if promise is not None:
+                return promise
         await visit.turn(pool.turns, generation.size)
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)
                 visit.began(generation.used)
-                answer = self._endpoint.shape(visit.call, pool, request, generation)
+                answer = self.endpoint.shape(visit.call, pool, body, generation)
                 await answer.fold(first, pieces, responder)
                 await answer.settle()
         finally:
             await generation.close()
         return answer
 
-    async def _asked(self, call: Call, request: RequestBody) -> GenerationBody:
-        if self._endpoint.asked is not None:
-            return await self._endpoint.asked(call, request, self._pools)
+    async def _asked(self, call: Call, data: bytes) -> tuple[GenerationBody, int]:
+        """What the body asks of a model, and the bytes of all that it names."""
+        request = parse(self.endpoint.body, data)
+        if self.endpoint.asked is not None:
+            chat = await self.endpoint.asked(call, request, self._pools)
+            return chat, len(data) + chat.earlier
         assert isinstance(request, GenerationBody)
-        return request
-
-
-async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away; raises Cancelled then. The request's body
-    must have been read."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(disconnected(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise Cancelled("the client went away")
-    finally:
-        leaving.cancel()
-        await _ended(working)
-
-
-async def _ended(work: asyncio.Future[T]) -> None:
-    """Cancel until it ends: a library below may swallow a cancellation (asyncio.wait_for did before Python 3.12), and
-    work that nobody waits for any more would run on to its last token."""
-    while not work.done():
-        work.cancel()
-        await asyncio.wait((work,), timeout=AGAIN_S)
-    if not work.cancelled():
-        work.exception()
+        return request, len(data)
