@@ -192,7 +192,7 @@ class Exchange:
         specs = await pool.specs(visit.prefer(body.priority), body, size)
         generation = Generation(pool, specs, body.text_options(), n=body.n or 1)
         if self.endpoint.later is not None:
-            promise = await self.endpoint.later(visit.call, pool, body, generation)
+            promise = await self.endpoint.later(visit, pool, body, generation)
             if promise is not None:
                 return promise
         await visit.turn(pool.turns, generation.size)
