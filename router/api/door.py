@@ -203,7 +203,7 @@ class Exchange:
         else:
             generation = Generation(pool, specs, body.text_options(), n=body.sequences())
         if self.endpoint.later is not None:
-            promise = await self.endpoint.later(visit.call, pool, body, generation)
+            promise = await self.endpoint.later(visit, pool, body, generation)
             if promise is not None:
                 return promise
         await visit.turn(pool.turns, generation.size)

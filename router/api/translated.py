@@ -60,7 +60,7 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     own = names.get(field)
     if own is None or error.param is None:
         return error
-    param = own if field == "messages" else own + rest.replace(".function", "")
+    param = own if field == "messages" else own + rest.replace(".function", "").replace(".json_schema", "")
     return type(error)(error.message.replace(error.param, param, 1), param=param)
 
 
