@@ -150,7 +150,7 @@ def _decodes(demand: Demand, usable: Iterable[NodeView]) -> list[NodeView]:
     """Those with room. Raises what `place` raises."""
     decodes = [node for node in usable if node.lease.role == "decode"]
     if not decodes:
-        raise no_nodes()
+        raise no_nodes(demand.model)
     fitting = [node for node in decodes if fits(node, demand)]
     if not fitting:
         largest = max(node.lease.load.total_blocks * node.lease.block_size for node in decodes)

@@ -44,6 +44,7 @@ class Demand:
     pinned        the prefill node to use if it is there
     beside        the node that has the K/V of all tokens but the last, for a request that forks from one there
     local_only    no prefill node
+    model         of the nodes that are asked, for errors
     """
 
     total_len: int
@@ -52,6 +53,7 @@ class Demand:
     excluded: frozenset[NodeKey] = frozenset()
     pinned: NodeKey | None = None
     local_only: bool = False
+    model: str = ""
     beside: NodeKey | None = None
 
 

@@ -66,6 +66,7 @@ class GenerationBody(SamplingFields, ChoiceFields, UnbuiltFields, RequestBody):
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
+    priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     def check(self) -> None:
@@ -95,11 +96,6 @@ class GenerationBody(SamplingFields, ChoiceFields, UnbuiltFields, RequestBody):
     def sequences(self) -> int:
         """How many are made of each prompt, of which the n best are shown."""
         return self.best_of or self.n or 1
-
-    def scored_top(self) -> int | None:
-        """`top`, and at least the drawn token's own where the best sequences are to be found."""
-        top = self.top()
-        return 0 if top is None and self.sequences() > (self.n or 1) else top
 
     def prompt_top(self) -> int | None:
         """The same for each token of the prompt."""
@@ -228,6 +224,11 @@ def parse(kind: type[Body], data: bytes) -> Body:
         value = from_json(data)
     except ValueError as error:
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    return build(kind, value)
+
+
+def build(kind: type[Body], value: Any) -> Body:
+    """The body that a JSON value is. Raises InvalidRequest naming the first field at fault."""
     try:
         body = kind.model_validate(value)
     except ValidationError as error:

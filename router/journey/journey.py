@@ -113,7 +113,7 @@ class RouterJourney:
     async def _launch(self) -> None:
         """Place and begin the next attempt. From the choice to the booking nothing is awaited."""
         token_ids = self._spec.token_ids + tuple(self._sequence.tokens)
-        group = self._ground.nodes.group
+        group = self._ground.group.members
         reuse = await self._ground.reuse(_hashes(self._spec, token_ids, group[0].lease) if group else ())
         while (placement := self._place(reuse)) is None:
             await self._pause()

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from placement.capacity import Capacity
 from placement.terms import NodeKey
 from protocol.messages import Reuse, TokenLogprobs
 from protocol.sampling import SamplingParams
@@ -95,7 +96,10 @@ class ClusterInfo:
 
 
 class Cluster(Protocol):
-    """All nodes as the router sees them."""
+    """The nodes of one model as the router sees them."""
+
+    def capacity(self) -> Capacity:
+        """What they take at once, as of less than a second ago. Asked for at every request."""
 
     def info(self) -> ClusterInfo | None:
         """None until a node that can decode (or any at all, for max_tokens=1) has been seen."""
