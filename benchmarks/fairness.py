@@ -142,6 +142,11 @@ async def measure(options: argparse.Namespace) -> dict[str, Phase]:
                 for name in options.only:
                     source = random.Random(f"{name} {number}")
                     await load.phase(phases[name], PHASES[name], options.requests, source)
+                    print(
+                        f"round {number + 1}, {name}: p50 {phases[name].first_s(0.5):.2f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     return phases
 
 

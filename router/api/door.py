@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -18,9 +17,10 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from process.disconnect import disconnected
+from process.disconnect import until_disconnect
 from process.log import REQUEST
-from protocol.errors import Cancelled, KvferryError, Overloaded, Unauthorized
+from process.tracing import TRACER
+from protocol.errors import KvferryError, Overloaded, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.beams import BeamGeneration
@@ -37,8 +37,7 @@ from router.tenants.tenancy import Tenancy
 from router.tenants.tenant import NOBODY, Tenant
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
-AGAIN_S = 0.1
-"""Until work that ignored a cancellation is cancelled again."""
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Door:
             deadline=arrival + self._timeout_s,
             tenant=name,
             realm=self._tenancy.realm(name),
-            trace=headers.get("traceparent", ""),
+            trace=_traceparent(headers),
         )
 
         async def stamped(message: Message) -> None:
@@ -111,6 +110,12 @@ class Door:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         key = (token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
         return keyring.tenant(key.encode("latin-1")) if key else None
+
+
+def _traceparent(headers: Headers) -> str:
+    """The client's, if it is one."""
+    given = headers.get("traceparent", "")
+    return given if given and _TRACEPARENT.fullmatch(given) else ""
 
 
 class Admission:
@@ -162,7 +167,8 @@ class Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, metrics, status = scope[CALL], self._metrics, 500
-        visit = Visit(call, self._tenancy, metrics)
+        span = TRACER.start("request", call.trace, endpoint=self.endpoint.path, id=call.id, tenant=call.tenant)
+        visit = Visit(call, self._tenancy, metrics, span)
         responder = Responder(send, self.endpoint.path, visit.headers)
         try:
             with metrics.inflight.track_inprogress(), visit:
@@ -185,6 +191,7 @@ class Exchange:
             await responder.fail(KvferryError("internal error of the router; its log has the details"))
         finally:
             metrics.requests.labels(self.endpoint.path, str(status)).inc()
+            visit.over(status)
 
     async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Answer:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
@@ -219,28 +226,3 @@ class Exchange:
             return chat, len(data) + chat.earlier
         assert isinstance(request, GenerationBody)
         return request, len(data)
-
-
-async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away; raises Cancelled then. The request's body
-    must have been read."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(disconnected(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise Cancelled("the client went away")
-    finally:
-        leaving.cancel()
-        await _ended(working)
-
-
-async def _ended(work: asyncio.Future[T]) -> None:
-    """Cancel until it ends: a library below may swallow a cancellation (asyncio.wait_for did before Python 3.12), and
-    work that nobody waits for any more would run on to its last token."""
-    while not work.done():
-        work.cancel()
-        await asyncio.wait((work,), timeout=AGAIN_S)
-    if not work.cancelled():
-        work.exception()
