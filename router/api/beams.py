@@ -22,6 +22,7 @@ from router.api.pool import Pool
 from router.api.schemas import GenerationBody
 from router.journey.beam_search import Beam, BeamSearch
 from router.journey.spec import Fork, Output, RequestSpec
+from router.tenants.turns import Size
 from router.text.transcript import Piece
 
 T = TypeVar("T")
@@ -36,6 +37,10 @@ class BeamGeneration(Generation):
         self._width = body.sequences()
         self._penalty = 1.0 if body.length_penalty is None else body.length_penalty
         self._top = body.top()
+
+    @property
+    def size(self) -> Size:
+        return replace(super().size, sequences=len(self.prompts) * self._width)
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
         searches = [self._task(self._search(leader)) for leader in self._leaders]

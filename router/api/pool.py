@@ -112,13 +112,14 @@ class Pool:
         """Parameters of a prompt's first choice; the model's own defaults stand in for what the body leaves out.
         Without a seed in the body one is drawn here, so that a retried attempt continues the same text."""
         facts = self.text.facts
+        top = body.top()
         given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
         params = SamplingParams(
             **{**dict(facts.sampling), **given},
             max_tokens=max_tokens,
             logit_bias=tuple((body.logit_bias or {}).items()),
             seed=body.seed if body.seed is not None else random.getrandbits(63),
-            logprobs=body.scored_top(),
+            logprobs=top or 0 if body.sequences() > (body.n or 1) else top,
             prompt_logprobs=body.prompt_top(),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),

@@ -92,11 +92,6 @@ class GenerationBody(SamplingFields, ChoiceFields, UnbuiltFields, RequestBody):
         """How many are made of each prompt, of which the n best are shown."""
         return self.best_of or self.n or 1
 
-    def scored_top(self) -> int | None:
-        """`top`, and at least the drawn token's own where the best sequences are to be found."""
-        top = self.top()
-        return 0 if top is None and self.sequences() > (self.n or 1) else top
-
     def prompt_top(self) -> int | None:
         """The same for each token of the prompt."""
         return self.prompt_logprobs

@@ -100,3 +100,18 @@ async def test_many_bad_words_cost_little() -> None:
     bad = ["".join(chance.choices("abc dé", k=250)) + "x" for _ in range(128)]
     assert (await api.complete(prompt=["a", "b"], bad_words=bad)).is_success
     assert len(api.cluster.journeys[0].spec.params.bad_words) <= 256
+
+
+async def test_prompt_logprobs_come_with_every_choice_of_every_prompt() -> None:
+    api = Api(FakeCluster(says("x")))
+    prompts = ["Once upon", "Once upon a time there was"]
+    whole = (await api.complete(prompt=prompts, n=2, prompt_logprobs=1)).json()
+    lengths = [len(demo_text().encode(prompt)) for prompt in prompts]
+    assert [len(c["prompt_logprobs"]) for c in whole["choices"]] == [lengths[0]] * 2 + [lengths[1]] * 2
+    assert all(c["prompt_logprobs"][0] is None and all(c["prompt_logprobs"][1:]) for c in whole["choices"])
+    best = (await api.complete(prompt=prompts, best_of=3, prompt_logprobs=0)).json()
+    assert [len(c["prompt_logprobs"]) for c in best["choices"]] == lengths
+    chat = (await api.chat(n=3, prompt_logprobs=2)).json()
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    asked = [j.spec.params.prompt_logprobs for j in api.cluster.journeys]
+    assert asked.count(None) == len(asked) - 5, "computed once for each prompt"
