@@ -54,6 +54,16 @@ class RouterSettings(CommonSettings):
     served_model_name: str = setting("", "name clients use for the model; default: derived from --model")
     api_key: str = setting("", "bearer token clients must present; empty: none")
     chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own")
+    tool_call_parser: str = setting(
+        "auto",
+        "how the model calls tools; auto: as its chat template shows, none: it does not",
+        choices=("auto", "none", "hermes", "llama3_json", "mistral", "pythonic"),
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "how the model marks its reasoning; auto: as its chat template shows, none: it is part of the text",
+        choices=("auto", "none", "deepseek_r1", "qwen3", "granite", "mistral"),
+    )
     generation_config: str = setting(
         "auto",
         "sampling defaults; auto: those of the model's generation_config.json, none: the API's own",

@@ -182,7 +182,9 @@ class Exchange:
         request = parse(self._endpoint.body, data)
         body = await self._asked(call, request)
         pool = self._pools.pool(body.model)
-        generation = Generation(pool, await pool.specs(call, body, len(data)), body.text_options(), n=body.n or 1)
+        reading = body.reading(pool.text)
+        specs = await pool.specs(call, body, len(data))
+        generation = Generation(pool, specs, body.text_options(), reading, n=body.n or 1)
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)

@@ -76,7 +76,13 @@ class Pool:
         if body.truncate_prompt_tokens is not None:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
         params = self._params(body, self._budget(body, len(token_ids)))
-        return RequestSpec(call, request_id, tuple(token_ids), Generate(params), body.cache_salt or "")
+        return RequestSpec(
+            call,
+            request_id,
+            tuple(token_ids),
+            Generate(params, body.grammar(self.text, token_ids)),
+            body.cache_salt or "",
+        )
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
         """max_tokens of a prompt: what is asked, else the shape's default, else the rest of the context. An asked 0

@@ -13,6 +13,7 @@ from pydantic_core import from_json
 
 from protocol.errors import InvalidRequest
 from protocol.sampling import MAX_COUNT
+from protocol.work import Grammar
 from router.api.fields import (
     Count,
     Messages,
@@ -24,9 +25,11 @@ from router.api.fields import (
     Stops,
     StreamOptions,
     Top,
-    told,
+    field_path,
 )
+from router.api.tools import ToolFields, Tools, ToolUse, reading, tool_grammar
 from router.api.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompletions
+from router.text.parsers.stage import PLAIN, Reading
 from router.text.text_model import TextModel
 from router.text.transcript import TextOptions
 
@@ -69,7 +72,6 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-
     best_of: Number | None = None
 
     def check(self) -> None:
@@ -99,6 +101,14 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
     def prompt_top(self) -> int | None:
         """The same for each token of the prompt."""
         return self.prompt_logprobs
+
+    def reading(self, text: TextModel) -> Reading:
+        """What is to be taken out of the output's text. Raises InvalidRequest."""
+        return PLAIN
+
+    def grammar(self, text: TextModel, prompt: Sequence[int]) -> Grammar | None:
+        """What the output of this prompt must match."""
+        return None
 
     def text_options(self) -> TextOptions:
         """How the output is shown."""
@@ -149,9 +159,9 @@ class ChatPrompt(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Objects | None = None
     reasoning_effort: str | None = None
-    tools: Objects | None = None
+    tools: Tools | None = None
 
-    def rendered(self, text: TextModel, messages: Sequence[Mapping[str, Any]]) -> str:
+    def rendered(self, text: TextModel, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> str:
         """The prompt's text. Raises InvalidRequest."""
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
@@ -161,7 +171,7 @@ class ChatPrompt(RequestBody):
         extra = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return text.render(
             messages,
-            tools=self.tools,
+            tools=tools,
             documents=self.documents,
             add_generation_prompt=not continues if self.add_generation_prompt is None else self.add_generation_prompt,
             continue_final_message=continues,
@@ -169,7 +179,7 @@ class ChatPrompt(RequestBody):
         )
 
 
-class ChatBody(ChatPrompt, UnbuiltForChat, GenerationBody):
+class ChatBody(ToolFields, ChatPrompt, UnbuiltForChat, GenerationBody):
     """POST /v1/chat/completions."""
 
     prompt_field, output_default = "messages", None
@@ -179,7 +189,6 @@ class ChatBody(ChatPrompt, UnbuiltForChat, GenerationBody):
     logprobs: bool | None = False
     top_logprobs: Top | None = None
     add_special_tokens: bool | None = False
-    tool_choice: Annotated[str | dict[str, Any] | None, told("must be a string or an object")] = None
 
     def check(self) -> None:
         super().check()
@@ -188,19 +197,23 @@ class ChatBody(ChatPrompt, UnbuiltForChat, GenerationBody):
             raise InvalidRequest(f"{field} must be at least 1", param=field)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        self._check_tools()
+        self._use()
 
-    def _check_tools(self) -> None:
-        choice = self.tool_choice or ("auto" if self.tools else "none")
-        if choice != "none" and (self.tools or choice != "auto"):
-            raise InvalidRequest(
-                "tool_choice: calling tools is not supported by this server; with tool_choice 'none' the tools are "
-                "shown to the model and it answers in text",
-                param="tool_choice" if self.tool_choice else "tools",
-            )
+    def reading(self, text: TextModel) -> Reading:
+        use, shown = self._use(), self.include_reasoning is not False
+        plain = use is None and text.thinking is None
+        return PLAIN if plain else reading(text, use, patient=not self.stream, shown=shown)
+
+    def grammar(self, text: TextModel, prompt: Sequence[int]) -> Grammar | None:
+        use, continued = self._use(), bool(self.continue_final_message)
+        return None if use is None else tool_grammar(text, use, prompt, continued=continued)
+
+    def _use(self) -> ToolUse | None:
+        asked = self.tools or self.functions or self.tool_choice or self.function_call
+        return self.tool_use() if asked else None
 
     def prompts(self, text: TextModel) -> list[Prompt]:
-        return [self.rendered(text, self.messages)]
+        return [self.rendered(text, self.messages, None if self._use() is None else self.usable())]
 
     def marks_texts(self) -> bool:
         return bool(self.add_special_tokens)
@@ -229,16 +242,8 @@ def parse(kind: type[Body], data: bytes) -> Body:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         if not first["loc"]:
             raise InvalidRequest("the request body must be a JSON object") from None
-        param = _field_path(first["loc"])
+        param = field_path(first["loc"])
         reason = first["msg"].removeprefix("Value error, ")
         raise InvalidRequest(f"{param}: {reason}", param=param) from None
     body.check()
     return body
-
-
-def _field_path(loc: tuple[int | str, ...]) -> str:
-    """`messages[0].role` from ("messages", 0, "role")."""
-    path = ""
-    for part in loc:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path

@@ -29,7 +29,6 @@ class Unbuilt:
 
 
 Structured = Annotated[Any, Unbuilt("structured outputs are")]
-Functions = Annotated[Any, Unbuilt("functions (and tools) are")]
 
 
 def _text_format(value: dict[str, Any]) -> dict[str, Any]:
@@ -67,8 +66,6 @@ class UnbuiltForChat(BaseModel):
 
     echo: Annotated[Any, Unbuilt("for chat it is")] = False
     chat_template: Annotated[Any, Unbuilt("a chat template in the request is")] = None
-    functions: Functions = None
-    function_call: Functions = None
     modalities: TextOnly | None = None
     audio: Annotated[Any, Unbuilt("audio is")] = None
     web_search_options: Annotated[Any, Unbuilt("web search is")] = None

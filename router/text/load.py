@@ -12,6 +12,7 @@ from model_files.source import ModelSource, read_facts, read_json, resolve
 from model_files.tokenizer import load_tokenizer
 from protocol.errors import ConfigError
 from protocol.settings import RouterSettings
+from router.text.parsers.families import check_names
 from router.text.template import ChatTemplate
 from router.text.text_model import TextModel
 
@@ -36,7 +37,16 @@ def load_text_model(settings: RouterSettings) -> TextModel:
     facts = read_facts(source)
     if settings.generation_config == "none":
         facts = replace(facts, sampling=())
-    return TextModel(settings.served_model_name or source.name, load_tokenizer(source), template, facts)
+    knows_tools = template is not None and template.knows_tools
+    check_names(settings.tool_call_parser, settings.reasoning_parser, knows_tools=knows_tools)
+    return TextModel(
+        settings.served_model_name or source.name,
+        load_tokenizer(source),
+        template,
+        facts,
+        settings.tool_call_parser,
+        settings.reasoning_parser,
+    )
 
 
 def _from_gguf(source: ModelSource) -> tuple[dict[str, str], _Templates]:
