@@ -1,15 +1,15 @@
-"""What a process does at its door, before it imports anything large: threads, log, one line per mistake.
+"""What a process does at its door, before it imports anything large: threads, one line per mistake.
 
 Everything that comes from the environment or goes into it passes here or through `cli.options`.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
 from process.limits import available_cores
+from process.tracing import TRACER, wanted
 
 ERROR_PREFIX = "kvferry: error: "
 """Starts the one line on stderr that explains exit status 2; the supervisor looks for it in its children's output."""
@@ -43,13 +43,10 @@ def set_threads(threads: int) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def set_up_log(level: str) -> None:
-    """One line per record on stderr."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", stream=sys.stderr, force=True
-    )
-    for noisy in ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock", "uvicorn"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+def set_up_traces(process: str) -> None:
+    """Where OpenTelemetry's variables ask for traces, send this process's, as those of kvferry-`process`."""
+    if wanted(os.environ):
+        TRACER.set_up(f"kvferry-{process}")
 
 
 def complain(message: str) -> None:

@@ -10,11 +10,13 @@ import json
 import logging
 import os
 import signal
+import ssl
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,8 +26,9 @@ from cli.door import worker_threads
 from cli.options import to_argv, variable
 from cli.overview import overview, ready_line, stop_line
 from cli.progress import Progress, log_through, progress_on
-from cli.seats import UNKNOWN, Seat, gpus, require_memory, take_seats
+from cli.seats import Seat, gpus, needs_of, require_memory, take_seats
 from cli.supervisor import Supervisor
+from model_files.naming import ModelName, require_distinct, split_names
 from process.address import host_port
 from protocol.errors import ConfigError
 from protocol.settings import CommonSettings, RouterSettings, ServeSettings, WorkerSettings
@@ -54,8 +57,8 @@ def kvferry_program(subcommand: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A cluster that may be started. settings: with the port that the router will have; seats: of the prefill workers,
-    then of the decode workers."""
+    """A cluster that may be started. settings: with the port that the router will have; seats: for each model of its
+    prefill workers, then of its decode workers."""
 
     settings: ServeSettings
     seats: tuple[Seat, ...]
@@ -63,22 +66,20 @@ class Checked:
 
 def check(settings: ServeSettings) -> Checked:
     """Everything that can fail before a process is started. Raises ConfigError."""
-    from model_files.needs import model_needs
     from model_files.refusals import resolve_runnable
 
     port = preflight.free_port(settings.host, settings.port)
     preflight.worker_packages()
-    preflight.readable(settings.chat_template, "chat-template")
+    for name in ("chat_template", "api_keys", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        preflight.readable(getattr(settings, name), name.replace("_", "-"))
     if settings.redis_url:
         preflight.redis_answers(settings.redis_url)
     else:
         preflight.valkey_binary()
-    source = resolve_runnable(settings.model)
-    try:
-        needs = model_needs(source)
-    except ConfigError as error:
-        log.debug("%s", error.message)
-        needs = UNKNOWN
+    served = split_names(settings.served_model_name, len(settings.model))
+    sources = [resolve_runnable(model) for model in settings.model]
+    require_distinct([ModelName(source.name, names) for source, names in zip(sources, served, strict=True)])
+    needs = [needs_of(source) for source in sources]
     seats = take_seats(settings, needs, gpus())
     require_memory(settings, needs, seats)
     return Checked(dataclasses.replace(settings, port=port), tuple(seats))
@@ -96,14 +97,19 @@ def valkey_command(port: int, log_level: str = "info") -> Command:
 def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Program) -> list[Command]:
     """Router, prefill and decode processes, a worker for each seat. `settings.redis_url` must be set; only the router
     listens beyond this machine, and only if --host says so."""
-    router = _narrow(RouterSettings, settings)
-    commands = [_command("router", "router", router, program)]
-    for role, taken in (("prefill", seats[: settings.prefill]), ("decode", seats[settings.prefill :])):
-        for index, seat in enumerate(taken):
+    commands = [_command("router", "router", _narrow(RouterSettings, settings), program)]
+    served = split_names(settings.served_model_name, len(settings.model))
+    roles, left = ("prefill",) * settings.prefill + ("decode",) * settings.decode, iter(seats)
+    numbers = {role: count() for role in roles}
+    for model, names in zip(settings.model, served, strict=True):
+        for role in roles:
+            seat, name = next(left), f"{role}-{next(numbers[role])}"
             worker = dataclasses.replace(
                 _narrow(WorkerSettings, settings),
+                model=model,
+                served_model_name=names,
                 role=role,
-                node_id=f"{role}-{index}",
+                node_id=name,
                 host=LOOPBACK,
                 port=0,
                 threads=worker_threads(settings.threads),
@@ -111,14 +117,14 @@ def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Pr
                 kv_cache_gib=seat.kv_cache_gib,
                 drain_timeout=min(settings.drain_timeout, DRAIN_S),
             )
-            commands.append(_command(f"{role}-{index}", role, worker, program))
+            commands.append(_command(name, role, worker, program))
     return commands
 
 
 async def serve_cluster(checked: Checked, program: Program = kvferry_program) -> None:
     """Run the cluster that `check` allowed until SIGINT, SIGTERM or SIGHUP. When this returns or raises, no child runs.
     Raises ConfigError or KvferryError when the cluster cannot be had."""
-    progress = progress_on()
+    progress = progress_on(form=checked.settings.log_format)
     log_through(progress)
     supervisor = Supervisor(progress.echo, lambda child: _show(progress, child))
     ending = asyncio.Event()
@@ -152,13 +158,12 @@ async def _live(supervisor: Supervisor, checked: Checked, program: Program, prog
     if not given:
         await _until_redis_answers(port)
     await supervisor.ready(children)
-    url = children[0].url
-    assert url is not None
-    model = await _until_router_serves(url, settings)
+    await _until_router_serves(children[0], settings)
+    model = children[0].facts.get("model", "")
     progress.close()
     for line in overview(supervisor.children):
         progress.echo(line)
-    print(ready_line(_dialable(settings), model, settings.api_key), flush=True)
+    print(ready_line(_dialable(settings), model, settings.api_key or settings.api_keys), flush=True)
     progress.echo(stop_line(os.getpid()))
     await asyncio.Event().wait()
 
@@ -177,23 +182,27 @@ async def _until_redis_answers(port: int, tries: int = 100) -> None:
     raise ConfigError("the embedded Valkey does not answer; give --redis-url")
 
 
-async def _until_router_serves(url: str, settings: ServeSettings) -> str:
+async def _until_router_serves(router: Child, settings: ServeSettings) -> None:
     """Wait until the router would place requests on every node, or, where it cannot (in a registry shared with larger
-    clusters), on any. Returns the name of the model it serves."""
-    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    wanted = {"prefill": settings.prefill, "decode": settings.decode}
+    clusters), on any. One that asks for certificates cannot be asked, and is believed when it says that it serves."""
+    if settings.ssl_ca_certs:
+        return
+    models = len(settings.model)
+    wanted = {"prefill": models * settings.prefill, "decode": models * settings.decode}
     enough = time.monotonic() + ALL_NODES_S
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    unverified = ssl._create_unverified_context()  # our own child, on this machine, under whatever name
+    handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=unverified))
+    opener = urllib.request.build_opener(*handlers)
 
-    def get(path: str) -> bytes:
-        with opener.open(urllib.request.Request(url + path, headers=headers), timeout=2.0) as response:
+    def ready() -> bytes:
+        with opener.open(f"{router.url}/ready", timeout=2.0) as response:
             return bytes(response.read())
 
     while True:
         try:
-            nodes = json.loads(await asyncio.to_thread(get, "/ready"))["nodes"]
+            nodes = json.loads(await asyncio.to_thread(ready))["nodes"]
             if all(nodes[role] >= count for role, count in wanted.items()) or time.monotonic() > enough:
-                return str(json.loads(await asyncio.to_thread(get, "/v1/models"))["data"][0]["id"])
+                return
         except (OSError, http.client.HTTPException) as error:
             log.debug("the router does not answer yet: %s", error)
         await asyncio.sleep(0.1)
@@ -213,7 +222,7 @@ def _command(name: str, subcommand: str, settings: CommonSettings, program: Prog
 
 def _dialable(settings: ServeSettings) -> str:
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(settings.host, settings.host)
-    return f"http://{host_port(host, settings.port)}"
+    return f"{'https' if settings.ssl_certfile else 'http'}://{host_port(host, settings.port)}{settings.root_path}"
 
 
 def _show(progress: Progress, child: Child) -> None:

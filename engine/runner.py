@@ -25,6 +25,11 @@ class Runner:
         self._planner = Planner(block_size, model.device)
 
     @torch.inference_mode()
+    def copy_block(self, source: int, target: int) -> None:
+        """All of a block's K/V, before whatever the next step writes."""
+        self.kv[target].copy_(self.kv[source])
+
+    @torch.inference_mode()
     def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> list[Sampled | None]:
         """Compute the slices and draw the next token of each that samples (None for the others). On return their K/V is
         in the pool: the link may read it, which no stream orders (drawing tokens has waited for the device already).

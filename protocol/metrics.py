@@ -7,6 +7,7 @@ exist at zero from the start, so that a rate or a ratio over them has a series b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -14,11 +15,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 SOURCES = ("computed", "reused_prefill", "reused_decode", "fetched")
 PLACEMENT_KINDS = ("remote", "local")
 RUNGS = ("same_prefill", "another_prefill", "local_prefill", "another_decode", "wait_for_room")
 MISS_REASONS = ("evicted", "failover")
+REFUSALS = ("rate", "queue", "limit")
+TOKEN_KINDS = ("prompt", "cached", "output")
 ROLES = ("prefill", "decode")
 NODE_STATES = ("ready", "draining", "incompatible")
 PHASES = ("prefill", "decode")
@@ -26,6 +29,8 @@ BLOCK_STATES = ("free", "active", "cached", "granted")
 ATTEMPT_OUTCOMES = ("done", "cancelled", "failed")
 SHIP_OUTCOMES = ("done", "aborted", "failed")
 GRANT_OUTCOMES = ("granted", "refused", "aborted")
+MODEL = ("model_name",)
+"""The label that other servers use too."""
 RENEWAL_OUTCOMES = ("renewed", "created", "fenced", "failed")
 
 
@@ -40,13 +45,15 @@ class RouterMetrics:
         self.inflight = Gauge("kvferry_requests_inflight", "Requests in progress.", registry=r)
         self.ttft = Histogram(
             "kvferry_time_to_first_token_seconds",
-            "Seconds from a request's arrival to its first output token.",
+            "Seconds from a request's arrival to its first output token, by model.",
+            MODEL,
             registry=r,
             buckets=LATENCY_BUCKETS,
         )
         self.itl = Histogram(
             "kvferry_inter_token_latency_seconds",
-            "Seconds between consecutive output tokens of one request.",
+            "Seconds between consecutive output tokens of one request, by model.",
+            MODEL,
             registry=r,
             buckets=STEP_BUCKETS,
         )
@@ -56,10 +63,12 @@ class RouterMetrics:
         self.prompt_tokens = Counter(
             "kvferry_prompt_tokens",
             "Prompt tokens of finished placements by source: computed, reused_prefill, reused_decode, fetched.",
-            ["source"],
+            [*MODEL, "source"],
             registry=r,
         )
-        self.output_tokens = Counter("kvferry_output_tokens", "Output tokens delivered to clients.", registry=r)
+        self.output_tokens = Counter(
+            "kvferry_output_tokens", "Output tokens delivered to clients, by model.", MODEL, registry=r
+        )
         self.predicted_reuse = Counter(
             "kvferry_predicted_reuse_tokens", "Prompt tokens the placement expected to reuse.", registry=r
         )
@@ -90,13 +99,53 @@ class RouterMetrics:
         self.index_seconds = Histogram(
             "kvferry_index_lookup_seconds", "Seconds per longest-prefix lookup.", registry=r, buckets=STEP_BUCKETS
         )
+        self.queued = Gauge("kvferry_requests_queued", "Requests that wait at the router for their turn.", registry=r)
+        self.turn_wait = Histogram(
+            "kvferry_turn_wait_seconds",
+            "Seconds that requests waited at the router for their turn, of those that had to.",
+            registry=r,
+            buckets=LATENCY_BUCKETS,
+        )
+        self.refused = Counter(
+            "kvferry_requests_refused",
+            "Requests answered 429 by the router itself: rate (its tenant's limits), queue (its turn would come too "
+            "late), limit (too many in progress).",
+            ["reason"],
+            registry=r,
+        )
+        self.tenant_tokens = Counter(
+            "kvferry_tenant_tokens",
+            "Tokens by tenant (empty: of no tenant's key) and kind: prompt, cached (of the prompt), output.",
+            ["tenant", "kind"],
+            registry=r,
+        )
         self.registry_up = Gauge("kvferry_registry_up", "1 while Redis answers.", registry=r)
         _exist(self.requests, ENDPOINTS, ("200",))
-        _exist(self.prompt_tokens, SOURCES)
         _exist(self.reuse_misses, MISS_REASONS)
         _exist(self.placements, PLACEMENT_KINDS)
         _exist(self.ladder, RUNGS)
         _exist(self.nodes, ROLES, NODE_STATES)
+        _exist(self.refused, REFUSALS)
+        _exist(self.tenant_tokens, ("",), TOKEN_KINDS)
+
+    def of(self, model: str) -> ModelMetrics:
+        """What is counted by model."""
+        return ModelMetrics(
+            ttft=self.ttft.labels(model),
+            itl=self.itl.labels(model),
+            prompt_tokens={source: self.prompt_tokens.labels(model, source) for source in SOURCES},
+            output_tokens=self.output_tokens.labels(model),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """Those metrics of a router that carry the label `model_name`, bound to one model. prompt_tokens: by source."""
+
+    ttft: Histogram
+    itl: Histogram
+    prompt_tokens: dict[str, Counter]
+    output_tokens: Counter
 
 
 class WorkerMetrics:

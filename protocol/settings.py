@@ -11,6 +11,9 @@ from typing import Any
 
 CPU_POOL_GIB = 1.0
 """KV pool of a worker on a CPU when no size is given."""
+DEMO = "smollm2"
+MODEL = f"Hugging Face directory, hub id, .gguf file, or '{DEMO}' (the demo model)"
+MODELS = f"{MODEL}; repeated for several models, whose --served-model-name then come in the same order"
 
 
 def setting(
@@ -23,7 +26,8 @@ def setting(
     hidden: bool = False,
     former: str = "",
 ) -> Any:
-    """A field of a settings class, with what the command line needs to offer and check it.
+    """A field of a settings class, with what the command line needs to offer and check it. A tuple is a flag that may
+    be repeated, and a variable with spaces between its values.
 
     choices       the allowed words, where there are no others
     least, most   inclusive bounds of a number
@@ -38,11 +42,14 @@ def setting(
 class CommonSettings:
     """What every process of a cluster needs to know."""
 
-    model: str = setting("smollm2", "Hugging Face directory, hub id, .gguf file, or 'smollm2' (the demo model)")
+    served_model_name: tuple[str, ...] = setting(
+        (), "names clients use for the model, repeated or with commas; default: derived from --model"
+    )
     redis_url: str = setting("redis://127.0.0.1:6379/0", "Redis or Valkey that holds the node registry and block index")
     cluster: str = setting("default", "name that separates clusters sharing one Redis")
     host: str = setting("127.0.0.1", "address to listen on")
     log_level: str = setting("info", "how much to log", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "a line per record: of text, or an object of JSON", choices=("text", "json"))
     status_fd: int = setting(-1, "descriptor on which to report loading and readiness; -1: none", hidden=True)
 
 
@@ -51,9 +58,26 @@ class RouterSettings(CommonSettings):
     """Settings of `kvferry router`."""
 
     port: int = setting(8000, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
-    served_model_name: str = setting("", "name clients use for the model; default: derived from --model")
+    model: tuple[str, ...] = setting((DEMO,), MODELS)
     api_key: str = setting("", "bearer token clients must present; empty: none")
-    chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own")
+    api_keys: str = setting(
+        "", "file with the hashes of API keys, their tenants and limits, read again when it changes; see kvferry key"
+    )
+    share_prefixes: bool = setting(
+        False, "let tenants reuse each other's cached prefixes, which their timing then shows"
+    )
+    max_queued: int = setting(512, "requests of one tenant that may wait for a turn before new ones get 429", least=1)
+    allowed_origins: str = setting(
+        "", "origins, separated by commas, whose pages browsers let talk to this server (CORS); *: any; empty: none"
+    )
+    allowed_methods: str = setting("*", "methods that those pages may use, separated by commas; *: any")
+    allowed_headers: str = setting("*", "headers that those pages may send, separated by commas; *: any")
+    allow_credentials: bool = setting(False, "let those pages send cookies and HTTP authentication of the browser")
+    root_path: str = setting("", "path under which a proxy shows this server, such as /llm, and may take away")
+    ssl_keyfile: str = setting("", "PEM file with the private key of --ssl-certfile; default: in that file")
+    ssl_certfile: str = setting("", "PEM file with this server's certificate and its chain: turns TLS on")
+    ssl_ca_certs: str = setting("", "PEM file of authorities; clients must present a certificate of one of them")
+    chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own; of a single model")
     tool_call_parser: str = setting(
         "auto",
         "how the model calls tools; auto: as its chat template shows, none: it does not",
@@ -77,6 +101,8 @@ class RouterSettings(CommonSettings):
     max_connections_per_address: int = setting(
         4096, "open connections of one address; 0: any. Behind a proxy all clients have the proxy's address", least=0
     )
+    response_ttl: float = setting(3600.0, "seconds for which /v1/responses keeps a response; 0: none is kept", least=0)
+    response_store_mib: int = setting(64, "MiB of kept responses of one tenant; the oldest leave first", least=1)
     local_prefill_tokens: int = setting(
         0, "prompts with at most this many uncached tokens always prefill on decode", least=0
     )
@@ -86,6 +112,7 @@ class RouterSettings(CommonSettings):
 class WorkerSettings(CommonSettings):
     """Settings of `kvferry prefill` and `kvferry decode`."""
 
+    model: str = setting(DEMO, MODEL)
     role: str = setting("decode", "set by the command", choices=("prefill", "decode"))
     node_id: str = setting("", "stable name of the node; default: role, host name and port")
     port: int = setting(0, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
@@ -143,7 +170,8 @@ class WorkerSettings(CommonSettings):
 class ServeSettings(RouterSettings, WorkerSettings):
     """Settings of `kvferry serve`: a whole local cluster. Router and worker settings are passed on to the children."""
 
+    model: tuple[str, ...] = setting((DEMO,), MODELS)  # type: ignore[assignment]
     port: int = setting(8000, "HTTP port of the router", least=0, most=65535)
-    prefill: int = setting(1, "prefill processes; 0: decode nodes prefill locally", least=0)
-    decode: int = setting(1, "decode processes", least=1)
+    prefill: int = setting(1, "prefill processes of each model; 0: decode nodes prefill locally", least=0)
+    decode: int = setting(1, "decode processes of each model", least=1)
     redis_url: str = setting("", "Redis or Valkey to use; empty: start an embedded Valkey server")

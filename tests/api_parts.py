@@ -12,13 +12,18 @@ from typing import Any
 
 import httpx
 import uvicorn
+from starlette.types import ASGIApp
 
+from cluster_state.responses import MemoryResponses, ResponseStore
+from placement.capacity import Capacity
 from protocol.errors import KvferryError
 from protocol.messages import Reuse, TokenLogprobs
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
-from router.journey.spec import ClusterInfo, Output, RequestSpec, Route
+from router.api.pool import Pools, pool_of
+from router.journey.spec import Cluster, ClusterInfo, Fork, Output, RequestSpec, Route
+from router.tenants.tenancy import Tenancy
 from router.text.load import load_text_model
 from router.text.text_model import TextModel
 
@@ -39,6 +44,7 @@ class FakeJourney:
     def __init__(self, spec: RequestSpec, outputs: Sequence[Output | KvferryError], route: Route, gap_s: float):
         self.spec = spec
         self.route: Route | None = None
+        self.fork: Fork | None = None
         self.cancelled = asyncio.Event()
         self.yielded = 0
         self._outputs, self._route, self._gap_s = outputs, route, gap_s
@@ -50,7 +56,7 @@ class FakeJourney:
                 return
             if isinstance(output, KvferryError):
                 raise output
-            self.route = self._route
+            self.route, self.fork = self._route, Fork(self.spec.request_id, None)
             self.yielded += 1
             yield output
 
@@ -67,9 +73,13 @@ class FakeCluster:
         self.journeys: list[FakeJourney] = []
         self.refusal: KvferryError | None = None
         self.is_ready = True
+        self.takes = Capacity()
 
     def info(self) -> ClusterInfo:
         return ClusterInfo("demo", self.max_model_len, 16, "f" * 32)
+
+    def capacity(self) -> Capacity:
+        return self.takes
 
     def ready(self) -> dict[str, int]:
         return {"prefill": 0, "decode": int(self.is_ready)}
@@ -130,6 +140,19 @@ def prompt_logprobs_of(spec: RequestSpec) -> tuple[TokenLogprobs | None, ...] | 
     return None if found is None else (None, *found)
 
 
+def app_of(
+    cluster: Cluster,
+    text: TextModel,
+    metrics: RouterMetrics,
+    settings: RouterSettings | None = None,
+    kept: ResponseStore | None = None,
+) -> ASGIApp:
+    """A single model, served by this cluster."""
+    settings = settings or RouterSettings()
+    tenancy = Tenancy(settings)
+    return create_app(settings, Pools(pool_of(text, cluster, metrics, settings, tenancy)), metrics, tenancy, kept)
+
+
 class Api:
     """An application over a fake cluster and a client that talks to it in process."""
 
@@ -137,7 +160,8 @@ class Api:
         self.cluster = cluster
         self.metrics = RouterMetrics()
         self.settings = RouterSettings(**settings)
-        self.app = create_app(self.settings, cluster, text or demo_text(), self.metrics)
+        self.kept = MemoryResponses()
+        self.app = app_of(cluster, text or demo_text(), self.metrics, self.settings, self.kept)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://router")
 
     async def chat(self, **body: Any) -> httpx.Response:
@@ -147,7 +171,10 @@ class Api:
         return await self.http.post("/v1/completions", json={"prompt": "Once upon", **body})
 
     def sample(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+        """Sum over all samples with at least these labels."""
+        families = self.metrics.registry.collect()
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response, Security
 from fastapi.responses import PlainTextResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster_state.responses import ResponseStore
 from process.refusal import retry_headers
-from protocol.metrics import RouterMetrics
+from protocol.metrics import ROLES, RouterMetrics
 from protocol.settings import RouterSettings
 from protocol.version import VERSION
 from router.api.answers import (
@@ -27,41 +29,86 @@ from router.api.answers import (
     Tokens,
     Version,
 )
+from router.api.body_reader import BodyReader
 from router.api.chat import ChatShape
 from router.api.chunks import chunks
 from router.api.completions import CompletionShape
 from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
-from router.api.door import Admission, BodyReader, Door, Exchange
+from router.api.door import Admission, Door, Exchange
 from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
+from router.api.messages.answer import MessageAnswer
+from router.api.messages.answers import MessageErrorAnswer, MessageObject
+from router.api.messages.body import CountBody, MessagesBody
+from router.api.messages.chat import asked
+from router.api.messages.errors import PLACE
+from router.api.messages.routes import counting
+from router.api.origins import across_origins
 from router.api.pool import Pool, Pools
+from router.api.responses.answer import ResponseAnswer
+from router.api.responses.answers import ResponseObject
+from router.api.responses.background import Background
+from router.api.responses.body import ResponsesBody
+from router.api.responses.kept import Responses
+from router.api.responses.routes import kept_responses
 from router.api.schemas import ChatBody, CompletionBody
 from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
-from router.journey.spec import Cluster
-from router.text.encoding import Encoder
-from router.text.text_model import TextModel
+from router.tenants.tenancy import Tenancy
 
-ENDPOINTS = (
-    Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, chunks(ChatShape), ChatAnswer),
-    Endpoint("/v1/completions", "Continue texts", CompletionBody, chunks(CompletionShape), CompletionAnswer),
-)
-BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
-ENCODING = errors(400, 404, 413, 429, 500)
-GENERATING = {**STREAMED, **ENCODING, **errors(503, 504)}
+ENCODING = (400, 404, 413, 429, 500)
+GENERATING = (*ENCODING, 503, 504)
+"""Statuses of errors, by what a route does."""
 
 
-def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metrics: RouterMetrics) -> ASGIApp:
-    """The application that serves `text`'s model on `cluster`. It starts and stops neither."""
-    pools = Pools(Pool(text, cluster, metrics, Encoder(text)))
+def endpoints(responses: Responses, background: Background) -> tuple[Endpoint, ...]:
+    """All that generate: a line each."""
+    return (
+        Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, chunks(ChatShape), ChatAnswer),
+        Endpoint("/v1/completions", "Continue texts", CompletionBody, chunks(CompletionShape), CompletionAnswer),
+        Endpoint(
+            "/v1/responses",
+            "Answer, and keep it",
+            ResponsesBody,
+            ResponseAnswer,
+            ResponseObject,
+            asked=responses.asked,
+            later=background.begin,
+        ),
+        Endpoint(
+            PLACE, "Answer in Anthropic's words", MessagesBody, MessageAnswer, MessageObject, MessageErrorAnswer, asked
+        ),
+    )
+
+
+def create_app(
+    settings: RouterSettings,
+    pools: Pools,
+    metrics: RouterMetrics,
+    tenancy: Tenancy | None = None,
+    kept: ResponseStore | None = None,
+) -> ASGIApp:
+    """The application that serves the models of `pools` to those in `tenancy`, or in the settings as they are now, and
+    keeps responses in `kept`. It starts and stops none of them. Raises ConfigError for keys that cannot be read."""
+    tenancy = tenancy or Tenancy(settings)
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
-    exchanges = {each.path: Exchange(each, pools, admission, reader, metrics) for each in ENDPOINTS}
-    app = Application(BODIES, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
-    guarded = _guarded() if settings.api_key else {"responses": ANSWERED}
-    for router in (_generation(exchanges), _text(pools, reader), _about(pools)):
+    responses = Responses(kept)
+    background = Background(responses, admission)
+    offered = endpoints(responses, background)
+    exchanges = {each.path: Exchange(each, pools, admission, reader, tenancy, metrics) for each in offered}
+    bodies: list[type[BaseModel]] = [*(each.body for each in offered), CountBody, TokenizeBody, DetokenizeBody]
+    app = Application(bodies, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
+    guarded, refusals = (_guarded(), (401,)) if tenancy.keyring.guards else ({"responses": ANSWERED}, ())
+    for router in (
+        _generation(exchanges, refusals),
+        kept_responses(responses, background),
+        counting(pools, reader, (*ENCODING, *refusals)),
+        _text(pools, reader),
+        _about(pools),
+    ):
         app.include_router(router, **guarded)
     app.include_router(_probes(pools, metrics), responses=ANSWERED)
-    return Door(app, settings, exchanges)
+    return across_origins(Door(app, settings, tenancy, exchanges), settings)
 
 
 def _guarded() -> dict[str, Any]:
@@ -70,16 +117,17 @@ def _guarded() -> dict[str, Any]:
     return {"dependencies": [Security(bearer)], "responses": {**ANSWERED, **errors(401)}}
 
 
-def _generation(exchanges: dict[str, Exchange]) -> APIRouter:
+def _generation(exchanges: dict[str, Exchange], refusals: Sequence[int]) -> APIRouter:
     router = APIRouter()
-    for endpoint in ENDPOINTS:
+    for exchange in exchanges.values():
+        endpoint = exchange.endpoint
         router.post(
             endpoint.path,
             summary=endpoint.summary,
             response_model=endpoint.answer,
-            responses=GENERATING,
+            responses={**STREAMED, **errors(*GENERATING, *refusals, model=endpoint.error)},
             openapi_extra=takes(endpoint.body),
-        )(_exchanged(exchanges[endpoint.path]))
+        )(_exchanged(exchange))
     return router
 
 
@@ -102,7 +150,7 @@ def _exchanged(exchange: Exchange) -> Callable[[], Awaitable[Response]]:
 
 
 def _text(pools: Pools, reader: BodyReader) -> APIRouter:
-    router = APIRouter(responses=ENCODING)
+    router = APIRouter(responses=errors(*ENCODING))
 
     @router.post(
         "/tokenize", summary="Text or messages to token ids", response_model=Tokens, openapi_extra=takes(TokenizeBody)
@@ -120,26 +168,27 @@ def _text(pools: Pools, reader: BodyReader) -> APIRouter:
 def _about(pools: Pools) -> APIRouter:
     router, created = APIRouter(), int(time.time())
 
-    def model(pool: Pool) -> Model:
+    def model(pool: Pool, name: str) -> Model:
         return Model(
-            id=pool.name,
+            id=name,
             object="model",
             created=created,
             owned_by="kvferry",
-            root=pool.name,
+            root=pool.text.called.own,
             parent=None,
             max_model_len=pool.max_model_len,
         )
 
-    @router.get("/v1/models", summary="The models that are served")
+    @router.get("/v1/models", summary="The models that are served, under all of their names")
     async def models() -> ModelList:
-        return ModelList(object="list", data=[model(pool) for pool in pools])
+        return ModelList(object="list", data=[model(pool, name) for pool in pools for name in pool.text.called.all])
 
     @router.get(
         "/v1/models/{id:path}", summary="One of them", responses=errors(404), openapi_extra=path_parameter("id")
     )
     async def model_by_id(request: Request) -> Model:
-        return model(pools.pool(request.path_params["id"]))
+        name = request.path_params["id"]
+        return model(pools.pool(name), name)
 
     @router.get("/version", summary="The version")
     async def version() -> Version:
@@ -156,14 +205,17 @@ def _probes(pools: Pools, metrics: RouterMetrics) -> APIRouter:
     async def health() -> Health:
         return Health(status="ok")
 
-    @router.get("/ready", summary="A request could be placed now", responses=answers(Ready, 503))
+    @router.get(
+        "/ready", summary="A request could be placed now, for one model at least", responses=answers(Ready, 503)
+    )
     async def ready(response: Response) -> Ready:
-        nodes = pools.ready()
+        models = pools.ready()
+        nodes = {role: sum(counts[role] for counts in models.values()) for role in ROLES}
         if nodes["decode"]:
-            return Ready(status="ready", nodes=nodes)
+            return Ready(status="ready", nodes=nodes, models=models)
         response.status_code = 503
         response.headers.update(retry_headers(503))
-        return Ready(status="no node can serve yet", nodes=nodes)
+        return Ready(status="no node can serve yet", nodes=nodes, models=models)
 
     @router.get("/metrics", summary="Prometheus' text format", response_class=PlainTextResponse)
     async def scrape() -> Response:

@@ -16,7 +16,9 @@ from protocol.errors import KvferryError
 from protocol.messages import Reuse
 from protocol.sampling import SamplingParams
 from router.api.pool import Pool
+from router.api.visit import Used
 from router.journey.spec import Journey, RequestSpec, Route
+from router.tenants.turns import Size
 from router.text.parsers.families import shown_ids
 from router.text.parsers.stage import PLAIN, Reading, Stage
 from router.text.transcript import Piece, TextOptions, Transcript
@@ -40,8 +42,9 @@ class Choice:
 class Generation:
     """`prompts` are specs of the first choice of each prompt; of each, n choices are made, whose seeds are seed + i.
 
-    The first choices start at once; the others of a prompt when its first token is there, so that they reuse the
-    prompt's blocks. `close` must be called in the end, whatever happened; it cancels what has not ended.
+    The first choices start at once; the others of a prompt when its first token is there, as forks of that choice: they
+    share its blocks and compute no token of the prompt but the last. `close` must be called in the end, whatever
+    happened; it cancels what has not ended.
     """
 
     def __init__(
@@ -102,17 +105,27 @@ class Generation:
         journey = self.choices[0].journey
         return journey.route if journey is not None else None
 
-    def usage(self) -> dict[str, Any]:
-        """The API's usage object so far; each prompt counts once."""
+    @property
+    def size(self) -> Size:
+        """What it asks of the nodes."""
         prompt = sum(len(spec.token_ids) for spec in self.prompts)
-        completion = sum(choice.transcript.completion_tokens for choice in self.choices if choice.transcript)
+        return Size(len(self.choices), prompt, max(spec.work.params.max_tokens for spec in self.prompts))
+
+    def used(self) -> Used:
+        """So far; each prompt counts once."""
+        prompt = sum(len(spec.token_ids) for spec in self.prompts)
+        output = sum(choice.transcript.completion_tokens for choice in self.choices if choice.transcript)
         routes = (leader.journey.route for leader in self._leaders if leader.journey is not None)
-        cached = sum(route.reuse.cached_len for route in routes if route is not None)
+        return Used(prompt, sum(route.reuse.cached_len for route in routes if route is not None), output)
+
+    def usage(self) -> dict[str, Any]:
+        """The API's usage object so far."""
+        used = self.used()
         usage: dict[str, Any] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens": used.prompt,
+            "completion_tokens": used.output,
+            "total_tokens": used.prompt + used.output,
+            "prompt_tokens_details": {"cached_tokens": used.cached},
         }
         if self._reading.thinking is not None:
             thought = sum(choice.transcript.reasoning_tokens or 0 for choice in self.choices if choice.transcript)
@@ -125,6 +138,8 @@ class Generation:
                 async for piece in self._follow(choice):
                     queue.put_nowait((choice, piece))
                     for follower in self._followers.pop(choice.index, ()):
+                        assert choice.journey
+                        follower.spec = replace(follower.spec, fork_of=choice.journey.fork)
                         self._pump(follower, queue)
             except Exception as error:
                 queue.put_nowait((choice, error))
@@ -155,7 +170,7 @@ class Generation:
 
     def _transcript(self, spec: RequestSpec) -> Transcript | Stage:
         tokenizer = self._pool.text.tokenizer
-        transcript = Transcript(tokenizer, spec.token_ids, spec.params, self._options)
+        transcript = Transcript(tokenizer, spec.token_ids, spec.work.params, self._options)
         if self._reading is PLAIN:
             return transcript
         return Stage(transcript, self._reading, opened=self._reading.opened(tokenizer, spec.token_ids))
@@ -171,7 +186,7 @@ class Generation:
             self._metrics.ttft.observe(now - self.prompts[0].call.arrival)
         if route is not None:
             for source, tokens in _sources(route.reuse).items():
-                self._metrics.prompt_tokens.labels(source).inc(tokens)
+                self._metrics.prompt_tokens[source].inc(tokens)
 
     def _count_gap(self, seconds: float, tokens: int) -> None:
         for _ in range(tokens):
@@ -186,7 +201,7 @@ def choice_seed(seed: int, choice: int) -> int:
 
 def _specs(first: RequestSpec, n: int) -> list[RequestSpec]:
     """Specs of a prompt's choices. Log-probabilities of the prompt are the same for all: only the first asks."""
-    works = [replace(first.work, params=_later(first.params, i)) for i in range(1, n)]
+    works = [replace(first.work, params=_later(first.work.params, i)) for i in range(1, n)]
     return [first] + [
         replace(first, request_id=f"{first.request_id}-{i}", work=work) for i, work in enumerate(works, start=1)
     ]

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from protocol.metrics import ROLES, RouterMetrics
+from protocol.metrics import ModelMetrics, RouterMetrics
 from protocol.sampling import SamplingParams
+from protocol.settings import RouterSettings
 from protocol.work import Generate
 from router.api.schemas import GenerationBody
 from router.call import Call
 from router.journey.spec import Cluster, RequestSpec
+from router.tenants.tenancy import Tenancy
+from router.tenants.tenant import namespace
+from router.tenants.turns import Turns
 from router.text.encoding import LONG_CHARS, Bound, Encoder
 from router.text.text_model import TextModel
 
@@ -25,12 +29,14 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Everything behind one served model: its text side, its limits, and the nodes that compute it."""
+    """Everything behind one served model: its text side, its limits, the nodes that compute it, and the queue of those
+    that want them."""
 
     text: TextModel
     cluster: Cluster
-    metrics: RouterMetrics
+    metrics: ModelMetrics
     encoder: Encoder
+    turns: Turns = field(default_factory=Turns)
 
     @property
     def name(self) -> str:
@@ -81,7 +87,7 @@ class Pool:
             request_id,
             tuple(token_ids),
             Generate(params, body.grammar(self.text, token_ids)),
-            body.cache_salt or "",
+            namespace(call.realm, body.cache_salt or ""),
         )
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
@@ -119,25 +125,33 @@ class Pool:
         return params
 
 
+def pool_of(
+    text: TextModel, cluster: Cluster, metrics: RouterMetrics, settings: RouterSettings, tenancy: Tenancy
+) -> Pool:
+    """What serves one model to those tenants."""
+    turns = Turns(cluster.capacity, metrics, shared=tenancy.several, most_queued=settings.max_queued)
+    return Pool(text, cluster, metrics.of(text.name), Encoder(text), turns)
+
+
 class Pools:
-    """All served models. Without a name the first is meant."""
+    """All served models; their names are distinct. Without a name the first model is meant."""
 
     def __init__(self, first: Pool, *others: Pool) -> None:
         self.first = first
-        self._pools = {pool.name: pool for pool in (first, *others)}
+        self._pools = (first, *others)
+        self._named = {name: pool for pool in self._pools for name in pool.text.called.all}
 
     def __iter__(self) -> Iterator[Pool]:
-        return iter(self._pools.values())
+        return iter(self._pools)
 
-    def ready(self) -> dict[str, int]:
-        """Nodes of each role that could take a request now, of all pools together."""
-        counts = [pool.cluster.ready() for pool in self]
-        return {role: sum(count[role] for count in counts) for role in ROLES}
+    def ready(self) -> dict[str, dict[str, int]]:
+        """By each model's first name: nodes of each role that could take a request now."""
+        return {pool.name: pool.cluster.ready() for pool in self}
 
     def pool(self, model: str | None) -> Pool:
         """Raises ModelNotFound."""
-        pool = self._pools.get(model) if model else self.first
+        pool = self._named.get(model) if model else self.first
         if pool is None:
-            served = ", ".join(map(repr, self._pools))
+            served = ", ".join(map(repr, self._named))
             raise ModelNotFound(f"the model {model!r} does not exist here; this server has {served}", param="model")
         return pool

@@ -16,6 +16,7 @@ from protocol.sampling import MAX_COUNT
 from protocol.work import Grammar
 from router.api.fields import (
     Count,
+    FreeOutput,
     Messages,
     Number,
     Objects,
@@ -50,7 +51,7 @@ class RequestBody(BaseModel):
         """Raise InvalidRequest for what no field shows by itself."""
 
 
-class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
+class GenerationBody(FreeOutput, SamplingFields, UnbuiltFields, RequestBody):
     """What chat and completions share. None means the default everywhere.
 
     prompt_field    the field that holds the prompts, for errors
@@ -71,6 +72,7 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
+    priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     best_of: Number | None = None
 
@@ -101,14 +103,6 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
     def prompt_top(self) -> int | None:
         """The same for each token of the prompt."""
         return self.prompt_logprobs
-
-    def reading(self, text: TextModel) -> Reading:
-        """What is to be taken out of the output's text. Raises InvalidRequest."""
-        return PLAIN
-
-    def grammar(self, text: TextModel, prompt: Sequence[int]) -> Grammar | None:
-        """What the output of this prompt must match."""
-        return None
 
     def text_options(self) -> TextOptions:
         """How the output is shown."""
@@ -236,6 +230,11 @@ def parse(kind: type[Body], data: bytes) -> Body:
         value = from_json(data)
     except ValueError as error:
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    return build(kind, value)
+
+
+def build(kind: type[Body], value: Any) -> Body:
+    """The body that a JSON value is. Raises InvalidRequest naming the first field at fault."""
     try:
         body = kind.model_validate(value)
     except ValidationError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 
+from model_files.naming import ModelName
 from protocol.metrics import RouterMetrics
 from router.journey.attempt import Errands
 from router.journey.model_cluster import BlockIndex, BlockLookup, ModelCluster, Shared
@@ -46,9 +47,9 @@ class RouterCluster:
         self._shared = Shared(self._nodes, self._client, asked, self._errands, metrics, local_tokens, patience_s)
         self._nodes.listen(self._follow)
 
-    def pool(self) -> ModelCluster:
-        """The nodes of the served model."""
-        return ModelCluster(self._nodes.add(NodeGroup()), self._shared)
+    def pool(self, name: ModelName) -> ModelCluster:
+        """The nodes of one more served model: those that announce it."""
+        return ModelCluster(self._nodes.add(NodeGroup(name)), self._shared)
 
     async def open(self) -> None:
         """Read the registry once and begin to follow it; token streams open in the background. Never fails: without

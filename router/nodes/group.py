@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
+from model_files.naming import ModelName
 from protocol.lease import NodeLease
 from router.nodes.entry import NodeEntry, Room
 
@@ -16,18 +17,16 @@ class NodeGroup:
     """Only nodes of one fingerprint are placed on: those with a decode node and the most members; the present ones win
     a tie, then those started last.
 
+    name      of the model
     members   those that can work together, draining ones included
     room      what the members could still take
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: ModelName) -> None:
+        self.name = name
         self.members: list[NodeEntry] = []
-        self.room = Room()
+        self.room = Room(name.first)
         self._fingerprint: str | None = None
-
-    def takes(self, lease: NodeLease) -> bool:
-        """Whether the node runs this model."""
-        return True
 
     def keep(self, entries: Iterable[NodeEntry]) -> None:
         """These are the model's live nodes now, of any fingerprint and state."""

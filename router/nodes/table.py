@@ -12,10 +12,11 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Protocol
 
+from model_files.naming import ModelName
 from placement.terms import NodeKey
 from protocol.errors import NodeLost
 from protocol.lease import NodeLease
@@ -60,6 +61,8 @@ class NodeTable:
     ) -> None:
         self.entries: dict[NodeKey, NodeEntry] = {}
         self.groups: list[NodeGroup] = []
+        self._groups: dict[NodeKey, NodeGroup] = {}
+        self._strangers: set[NodeKey] = set()
         self.up = False
         self.clock = clock
         self._source, self._metrics = source, metrics
@@ -146,7 +149,9 @@ class NodeTable:
             if entry := self.entries.get(node_key(lease)):
                 entry.renew(lease)
             elif group := self._group(lease):
-                self.entries[node_key(lease)] = NodeEntry(lease, group.room)
+                entry = NodeEntry(lease, group.room)
+                self.entries[entry.key], self._groups[entry.key] = entry, group
+        self._tell_strangers(newest.values())
         if self._states() != before:
             self._regroup()
             self._count()
@@ -181,21 +186,39 @@ class NodeTable:
 
     def _lose(self, key: NodeKey) -> None:
         log.warning("node %s (epoch %d) is lost", *key)
+        del self._groups[key]
         self.entries.pop(key).lose(NodeLost(f"{key[0]} lost its lease"))
 
     def _group(self, lease: NodeLease) -> NodeGroup | None:
-        """Whose model the node runs; None: nobody's."""
-        return next((group for group in self.groups if group.takes(lease)), None)
+        """Whose model the node runs, by what it is called; None: nobody's, or it cannot be told."""
+        name = _name(lease)
+        for alike in (ModelName.shares, ModelName.resembles):
+            if found := [group for group in self.groups if alike(group.name, name)]:
+                return found[0] if len(found) == 1 else None
+        return None
+
+    def _tell_strangers(self, leases: Iterable[NodeLease]) -> None:
+        """The log has a line for each node that runs none of the models."""
+        strangers = {node_key(lease): lease for lease in leases if node_key(lease) not in self.entries}
+        for key in strangers.keys() - self._strangers:
+            served = ", ".join(repr(name) for group in self.groups for name in group.name.all)
+            log.warning(
+                "node %s runs %r and this router serves %s: not used. If it is the same model, give both one "
+                "--served-model-name", key[0], _name(strangers[key]).first, served,
+            )  # fmt: skip
+        self._strangers = set(strangers)
 
     def _regroup(self) -> None:
         for group in self.groups:
-            group.keep(entry for entry in self.entries.values() if self._group(entry.lease) is group)
+            group.keep(entry for entry in self.entries.values() if self._groups[entry.key] is group)
 
     def _count(self) -> None:
-        counts = Counter((entry.lease.role, self._state(entry.lease)) for entry in self.entries.values())
+        counts = Counter(
+            (entry.lease.role, self._groups[entry.key].state(entry.lease)) for entry in self.entries.values()
+        )
         for role, state in product(ROLES, NODE_STATES):
             self._metrics.nodes.labels(role, state).set(counts[role, state])
 
-    def _state(self, lease: NodeLease) -> str:
-        group = self._group(lease)
-        return group.state(lease) if group else "incompatible"
+
+def _name(lease: NodeLease) -> ModelName:
+    return ModelName(lease.model, lease.served_names)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from model_files.naming import ModelName
 from model_files.source import ModelFacts
 from model_files.tokenizer import TextTokenizer
 from protocol.errors import InvalidRequest
@@ -24,13 +25,13 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """name: what clients call it. template: None when the model has none and none was given. Safe to use from several
+    """called: what clients call it. template: None when the model has none and none was given. Safe to use from several
     threads; encoding releases the GIL.
 
     tool_call_parser, reasoning_parser  how the model calls tools and marks its reasoning: auto, none, or a family
     """
 
-    name: str
+    called: ModelName
     tokenizer: TextTokenizer
     template: ChatTemplate | None
     facts: ModelFacts
@@ -49,6 +50,10 @@ class TextModel:
     def thinking(self) -> Thinking | None:
         """How the model marks its reasoning; None: it does not, or the marks are shown as text."""
         return thinking(self.reasoning_parser, self.template.source if self.template is not None else None)
+
+    @property
+    def name(self) -> str:
+        return self.called.first
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens spelled out in the text are recognised either way."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fake_workers import lease_of
 
+from model_files.naming import ModelName
 from protocol.errors import NodeLost
 from protocol.lease import Load, NodeLease, Rates
 from protocol.metrics import RouterMetrics
@@ -40,7 +41,7 @@ class Table(NodeTable):
     def __init__(self, *leases: NodeLease) -> None:
         self.registry, self.clock, self.metrics, self.changes = Registry(*leases), Clock(), RouterMetrics(), 0
         super().__init__(self.registry, self.metrics, clock=self.clock)
-        self.group = self.add(NodeGroup())
+        self.group = self.add(NodeGroup(ModelName("m")))
         self.listen(self._heard)
 
     def _heard(self) -> None:
@@ -263,7 +264,7 @@ async def test_a_node_whose_lease_makes_no_sense_any_more_stays_as_it_was_known(
 
 async def test_following_the_registry_outlives_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     table = NodeTable(Registry(lease_of("d1", "decode")), RouterMetrics(), poll_s=0.01)
-    table.add(NodeGroup())
+    table.add(NodeGroup(ModelName("m")))
     calls = []
 
     def changed() -> None:
