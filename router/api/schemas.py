@@ -26,6 +26,7 @@ from router.api.fields import (
     Top,
     told,
 )
+from router.api.structured import StructuredFields
 from router.api.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompletions
 from router.text.text_model import TextModel
 from router.text.transcript import TextOptions
@@ -47,7 +48,7 @@ class RequestBody(BaseModel):
         """Raise InvalidRequest for what no field shows by itself."""
 
 
-class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
+class GenerationBody(SamplingFields, StructuredFields, UnbuiltFields, RequestBody):
     """What chat and completions share. None means the default everywhere.
 
     prompt_field    the field that holds the prompts, for errors
