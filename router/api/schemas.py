@@ -71,7 +71,6 @@ class GenerationBody(SamplingFields, StructuredFields, UnbuiltFields, RequestBod
     return_tokens_as_token_ids: bool | None = False
     priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-
     best_of: Number | None = None
 
     def check(self) -> None:
