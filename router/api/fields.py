@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, NotRequired
 
 from pydantic import (
@@ -18,9 +17,7 @@ from pydantic_core import core_schema
 from typing_extensions import TypedDict
 
 from protocol.sampling import MAX_COUNT, MAX_LOGPROBS
-from protocol.work import Grammar
-from router.text.parsers.stage import PLAIN, Reading
-from router.text.text_model import ROLES, TextModel
+from router.text.text_model import ROLES
 
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024
 MAX_BIASES, MAX_STOP_IDS = 300, 1024
@@ -130,18 +127,6 @@ class SamplingFields(BaseModel):
     stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = False
     prompt_logprobs: Top | None = None
-
-
-class FreeOutput(BaseModel):
-    """Text as the model draws it. Bodies that can ask for more say so."""
-
-    def reading(self, text: TextModel) -> Reading:
-        """What is to be taken out of the output's text. Raises InvalidRequest."""
-        return PLAIN
-
-    def grammar(self, text: TextModel, prompt: Sequence[int]) -> Grammar | None:
-        """What the output of this prompt must match."""
-        return None
 
 
 class StreamOptions(BaseModel):

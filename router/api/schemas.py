@@ -13,10 +13,8 @@ from pydantic_core import from_json
 
 from protocol.errors import InvalidRequest
 from protocol.sampling import MAX_COUNT
-from protocol.work import Grammar
 from router.api.fields import (
     Count,
-    FreeOutput,
     Messages,
     Number,
     Objects,
@@ -28,7 +26,8 @@ from router.api.fields import (
     Top,
     field_path,
 )
-from router.api.tools import ToolFields, Tools, ToolUse, reading, tool_grammar
+from router.api.structured import Asked, StructuredFields
+from router.api.tools import ToolFields, Tools, ToolUse, bounded, reading
 from router.api.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompletions
 from router.text.parsers.stage import PLAIN, Reading
 from router.text.text_model import TextModel
@@ -51,7 +50,7 @@ class RequestBody(BaseModel):
         """Raise InvalidRequest for what no field shows by itself."""
 
 
-class GenerationBody(FreeOutput, SamplingFields, UnbuiltFields, RequestBody):
+class GenerationBody(SamplingFields, StructuredFields, UnbuiltFields, RequestBody):
     """What chat and completions share. None means the default everywhere.
 
     prompt_field    the field that holds the prompts, for errors
@@ -198,9 +197,10 @@ class ChatBody(ToolFields, ChatPrompt, UnbuiltForChat, GenerationBody):
         plain = use is None and text.thinking is None
         return PLAIN if plain else reading(text, use, patient=not self.stream, shown=shown)
 
-    def grammar(self, text: TextModel, prompt: Sequence[int]) -> Grammar | None:
-        use, continued = self._use(), bool(self.continue_final_message)
-        return None if use is None else tool_grammar(text, use, prompt, continued=continued)
+    def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
+        asked, use = super().grammar(text, prompt), self._use()
+        plain = use is None and (asked is None or text.thinking is None)
+        return asked if plain else bounded(text, use, asked, prompt, continued=bool(self.continue_final_message))
 
     def _use(self) -> ToolUse | None:
         asked = self.tools or self.functions or self.tool_choice or self.function_call

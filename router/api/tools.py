@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired
@@ -13,9 +14,10 @@ from grammars import lark
 from protocol.errors import InvalidRequest
 from protocol.work import Grammar
 from router.api.fields import told
+from router.api.structured import Asked
 from router.text.parsers.families import marker_ids
 from router.text.parsers.stage import CallReading, Reading
-from router.text.parsers.syntax import Tool, grammar
+from router.text.parsers.syntax import Tool, after_thought, either, grammar
 from router.text.text_model import TextModel
 
 MAX_TOOLS = 128
@@ -121,17 +123,31 @@ def reading(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool 
     return Reading(text.thinking, calls, shown=shown)
 
 
-def tool_grammar(
-    text: TextModel, use: ToolUse, prompt: Sequence[int], *, continued: bool = False, answer: str | None = None
-) -> Grammar | None:
-    """What the output of this prompt must match where tools may be called.
+def bounded(
+    text: TextModel, use: ToolUse | None, asked: Asked | None, prompt: Sequence[int], *, continued: bool
+) -> Asked | None:
+    """What the output of this prompt must match: calls where tools are used, else what was asked for, or either where
+    that is possible; reasoning goes before. Raises InvalidRequest for what cannot be joined.
 
+    asked      the grammar of an answer in text
     continued  the prompt ends within an answer that is in text already
-    answer     Lark text for an answer that is not free
     """
+    thinking = None if continued else text.thinking
+    opened = Reading(thinking).opened(text.tokenizer, prompt)
+    try:
+        answer = None if asked is None else lark_answer(asked[1])
+    except ValueError as error:
+        raise InvalidRequest(f"not valid JSON: {error}", param=asked and asked[0]) from error
+    if use is None or (asked is not None and answer is None):
+        if use is not None and asked is not None:
+            raise InvalidRequest(f"{asked[0]} of this kind cannot go with tools", param=asked[0])
+        if answer is None or thinking is None:
+            return asked
+    if use is None:
+        assert asked is not None
+        return asked[0], Grammar("lark", after_thought(_speller(text), thinking, opened, answer or ""))
     dialect = text.dialect
     assert dialect is not None
-    thinking = None if continued else text.thinking
     source = grammar(
         dialect.family,
         use.tools,
@@ -140,10 +156,25 @@ def tool_grammar(
         parallel=dialect.own if use.parallel is None else use.parallel,
         led=not dialect.own and not continued,
         thinking=thinking,
-        opened=Reading(thinking).opened(text.tokenizer, prompt),
+        opened=opened,
         answer=answer,
     )
-    return Grammar("lark", source)
+    return use.field, Grammar("lark", source)
+
+
+def lark_answer(asked: Grammar) -> str | None:
+    """Lark text for the grammar of an answer, in JSON or one of several texts; None: of a kind that has none."""
+    options: dict[str, Any] = {"lenient": asked.lenient}
+    if asked.whitespace is not None:
+        options["whitespace"] = asked.whitespace
+    match asked.kind:
+        case "json_schema":
+            return lark.schema(json.loads(asked.source), **options)
+        case "json_object":
+            return lark.schema({"type": "object"}, **options)
+        case "choice":
+            return either([lark.text(each) for each in json.loads(asked.source)])
+    return None
 
 
 def _tool(function: Function) -> Tool:

@@ -28,15 +28,6 @@ class Unbuilt:
         return value
 
 
-Structured = Annotated[Any, Unbuilt("structured outputs are")]
-
-
-def _text_format(value: dict[str, Any]) -> dict[str, Any]:
-    if value.get("type", "text") != "text":
-        raise ValueError(f"type {value['type']!r} is not supported, only 'text'")
-    return value
-
-
 def _only_text(value: list[str]) -> list[str]:
     if set(value) - {"text"}:
         raise ValueError("only 'text' is supported by this server")
@@ -49,13 +40,7 @@ TextOnly = Annotated[list[str], AfterValidator(_only_text)]
 class UnbuiltFields(BaseModel):
     """What this server cannot do yet, and refuses where it is asked for."""
 
-    response_format: Annotated[dict[str, Any], AfterValidator(_text_format)] | None = None
     use_beam_search: Annotated[Any, Unbuilt("beam search is")] = False
-    guided_json: Structured = None
-    guided_regex: Structured = None
-    guided_choice: Structured = None
-    guided_grammar: Structured = None
-    structured_outputs: Structured = None
     logits_processors: Annotated[Any, Unbuilt("custom logits processors are")] = None
     allowed_token_ids: Annotated[Any, Unbuilt("allowed_token_ids is")] = None
     bad_words: Annotated[Any, Unbuilt("bad_words is")] = None

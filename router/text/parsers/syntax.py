@@ -163,6 +163,13 @@ def grammar(
     return "\n".join([f"start: {_thought(rules, thinking, opened)} {body}", *rules.lines])
 
 
+def after_thought(spell: Spell, thinking: Thinking | None, opened: bool, answer: str) -> str:
+    """The grammar's text of an answer behind reasoning that may come first."""
+    rules = Rules(spell)
+    body = rules.rule(answer)
+    return "\n".join([f"start: {_thought(rules, thinking, opened)} {body}", *rules.lines])
+
+
 def _thought(rules: Rules, thinking: Thinking | None, opened: bool) -> str:
     """Reasoning that may come first, or that has begun and must end."""
     if thinking is None:
