@@ -17,8 +17,9 @@ from engine.runner import Runner
 from engine.sampler import Sampled
 from engine.scheduler import Scheduler
 from engine.slices import Slice
+from engine.states import State
 from kernels.draw import NO_TOKEN
-from protocol.errors import KvferryError, ModelFailed, NodeLost
+from protocol.errors import GrammarFailed, KvferryError, ModelFailed, NodeLost
 
 log = logging.getLogger("kvferry.engine")
 
@@ -96,6 +97,7 @@ class Stepper:
         if drawn is not None:
             for part, sampled in zip(slices, drawn, strict=True):
                 self._commit(part, sampled)
+            self._advance_masks(slices)
             self._report_step(slices, time.monotonic() - began)
         self.report_blocks()
         return bool(slices)
@@ -132,22 +134,33 @@ class Stepper:
 
     def _commit(self, part: Slice, sampled: Sampled | None) -> None:
         request = part.request
-        request.computed_len += part.count
+        held_up = sampled is None and part.samples
+        # Without a mask its last token is computed again, with the token to draw.
+        request.computed_len += part.count - held_up
         self.register(request)
         if request.transfer is not None:
             complete = request.uncomputed == 0
             self._ship(request, len(request.block_ids) if complete else request.registered)
         if sampled is None:
+            mask = request.sample_row.mask if request.sample_row is not None else None
+            if held_up and mask is not None and mask.error is not None:
+                self.drop(request, mask.error)
             return
         if request.output_here == 0:
             self.note_tail(request)
         if sampled.token_id == NO_TOKEN:
-            self.drop(request, ModelFailed("the model's logits for the next token are not numbers"))
+            self.drop(request, _nothing_drawn(request))
             return
         event = output.append(request, sampled, self._longest)
         self._events.append(event)
         if event.delta.finish_reason is not None or request.prefill_only:
             self._scheduler.remove(request)
+
+    def _advance_masks(self, slices: Sequence[Slice]) -> None:
+        """Of those that go on here behind a token that was drawn now."""
+        rows = (part.request.sample_row for part in slices if part.request.state is State.RUNNING)
+        masks = [row.mask for row in rows if row is not None and row.mask is not None]
+        self._runner.masks.advance([mask for mask in masks if mask.trails])
 
     def _ship(self, request: Request, upto: int) -> None:
         """Announce the computed blocks before index `upto` that decode lacks and that were not announced yet."""
@@ -171,3 +184,10 @@ class Stepper:
             )
         )
         self._preempted, self._evicted = preempted, evicted
+
+
+def _nothing_drawn(request: Request) -> KvferryError:
+    """Why no token could be drawn for it."""
+    if request.job.grammar is not None:
+        return GrammarFailed("of what the grammar allows next, nothing may be drawn, or its logits are not numbers")
+    return ModelFailed("the model's logits for the next token are not numbers")

@@ -78,6 +78,16 @@ class RouterSettings(CommonSettings):
     ssl_certfile: str = setting("", "PEM file with this server's certificate and its chain: turns TLS on")
     ssl_ca_certs: str = setting("", "PEM file of authorities; clients must present a certificate of one of them")
     chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own; of a single model")
+    tool_call_parser: str = setting(
+        "auto",
+        "how the model calls tools; auto: as its chat template shows, none: it does not",
+        choices=("auto", "none", "hermes", "llama3_json", "mistral", "pythonic"),
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "how the model marks its reasoning; auto: as its chat template shows, none: it is part of the text",
+        choices=("auto", "none", "deepseek_r1", "qwen3", "granite", "mistral"),
+    )
     generation_config: str = setting(
         "auto",
         "sampling defaults; auto: those of the model's generation_config.json, none: the API's own",

@@ -27,12 +27,36 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int] = Field(
+        default={}, description="reasoning_tokens, of a model that marks its reasoning"
+    )
+
+
+class CalledFunction(BaseModel):
+    """`arguments` is JSON text, of an object; it may be cut where the answer ended by its length."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
 
 
 class AnswerMessage(BaseModel):
+    """`reasoning` and `reasoning_content` are the same text under two names that clients know."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: str | None
+    reasoning_content: str = Field(default="", description="of a model that marks its reasoning")
+    reasoning: str = Field(default="", description="the same")
+    tool_calls: list[ToolCall] = Field(default=[], description="where tools are called; content may be null then")
+    function_call: CalledFunction | None = Field(
+        default=None, description="where functions were given instead of tools"
+    )
 
 
 class ChatChoice(BaseModel):

@@ -9,6 +9,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from protocol.errors import Cancelled, InvalidRequest, Overloaded, RequestTooLarge
+from router.api.fields import field_path
 from router.api.schemas import RequestBody
 
 MAX_VALUES = 2**20
@@ -71,16 +72,8 @@ def build(kind: type[Body], value: Any) -> Body:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         if not first["loc"]:
             raise InvalidRequest("the request body must be a JSON object") from None
-        param = _field_path(first["loc"])
+        param = field_path(first["loc"])
         reason = first["msg"].removeprefix("Value error, ")
         raise InvalidRequest(f"{param}: {reason}", param=param) from None
     body.check()
     return body
-
-
-def _field_path(loc: tuple[int | str, ...]) -> str:
-    """`messages[0].role` from ("messages", 0, "role")."""
-    path = ""
-    for part in loc:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path

@@ -7,7 +7,7 @@ from typing import Any
 from router.api.generation import Choice
 from router.api.schemas import ChatBody
 from router.api.shape import Collected, Shape
-from router.text.transcript import Entry
+from router.text.transcript import CallDelta, Entry, Piece
 
 
 class ChatShape(Shape[ChatBody]):
@@ -16,6 +16,15 @@ class ChatShape(Shape[ChatBody]):
     def text_choice(self, index: int, text: str) -> dict[str, Any]:
         return _choice(index, {"content": text} if text else {})
 
+    def piece_choice(self, choice: Choice, piece: Piece, *, first: bool) -> dict[str, Any]:
+        shown = super().piece_choice(choice, piece, first=first)
+        shown["finish_reason"] = self._finish_reason(piece.finish_reason)
+        if piece.reasoning:
+            shown["delta"] |= _reasoning(piece.reasoning)
+        if piece.calls:
+            shown["delta"] |= self._called([_call_delta(delta) for delta in piece.calls])
+        return shown
+
     def opening(self, choice: Choice) -> dict[str, Any]:
         opening: dict[str, Any] = {"choices": [_choice(choice.index, {"role": "assistant", "content": ""})]}
         return {**opening, **self._prompt_ids()}
@@ -23,9 +32,9 @@ class ChatShape(Shape[ChatBody]):
     def whole_choice(self, choice: Choice, found: Collected) -> dict[str, Any]:
         whole = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": "".join(found.text), "refusal": None},
+            "message": self._message(found),
             "logprobs": self.logprobs(choice, found.entries, first=True),
-            "finish_reason": found.finish_reason,
+            "finish_reason": self._finish_reason(found.finish_reason),
             "stop_reason": found.stop_reason,
         }
         if self.body.return_token_ids:
@@ -41,10 +50,47 @@ class ChatShape(Shape[ChatBody]):
     def logprobs(self, choice: Choice, entries: list[Entry], *, first: bool) -> dict[str, Any] | None:
         return None if self.top is None else self.writer.chat(entries, self.top)
 
+    def _message(self, found: Collected) -> dict[str, Any]:
+        """The answer as a message; its content is null where it is calls alone."""
+        text = "".join(found.text)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text or None if found.calls else text,
+            "refusal": None,
+        }
+        if found.reasoning:
+            message |= _reasoning("".join(found.reasoning))
+        if found.calls:
+            message |= self._called([_call(call) for call in found.calls.values()])
+        return message
+
+    def _called(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """The field that shows calls, whole or in part; who asked with `functions` knows one call alone."""
+        return {"function_call": calls[0]["function"]} if self.body.legacy else {"tool_calls": calls}
+
+    def _finish_reason(self, reason: str | None) -> str | None:
+        return "function_call" if reason == "tool_calls" and self.body.legacy else reason
+
     def _prompt_ids(self) -> dict[str, Any]:
         if not self.body.return_token_ids:
             return {}
         return {"prompt_token_ids": list(self.generation.prompts[0].token_ids)}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under the name that most clients read, and under vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _call_delta(delta: CallDelta) -> dict[str, Any]:
+    """The first of a call brings all its fields, the others more of its arguments."""
+    if delta.name:
+        return {"index": delta.index, **_call(delta)}
+    return {"index": delta.index, "function": {"arguments": delta.arguments}}
 
 
 def _choice(index: int, delta: dict[str, str]) -> dict[str, Any]:

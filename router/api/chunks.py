@@ -47,7 +47,7 @@ class ChunkAnswer(Answer):
         plain = self._plain.get(choice.index)
         if plain is None:
             return self._first(choice, piece)
-        if self._only_text and piece.finish_reason is None and not piece.entries:
+        if self._only_text and piece.finish_reason is None and not (piece.entries or piece.calls or piece.reasoning):
             return plain.fill(piece.text) if piece.text else b""
         return self._event(choice, piece) if self._tells(piece) else b""
 
@@ -83,7 +83,8 @@ class ChunkAnswer(Answer):
         return head
 
     def _tells(self, piece: Piece) -> bool:
-        return bool(piece.text or piece.finish_reason or piece.entries or (self._ids and piece.token_ids))
+        told = piece.text or piece.finish_reason or piece.entries or piece.calls or piece.reasoning
+        return bool(told or (self._ids and piece.token_ids))
 
     def _event(self, choice: Choice, piece: Piece, *, first: bool = False) -> bytes:
         shown = self._shape.piece_choice(choice, piece, first=first)

@@ -197,11 +197,12 @@ class Exchange:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
         body, size = await self._asked(visit.call, data)
         pool = self._pools.pool(body.model)
+        reading = body.reading(pool.text)
         specs = await pool.specs(visit.prefer(body.priority), body, size)
         if body.use_beam_search:
             generation: Generation = BeamGeneration(pool, specs, body)
         else:
-            generation = Generation(pool, specs, body.text_options(), n=body.sequences())
+            generation = Generation(pool, specs, body.text_options(), reading, n=body.sequences())
         if self.endpoint.later is not None:
             promise = await self.endpoint.later(visit, pool, body, generation)
             if promise is not None:

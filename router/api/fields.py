@@ -138,3 +138,11 @@ class SamplingFields(BaseModel):
 class StreamOptions(BaseModel):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+
+
+def field_path(loc: tuple[int | str, ...]) -> str:
+    """`messages[0].role` from ("messages", 0, "role")."""
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path

@@ -1,7 +1,7 @@
 """All sequences of one HTTP request: starts their journeys, merges what they produce, counts, cancels the rest.
 
-What a journey yields becomes a Piece in `_follow`: the transcript makes text of it. A stage that finds calls of tools
-or reasoning in the text stands behind the transcript, before the shape that shows the piece.
+What a journey yields becomes a Piece in `_follow`: the transcript makes text of it. Where calls of tools or reasoning
+may be in the text, a stage of parsers stands behind the transcript, before the shape that shows the piece.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from router.api.pool import Pool
 from router.api.visit import Used
 from router.journey.spec import Journey, RequestSpec, Route
 from router.tenants.turns import Size
+from router.text.parsers.families import shown_ids
+from router.text.parsers.stage import PLAIN, Reading, Stage
 from router.text.transcript import Piece, TextOptions, Transcript
 
 _SEEDS = 2**64
@@ -33,7 +35,7 @@ class Choice:
     prompt: int
     spec: RequestSpec
     journey: Journey | None = None
-    transcript: Transcript | None = None
+    transcript: Transcript | Stage | None = None
     ended: bool = False
 
 
@@ -50,12 +52,16 @@ class Generation:
         pool: Pool,
         prompts: Sequence[RequestSpec],
         options: TextOptions,
+        reading: Reading = PLAIN,
         *,
         n: int = 1,
     ) -> None:
         self._pool = pool
         self._metrics = pool.metrics
         self._options = options
+        if reading is not PLAIN:
+            self._options = replace(options, shown_ids=shown_ids(pool.text.tokenizer, options))
+        self._reading = reading
         self._started = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self.prompts = tuple(prompts)
@@ -115,12 +121,16 @@ class Generation:
     def usage(self) -> dict[str, Any]:
         """The API's usage object so far."""
         used = self.used()
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": used.prompt,
             "completion_tokens": used.output,
             "total_tokens": used.prompt + used.output,
             "prompt_tokens_details": {"cached_tokens": used.cached},
         }
+        if self._reading.thinking is not None:
+            thought = sum(choice.transcript.reasoning_tokens or 0 for choice in self.choices if choice.transcript)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thought}
+        return usage
 
     def _pump(self, choice: Choice, queue: asyncio.Queue[tuple[Choice, Piece | Exception]]) -> None:
         async def pump() -> None:
@@ -158,8 +168,12 @@ class Generation:
         choice.ended = True
         raise KvferryError("the request ended without a finish reason")
 
-    def _transcript(self, spec: RequestSpec) -> Transcript:
-        return Transcript(self._pool.text.tokenizer, spec.token_ids, spec.work.params, self._options)
+    def _transcript(self, spec: RequestSpec) -> Transcript | Stage:
+        tokenizer = self._pool.text.tokenizer
+        transcript = Transcript(tokenizer, spec.token_ids, spec.work.params, self._options)
+        if self._reading is PLAIN:
+            return transcript
+        return Stage(transcript, self._reading, opened=self._reading.opened(tokenizer, spec.token_ids))
 
     async def _cancel(self, choice: Choice) -> None:
         if choice.journey is not None and not choice.ended:

@@ -7,11 +7,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from grammars.checker import Checker
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from protocol.metrics import ModelMetrics, RouterMetrics
 from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings
-from protocol.work import Generate
+from protocol.work import Generate, Grammar
 from router.api.schemas import GenerationBody
 from router.call import Call
 from router.journey.spec import Cluster, RequestSpec
@@ -20,6 +21,7 @@ from router.tenants.tenant import namespace
 from router.tenants.turns import Turns
 from router.text.bad_words import bad_word_ids
 from router.text.encoding import LONG_CHARS, Bound, Encoder
+from router.text.grammar_vocabulary import vocabulary_of
 from router.text.text_model import TextModel
 
 _FIELDS = (
@@ -40,6 +42,8 @@ class Pool:
     metrics: ModelMetrics
     encoder: Encoder
     turns: Turns = field(default_factory=Turns)
+    checker: Checker | None = None
+    """Tries grammars before nodes compile them; None: grammars are refused."""
 
     @property
     def name(self) -> str:
@@ -65,10 +69,12 @@ class Pool:
             encoded = iter([self.text.encode(text, add_special_tokens=body.marks_texts()) for text in texts])
         names = [call.id] if len(prompts) == 1 else [f"{call.id}-p{number}" for number in range(len(prompts))]
         bad_words = bad_word_ids(body.bad_words, self.text) if body.bad_words else ()
-        specs = []
+        specs: list[RequestSpec] = []
         for name, prompt in zip(names, prompts, strict=True):
             ids = next(encoded) if isinstance(prompt, str) else prompt
-            specs.append(self._spec(call, name, body, ids, bad_words))
+            if not specs:
+                grammar = await self._grammar(body, ids)
+            specs.append(self._spec(call, name, body, ids, grammar, bad_words))
             if long:
                 await asyncio.sleep(0)
         return specs
@@ -79,8 +85,27 @@ class Pool:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             raise InvalidRequest(f"token ids in {field} must be at least 0 and below {vocabulary}", param=field)
 
+    async def _grammar(self, body: GenerationBody, prompt: Sequence[int]) -> Grammar | None:
+        """What outputs must match, of this prompt and all others, tried. Raises InvalidRequest naming the field."""
+        asked = body.grammar(self.text, prompt)
+        if asked is None:
+            return None
+        param, grammar = asked
+        if body.use_beam_search:
+            raise InvalidRequest(f"use_beam_search follows no grammar, which {param} asks for", param="use_beam_search")
+        if self.checker is None:
+            raise InvalidRequest("this server reads no grammars", param=param)
+        await self.checker.check(grammar, param)
+        return grammar
+
     def _spec(
-        self, call: Call, request_id: str, body: GenerationBody, token_ids: Sequence[int], bad_words: BadWords
+        self,
+        call: Call,
+        request_id: str,
+        body: GenerationBody,
+        token_ids: Sequence[int],
+        grammar: Grammar | None,
+        bad_words: BadWords,
     ) -> RequestSpec:
         field = body.prompt_field
         if not token_ids:
@@ -88,10 +113,8 @@ class Pool:
         self.check_ids(token_ids, field)
         if body.truncate_prompt_tokens is not None:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
-        params = self._params(body, self._budget(body, len(token_ids)), bad_words)
-        return RequestSpec(
-            call, request_id, tuple(token_ids), Generate(params), namespace(call.realm, body.cache_salt or "")
-        )
+        work = Generate(self._params(body, self._budget(body, len(token_ids)), bad_words), grammar)
+        return RequestSpec(call, request_id, tuple(token_ids), work, namespace(call.realm, body.cache_salt or ""))
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
         """max_tokens of a prompt: what is asked, else the shape's default, else the rest of the context. An asked 0
@@ -136,7 +159,7 @@ def pool_of(
 ) -> Pool:
     """What serves one model to those tenants."""
     turns = Turns(cluster.capacity, metrics, shared=tenancy.several, most_queued=settings.max_queued)
-    return Pool(text, cluster, metrics.of(text.name), Encoder(text), turns)
+    return Pool(text, cluster, metrics.of(text.name), Encoder(text), turns, Checker(lambda: vocabulary_of(text)))
 
 
 class Pools:

@@ -23,9 +23,11 @@ from router.api.fields import (
     Stops,
     StreamOptions,
     Top,
-    told,
 )
+from router.api.structured import Asked, StructuredFields
+from router.api.tools import ToolFields, Tools, ToolUse, bounded, reading
 from router.api.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompletions
+from router.text.parsers.stage import PLAIN, Reading
 from router.text.text_model import TextModel
 from router.text.transcript import TextOptions
 
@@ -41,7 +43,7 @@ class RequestBody(BaseModel):
         """Raise InvalidRequest for what no field shows by itself."""
 
 
-class GenerationBody(SamplingFields, ChoiceFields, UnbuiltFields, RequestBody):
+class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, UnbuiltFields, RequestBody):
     """What chat and completions share. None means the default everywhere.
 
     prompt_field    the field that holds the prompts, for errors
@@ -145,9 +147,9 @@ class ChatPrompt(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Objects | None = None
     reasoning_effort: str | None = None
-    tools: Objects | None = None
+    tools: Tools | None = None
 
-    def rendered(self, text: TextModel, messages: Sequence[Mapping[str, Any]]) -> str:
+    def rendered(self, text: TextModel, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> str:
         """The prompt's text. Raises InvalidRequest."""
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
@@ -157,7 +159,7 @@ class ChatPrompt(RequestBody):
         extra = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return text.render(
             messages,
-            tools=self.tools,
+            tools=tools,
             documents=self.documents,
             add_generation_prompt=not continues if self.add_generation_prompt is None else self.add_generation_prompt,
             continue_final_message=continues,
@@ -165,7 +167,7 @@ class ChatPrompt(RequestBody):
         )
 
 
-class ChatBody(ChatPrompt, UnbuiltForChat, GenerationBody):
+class ChatBody(ToolFields, ChatPrompt, UnbuiltForChat, GenerationBody):
     """POST /v1/chat/completions."""
 
     prompt_field, output_default = "messages", None
@@ -175,7 +177,6 @@ class ChatBody(ChatPrompt, UnbuiltForChat, GenerationBody):
     logprobs: bool | None = False
     top_logprobs: Top | None = None
     add_special_tokens: bool | None = False
-    tool_choice: Annotated[str | dict[str, Any] | None, told("must be a string or an object")] = None
 
     def check(self) -> None:
         super().check()
@@ -184,19 +185,24 @@ class ChatBody(ChatPrompt, UnbuiltForChat, GenerationBody):
             raise InvalidRequest(f"{field} must be at least 1", param=field)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        self._check_tools()
+        self._use()
 
-    def _check_tools(self) -> None:
-        choice = self.tool_choice or ("auto" if self.tools else "none")
-        if choice != "none" and (self.tools or choice != "auto"):
-            raise InvalidRequest(
-                "tool_choice: calling tools is not supported by this server; with tool_choice 'none' the tools are "
-                "shown to the model and it answers in text",
-                param="tool_choice" if self.tool_choice else "tools",
-            )
+    def reading(self, text: TextModel) -> Reading:
+        use, shown = self._use(), self.include_reasoning is not False
+        plain = use is None and text.thinking is None
+        return PLAIN if plain else reading(text, use, patient=not self.stream, shown=shown)
+
+    def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
+        asked, use = super().grammar(text, prompt), self._use()
+        plain = use is None and (asked is None or text.thinking is None)
+        return asked if plain else bounded(text, use, asked, prompt, continued=bool(self.continue_final_message))
+
+    def _use(self) -> ToolUse | None:
+        asked = self.tools or self.functions or self.tool_choice or self.function_call
+        return self.tool_use() if asked else None
 
     def prompts(self, text: TextModel) -> list[Prompt]:
-        return [self.rendered(text, self.messages)]
+        return [self.rendered(text, self.messages, None if self._use() is None else self.usable())]
 
     def marks_texts(self) -> bool:
         return bool(self.add_special_tokens)

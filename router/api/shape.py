@@ -10,7 +10,7 @@ from router.api.generation import Choice, Generation
 from router.api.logprobs import LogprobWriter
 from router.api.pool import Pool
 from router.api.schemas import GenerationBody
-from router.text.transcript import Entry, Piece
+from router.text.transcript import CallDelta, Entry, Piece
 
 AnyBody = TypeVar("AnyBody", bound=GenerationBody)
 
@@ -22,6 +22,8 @@ class Collected:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, CallDelta] = field(default_factory=dict)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -34,6 +36,11 @@ class Collected:
         self.text.append(piece.text)
         self.token_ids.extend(piece.token_ids)
         self.entries.extend(piece.entries)
+        if piece.reasoning:
+            self.reasoning.append(piece.reasoning)
+        for delta in piece.calls:
+            known = self.calls.get(delta.index)
+            self.calls[delta.index] = delta if known is None else known.followed_by(delta)
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
 

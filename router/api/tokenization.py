@@ -38,7 +38,7 @@ async def tokenize(pools: Pools, data: bytes) -> dict[str, Any]:
     if body.prompt is not None:
         field, text, marked = "prompt", body.prompt, body.add_special_tokens is not False
     else:
-        text = await pool.encoder.beside(body.rendered, pool.text, body.messages or [])
+        text = await pool.encoder.beside(body.rendered, pool.text, body.messages or [], body.tools)
         field, marked = "messages", bool(body.add_special_tokens)
     bound = Bound(pool.max_model_len, field, truncated=True)
     (tokens,) = await pool.encoder.encode([text], bound, add_special_tokens=marked)

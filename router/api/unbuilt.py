@@ -28,16 +28,6 @@ class Unbuilt:
         return value
 
 
-Structured = Annotated[Any, Unbuilt("structured outputs are")]
-Functions = Annotated[Any, Unbuilt("functions (and tools) are")]
-
-
-def _text_format(value: dict[str, Any]) -> dict[str, Any]:
-    if value.get("type", "text") != "text":
-        raise ValueError(f"type {value['type']!r} is not supported, only 'text'")
-    return value
-
-
 def _only_text(value: list[str]) -> list[str]:
     if set(value) - {"text"}:
         raise ValueError("only 'text' is supported by this server")
@@ -50,12 +40,6 @@ TextOnly = Annotated[list[str], AfterValidator(_only_text)]
 class UnbuiltFields(BaseModel):
     """What this server cannot do yet, and refuses where it is asked for."""
 
-    response_format: Annotated[dict[str, Any], AfterValidator(_text_format)] | None = None
-    guided_json: Structured = None
-    guided_regex: Structured = None
-    guided_choice: Structured = None
-    guided_grammar: Structured = None
-    structured_outputs: Structured = None
     logits_processors: Annotated[Any, Unbuilt("custom logits processors are")] = None
 
 
@@ -64,8 +48,6 @@ class UnbuiltForChat(BaseModel):
 
     echo: Annotated[Any, Unbuilt("for chat it is")] = False
     chat_template: Annotated[Any, Unbuilt("a chat template in the request is")] = None
-    functions: Functions = None
-    function_call: Functions = None
     modalities: TextOnly | None = None
     audio: Annotated[Any, Unbuilt("audio is")] = None
     web_search_options: Annotated[Any, Unbuilt("web search is")] = None

@@ -24,10 +24,15 @@ class Detokenizer(Protocol):
 
 
 def detokenizer(
-    tokenizer: TextTokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+    tokenizer: TextTokenizer,
+    prompt: Sequence[int] = (),
+    *,
+    skip_special_tokens: bool = True,
+    shown: frozenset[int] = frozenset(),
 ) -> Detokenizer:
-    """One sequence's detokenizer. `prompt` is what the output continues: it decides about a leading space."""
-    hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+    """One sequence's detokenizer. `prompt` is what the output continues: it decides about a leading space. `shown` are
+    special tokens that are not skipped."""
+    hidden = tokenizer.special_ids.difference(shown) if skip_special_tokens else frozenset[int]()
     if tokenizer.byte_level:
         return ByteDetokenizer(tokenizer, hidden)
     return WindowDetokenizer(tokenizer, hidden, prompt)

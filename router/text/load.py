@@ -13,6 +13,7 @@ from model_files.source import ModelSource, read_facts, read_json, resolve
 from model_files.tokenizer import load_tokenizer
 from protocol.errors import ConfigError
 from protocol.settings import RouterSettings
+from router.text.parsers.families import check_names
 from router.text.template import ChatTemplate
 from router.text.text_model import TextModel
 
@@ -56,7 +57,16 @@ def _load(settings: RouterSettings, model: str, served: tuple[str, ...]) -> Text
     facts = read_facts(source)
     if settings.generation_config == "none":
         facts = replace(facts, sampling=())
-    return TextModel(ModelName(source.name, served), load_tokenizer(source), template, facts)
+    knows_tools = template is not None and template.knows_tools
+    check_names(settings.tool_call_parser, settings.reasoning_parser, knows_tools=knows_tools)
+    return TextModel(
+        ModelName(source.name, served),
+        load_tokenizer(source),
+        template,
+        facts,
+        settings.tool_call_parser,
+        settings.reasoning_parser,
+    )
 
 
 def _from_gguf(source: ModelSource) -> tuple[dict[str, str], _Templates]:

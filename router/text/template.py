@@ -35,6 +35,9 @@ class ChatTemplate:
     roles           what the templates compare a message's role with: the roles that the model knows by name
     special_tokens  bos_token, eos_token, ...: visible to the templates
     wants_parts     a message's content must be a list of parts, not a string
+    source          of the plain one, or of the one for tools
+    knows_tools     it shows the tools that a request brings
+    takes_system    it shows a system message
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, tool_use: str | None = None) -> None:
@@ -45,15 +48,21 @@ class ChatTemplate:
             self.tool_use = environment.from_string(tool_use) if tool_use is not None else self.plain
         except TemplateSyntaxError as error:
             raise ConfigError(f"the chat template does not parse: {error}", param="chat_template") from error
-        self.roles = _roles(environment.parse(source)) | _roles(environment.parse(tool_use or ""))
+        trees = [environment.parse(source), environment.parse(tool_use or "")]
+        self.source = tool_use or source
+        self.knows_tools = any(name.name == "tools" for tree in trees for name in tree.find_all(nodes.Name))
+        self.roles = _roles(trees[0]) | _roles(trees[1])
         self.special_tokens = dict(special_tokens)
         self.wants_parts = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+        system: Any = [{"type": "text", "text": _PROBE}] if self.wants_parts else _PROBE
+        self.takes_system = self._shows(system, "system")
 
-    def _shows(self, content: Any) -> bool:
+    def _shows(self, content: Any, role: str = "user") -> bool:
+        messages = [{"role": role, "content": content}]
+        if role != "user":
+            messages.append({"role": "user", "content": [] if isinstance(content, list) else ""})
         try:
-            text = self.plain.render(
-                **self.special_tokens, messages=[{"role": "user", "content": content}], add_generation_prompt=True
-            )
+            text = self.plain.render(**self.special_tokens, messages=messages, add_generation_prompt=True)
         except Exception:  # as in TextModel.render: this form of content does not suit the template
             return False
         return _PROBE in text and "'type'" not in text

@@ -11,7 +11,10 @@ from model_files.naming import ModelName
 from model_files.source import ModelFacts
 from model_files.tokenizer import TextTokenizer
 from protocol.errors import InvalidRequest
+from router.text.parsers.families import AUTO, Dialect, dialect, thinking
+from router.text.parsers.reasoning import Thinking
 from router.text.template import ChatTemplate
+from router.text.tool_prompt import spelled
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """The OpenAI API's. Models that were trained on other roles name them in their chat template."""
@@ -23,12 +26,30 @@ Message = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class TextModel:
     """called: what clients call it. template: None when the model has none and none was given. Safe to use from several
-    threads; encoding releases the GIL."""
+    threads; encoding releases the GIL.
+
+    tool_call_parser, reasoning_parser  how the model calls tools and marks its reasoning: auto, none, or a family
+    """
 
     called: ModelName
     tokenizer: TextTokenizer
     template: ChatTemplate | None
     facts: ModelFacts
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
+
+    @property
+    def dialect(self) -> Dialect | None:
+        """How the model calls tools; None: it does not."""
+        template = self.template
+        if template is None:
+            return None
+        return dialect(self.tool_call_parser, template.source, knows_tools=template.knows_tools)
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """How the model marks its reasoning; None: it does not, or the marks are shown as text."""
+        return thinking(self.reasoning_parser, self.template.source if self.template is not None else None)
 
     @property
     def name(self) -> str:
@@ -64,18 +85,27 @@ class TextModel:
         if taken:
             raise InvalidRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")
         self._check_roles(messages, template.roles)
-        messages = [_shaped(message, place, template.wants_parts) for place, message in enumerate(messages)]
+        shown = [_shaped(message, place) for place, message in enumerate(messages)]
+        if (tools or any(map(_of_tools, shown))) and not self._shows_tools():
+            shown, tools = spelled(shown, tools, takes_system=template.takes_system), None
+        if template.wants_parts:
+            shown = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in shown]
         try:
             text = (template.tool_use if tools else template.plain).render(
                 **{**template.special_tokens, **extra},
-                messages=messages,
+                messages=shown,
                 tools=tools or None,
                 documents=documents or None,
                 add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # a template is a program: it can fail in any way on messages it does not expect
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
-        return _up_to_content(text, messages[-1]) if continue_final_message else text
+        return _up_to_content(text, shown[-1]) if continue_final_message else text
+
+    def _shows_tools(self) -> bool:
+        """Whether the template does, in a way that is understood."""
+        dialect, template = self.dialect, self.template
+        return template is not None and (template.knows_tools if dialect is None else dialect.own)
 
     def _check_roles(self, messages: Sequence[Message], named: frozenset[str]) -> None:
         """Only what the model can tell apart: a role that nothing names is a client's slip of the pen."""
@@ -88,12 +118,22 @@ class TextModel:
                 )
 
 
-def _shaped(message: Message, place: int, as_parts: bool) -> dict[str, Any]:
-    content = _flat(message.get("content"), f"messages[{place}].content")
-    shaped = {**message, "content": [{"type": "text", "text": content}] if as_parts else content}
-    if message.get("tool_calls"):
-        shaped["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
+def _shaped(message: Message, place: int) -> dict[str, Any]:
+    """With content as text, arguments as objects, and fields under the names that templates know."""
+    shaped = {**message, "content": _flat(message.get("content"), f"messages[{place}].content")}
+    calls = message.get("tool_calls")
+    if not calls and isinstance(message.get("function_call"), Mapping):
+        calls = [{"type": "function", "function": message["function_call"]}]
+    if calls:
+        shaped["tool_calls"] = [_parsed_call(call) for call in calls]
+    if message.get("reasoning") and not message.get("reasoning_content"):
+        shaped["reasoning_content"] = message["reasoning"]
     return shaped
+
+
+def _of_tools(message: Message) -> bool:
+    """Whether it brings calls or a result."""
+    return message.get("role") in ("tool", "function") or bool(message.get("tool_calls"))
 
 
 def _flat(content: Any, field: str) -> str:

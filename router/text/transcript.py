@@ -15,12 +15,14 @@ from router.text.stop_strings import StopMatcher
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How output tokens are shown. `echo_only`: max_tokens was 0, the one token drawn is dropped."""
+    """How output tokens are shown. `echo_only`: max_tokens was 0, the one token drawn is dropped. `shown_ids`: special
+    tokens that are not skipped, because a parser behind the transcript reads them."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
     echo_only: bool = False
+    shown_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,10 @@ class CallDelta:
     name: str = ""
     arguments: str = ""
 
+    def followed_by(self, delta: CallDelta) -> CallDelta:
+        """Both in one."""
+        return CallDelta(self.index, self.id, self.name, self.arguments + delta.arguments)
+
 
 @dataclass(slots=True)
 class Piece:
@@ -60,12 +66,16 @@ class Piece:
 
 class Transcript:
     """Feed it a journey's Outputs in order. `completion_tokens` counts what was taken; after a Piece with a
-    finish_reason nothing more may be fed."""
+    finish_reason nothing more may be fed. `reasoning_tokens`: None where nothing looks for them."""
+
+    reasoning_tokens: int | None = None
 
     def __init__(
         self, tokenizer: TextTokenizer, prompt: Sequence[int], params: SamplingParams, options: TextOptions
     ) -> None:
-        self._detokenizer = detokenizer(tokenizer, prompt, skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = detokenizer(
+            tokenizer, prompt, skip_special_tokens=options.skip_special_tokens, shown=options.shown_ids
+        )
         self._stop = StopMatcher(options.stops, include=options.include_stop) if options.stops else None
         self._params = params
         self._options = options

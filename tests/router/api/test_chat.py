@@ -227,16 +227,6 @@ async def test_the_last_message_can_be_continued() -> None:
     assert error_of(refused)["param"] == "continue_final_message"
 
 
-async def test_tools_are_shown_but_not_called() -> None:
-    api = Api(FakeCluster(says("x")))
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert (await api.chat(tools=tools, tool_choice="none")).status_code == 200
-    assert error_of(await api.chat(tools=tools))["param"] == "tools"
-    for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
-        refused = await api.chat(tools=tools, tool_choice=choice)
-        assert (refused.status_code, error_of(refused)["param"]) == (400, "tool_choice")
-
-
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [

@@ -53,7 +53,7 @@ def test_a_template_that_wants_parts_gets_parts() -> None:
 
 def test_absent_content_is_empty() -> None:
     assert render(CHATML, [{"role": "assistant", "content": None}, {"role": "tool"}]) == (
-        "<assistant></>\n<tool></>\n<assistant>"
+        "<assistant></>\n<user><tool_response>\n\n</tool_response></>\n<assistant>"
     )
 
 
@@ -76,7 +76,9 @@ def test_globals_special_tokens_and_extra_variables() -> None:
 
 def test_tools_choose_their_own_template_and_arguments_are_objects() -> None:
     both = ChatTemplate(
-        "plain", {}, tool_use="{{ tools | length }}{{ messages[0].tool_calls[0].function.arguments.x }}"
+        "plain",
+        {},
+        tool_use="{{ tools | length }}{# <tool_call> #}{{ messages[0].tool_calls[0].function.arguments.x }}",
     )
     text = text_of(both)
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 5}'}}]}

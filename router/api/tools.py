@@ -1,0 +1,225 @@
+"""Tools in a chat's body: what may be called, what must be, and what that asks of output and prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import BaseModel, ConfigDict, Field, with_config
+from typing_extensions import TypedDict
+
+from grammars import lark
+from protocol.errors import InvalidRequest
+from protocol.work import Grammar
+from router.api.fields import told
+from router.api.structured import Asked
+from router.text.parsers.families import marker_ids
+from router.text.parsers.stage import CallReading, Reading
+from router.text.parsers.syntax import Tool, after_thought, either, grammar
+from router.text.text_model import TextModel
+
+MAX_TOOLS = 128
+AUTO, NONE, REQUIRED = "auto", "none", "required"
+_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+
+
+@with_config(ConfigDict(extra="allow"))
+class Function(TypedDict):
+    """A function that may be called; further fields are the template's to read."""
+
+    name: Annotated[str, Field(pattern=_NAME)]
+    description: NotRequired[str | None]
+    parameters: NotRequired[Annotated[dict[str, Any] | None, Field(description="a JSON schema; absent: it takes none")]]
+    strict: NotRequired[bool | None]
+
+
+@with_config(ConfigDict(extra="allow"))
+class FunctionTool(TypedDict):
+    type: NotRequired[Literal["function"]]
+    function: Function
+
+
+Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+Functions = Annotated[list[Function], Field(max_length=MAX_TOOLS, fail_fast=True)]
+OLD = Field(json_schema_extra={"deprecated": True})
+Choice = Annotated[str | dict[str, Any] | None, told("must be a string or an object")]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request makes of its tools. named: the client named the one to call; field: where it chose, for errors."""
+
+    tools: tuple[Tool, ...]
+    forced: bool
+    named: bool
+    parallel: bool | None
+    field: str
+
+
+class ToolFields(BaseModel):
+    """The fields of tools, with their older names `functions` and `function_call`, which ask for one call at most."""
+
+    tools: Tools | None = None
+    tool_choice: Choice = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Functions | None, OLD] = None
+    function_call: Annotated[Choice, OLD] = None
+    include_reasoning: bool | None = True
+
+    @property
+    def legacy(self) -> bool:
+        """Whether the client spoke of functions, and is answered so."""
+        return bool(self.functions)
+
+    def usable(self) -> list[Any] | None:
+        """Its tools, under the newer name."""
+        if not self.legacy:
+            return self.tools
+        return [{"type": "function", "function": function} for function in self.functions or []]
+
+    def tool_use(self) -> ToolUse | None:
+        """None: nothing may be called. Raises InvalidRequest for a choice that cannot be."""
+        if self.tools and self.legacy:
+            raise InvalidRequest("tools and functions exclude each other; give tools", param="functions")
+        place = "functions" if self.legacy else "tools"
+        functions = (self.functions or []) if self.legacy else [tool["function"] for tool in self.tools or []]
+        field = "function_call" if self.legacy or self.tool_choice is None else "tool_choice"
+        choice = self.function_call if field == "function_call" else self.tool_choice
+        if choice is None:
+            choice, field = AUTO, place
+        _check_duplicates(functions, place)
+        if not functions:
+            if choice not in (AUTO, NONE):
+                raise InvalidRequest(f"{field} needs tools to choose from", param=field)
+            return None
+        names = {function["name"]: _tool(function) for function in functions}
+        mode, chosen = _chosen(choice, field, tuple(names))
+        if mode == NONE:
+            return None
+        return ToolUse(
+            tuple(names[name] for name in chosen),
+            forced=mode == REQUIRED,
+            named=isinstance(choice, dict) and choice.get("type") != "allowed_tools",
+            parallel=False if self.legacy else self.parallel_tool_calls,
+            field=field,
+        )
+
+
+def reading(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool = True) -> Reading:
+    """How the output of a model is taken apart; shown: so is its reasoning. Raises InvalidRequest when tools
+    may be called and it calls none."""
+    calls = None
+    if use is not None:
+        if text.dialect is None:
+            raise InvalidRequest(
+                f"{use.field}: the model {text.name!r} calls no tools here (--tool-call-parser none, or no chat "
+                "template); tool_choice 'none' goes on without them",
+                param=use.field,
+            )
+        names = tuple(tool.name for tool in use.tools)
+        calls = CallReading(text.dialect.parser, names, patient=patient, named=use.named)
+    return Reading(text.thinking, calls, shown=shown)
+
+
+def bounded(
+    text: TextModel, use: ToolUse | None, asked: Asked | None, prompt: Sequence[int], *, continued: bool
+) -> Asked | None:
+    """What the output of this prompt must match: calls where tools are used, else what was asked for, or either where
+    that is possible; reasoning goes before. Raises InvalidRequest for what cannot be joined.
+
+    asked      the grammar of an answer in text
+    continued  the prompt ends within an answer that is in text already
+    """
+    thinking = None if continued else text.thinking
+    opened = Reading(thinking).opened(text.tokenizer, prompt)
+    try:
+        answer = None if asked is None else lark_answer(asked[1])
+    except ValueError as error:
+        raise InvalidRequest(f"not valid JSON: {error}", param=asked and asked[0]) from error
+    if use is None or (asked is not None and answer is None):
+        if use is not None and asked is not None:
+            raise InvalidRequest(f"{asked[0]} of this kind cannot go with tools", param=asked[0])
+        if answer is None or thinking is None:
+            return asked
+    if use is None:
+        assert asked is not None
+        return asked[0], Grammar("lark", after_thought(_speller(text), thinking, opened, answer or ""))
+    dialect = text.dialect
+    assert dialect is not None
+    source = grammar(
+        dialect.family,
+        use.tools,
+        _speller(text),
+        forced=use.forced,
+        parallel=dialect.own if use.parallel is None else use.parallel,
+        led=not dialect.own and not continued,
+        thinking=thinking,
+        opened=opened,
+        answer=answer,
+    )
+    return use.field, Grammar("lark", source)
+
+
+def lark_answer(asked: Grammar) -> str | None:
+    """Lark text for the grammar of an answer, in JSON or one of several texts; None: of a kind that has none."""
+    options: dict[str, Any] = {"lenient": asked.lenient}
+    if asked.whitespace is not None:
+        options["whitespace"] = asked.whitespace
+    match asked.kind:
+        case "json_schema":
+            return lark.schema(json.loads(asked.source), **options)
+        case "json_object":
+            return lark.schema({"type": "object"}, **options)
+        case "choice":
+            return either([lark.text(each) for each in json.loads(asked.source)])
+    return None
+
+
+def _tool(function: Function) -> Tool:
+    return Tool(
+        function["name"],
+        function.get("parameters") or {"type": "object", "properties": {}},
+        strict=bool(function.get("strict")),
+    )
+
+
+def _check_duplicates(functions: Sequence[Function], place: str) -> None:
+    seen: set[str] = set()
+    for number, function in enumerate(functions):
+        if function["name"] in seen:
+            param = f"{place}[{number}].name" if place == "functions" else f"{place}[{number}].function.name"
+            raise InvalidRequest(f"{param}: {function['name']!r} is the name of an earlier one, too", param=param)
+        seen.add(function["name"])
+
+
+def _chosen(choice: str | dict[str, Any], field: str, names: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Mode and names of what may be called. Raises InvalidRequest."""
+    if choice in (AUTO, NONE, REQUIRED) and isinstance(choice, str):
+        return choice, names
+    if isinstance(choice, str):
+        raise InvalidRequest(f"{field} must be none, auto, required or an object; got {choice!r}", param=field)
+    if choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools")
+        allowed = allowed if isinstance(allowed, dict) else choice
+        mode, tools = allowed.get("mode", AUTO), allowed.get("tools")
+        if mode not in (AUTO, REQUIRED) or not isinstance(tools, list) or not tools:
+            raise InvalidRequest(f"{field}: allowed_tools needs a mode (auto or required) and tools", param=field)
+        return mode, tuple(dict.fromkeys(_named(tool, field, names) for tool in tools))
+    return REQUIRED, (_named(choice, field, names),)
+
+
+def _named(choice: Any, field: str, names: tuple[str, ...]) -> str:
+    """The name in `{"type": "function", "function": {"name": ...}}`, or in the `{"name": ...}` of function_call."""
+    inner = choice.get("function", choice) if isinstance(choice, dict) else None
+    name = inner.get("name") if isinstance(inner, dict) else None
+    if name not in names:
+        param = field if field == "function_call" else f"{field}.function.name"
+        raise InvalidRequest(f"{param} must name one of the tools; got {name!r}", param=param)
+    return str(name)
+
+
+def _speller(text: TextModel) -> Callable[[str], str]:
+    ids = marker_ids(text.tokenizer)
+    return lambda marker: lark.token(ids[marker]) if marker in ids else lark.text(marker)

@@ -1,0 +1,124 @@
+"""The families by name, and which of them a chat template writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from model_files.tokenizer import TextTokenizer
+from protocol.errors import ConfigError
+from router.text.parsers.found import CallParser
+from router.text.parsers.hermes import HermesParser, LedHermesParser
+from router.text.parsers.llama3_json import Llama3JsonParser
+from router.text.parsers.mistral import MistralParser
+from router.text.parsers.pythonic import PythonicParser
+from router.text.parsers.reasoning import Thinking
+from router.text.transcript import TextOptions
+
+CALLS: Mapping[str, type[CallParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+    "pythonic": PythonicParser,
+}
+_THINK = (("<think>",), ("</think>",))
+REASONING: Mapping[str, Thinking] = {
+    "deepseek_r1": Thinking(*_THINK, always=True),
+    "qwen3": Thinking(*_THINK),
+    "granite": Thinking(
+        ("Here is my thought process:", "Here's my thought process:"),
+        ("Here is my response:", "Here's my response:"),
+    ),
+    "mistral": Thinking(("[THINK]",), ("[/THINK]",)),
+}
+AUTO, NONE = "auto", "none"
+MARKERS = frozenset(
+    (
+        "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_start|>",
+        "<|python_end|>", "<think>", "</think>", "[THINK]", "[/THINK]",
+    )
+)  # fmt: skip
+"""What parsers must see even where it is a special token, which are not shown otherwise."""
+
+
+def marker_ids(tokenizer: TextTokenizer) -> dict[str, int]:
+    """Those markers that are tokens of the vocabulary."""
+    ids = {marker: tokenizer.library.token_to_id(marker) for marker in MARKERS}
+    return {marker: token_id for marker, token_id in ids.items() if token_id is not None}
+
+
+def shown_ids(tokenizer: TextTokenizer, options: TextOptions) -> frozenset[int]:
+    """Special tokens that are not skipped, because the parsers must see them."""
+    if not options.skip_special_tokens:
+        return frozenset()
+    return tokenizer.special_ids.intersection(marker_ids(tokenizer).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a model calls tools. own: its template shows tools, calls and results; otherwise `tool_prompt` does."""
+
+    family: str
+    own: bool
+
+    @property
+    def parser(self) -> type[CallParser]:
+        return CALLS[self.family] if self.own else LedHermesParser
+
+
+@cache
+def dialect(name: str, template: str, *, knows_tools: bool) -> Dialect | None:
+    """Of the model with this chat template; `name` as in --tool-call-parser. None: it calls no tools."""
+    if name == NONE:
+        return None
+    family = _detected(template) if knows_tools else None
+    if name == AUTO:
+        return Dialect(family or "hermes", own=family is not None)
+    return Dialect(name if knows_tools else "hermes", own=knows_tools)
+
+
+@cache
+def thinking(name: str, template: str | None) -> Thinking | None:
+    """`name` as in --reasoning-parser."""
+    if name == NONE:
+        return None
+    if name != AUTO:
+        return REASONING[name]
+    for family, marks in (("mistral", "[THINK]"), ("qwen3", "</think>"), ("granite", "my thought process:")):
+        if template is not None and marks in template:
+            return REASONING[family]
+    return None
+
+
+def check_names(tool_call_parser: str, reasoning_parser: str, *, knows_tools: bool) -> None:
+    """Raise ConfigError for a name that there is not, or that cannot go with the template."""
+    for field, name, table in (
+        ("tool_call_parser", tool_call_parser, CALLS),
+        ("reasoning_parser", reasoning_parser, REASONING),
+    ):
+        known: Any = (AUTO, NONE, *table)
+        if name not in known:
+            raise ConfigError(f"{field} must be one of {', '.join(known)}; got {name!r}", param=field)
+    if tool_call_parser in CALLS and tool_call_parser != "hermes" and not knows_tools:
+        raise ConfigError(
+            f"the chat template shows no tools, so no model writes calls for {tool_call_parser!r}; with auto the tools "
+            "are described to it, and --chat-template gives it another template",
+            param="tool_call_parser",
+        )
+
+
+def _detected(template: str) -> str | None:
+    """The family whose calls the template writes; None: of none that is known."""
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<function=" in template:
+        return None
+    if "<tool_call>" in template:
+        return "hermes"
+    if "<|python_start|>" in template or "func_name1(params_name1=" in template:
+        return "pythonic"
+    if "<|python_tag|>" in template or '"parameters": ' in template:
+        return "llama3_json"
+    return None

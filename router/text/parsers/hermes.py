@@ -1,0 +1,78 @@
+"""Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one after another."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from router.text.parsers.found import CallParser
+from router.text.parsers.json_call import CallObject
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+REPLY, REPLIED = "<text>", "</text>"
+"""Around an answer that calls nothing, where the prompt asks for it: see `tool_prompt`."""
+
+
+class ObjectParser(CallParser):
+    """Base of those that write a call as one object, after `_marker`."""
+
+    def _opened(self, marker: str) -> None:
+        self._marker = marker
+        self._begin_object()
+
+    def _begin_object(self, between: str = "") -> None:
+        """`between` stands before the object: it is part of the text if there is no call."""
+        self._object: CallObject | None = CallObject(self._names)
+        self._marker += between
+        self._index = -1
+
+    def _read_object(self) -> bool:
+        """Read more of the object; None stands for it when it is done, and `_leave` was called if it broke."""
+        call = self._object
+        assert call is not None
+        end = call.feed(self._held)
+        self._held = self._held[end:]
+        broken = call.broken or (self._patient and call.done and not call.valid)
+        if call.name and not (broken and self._index < 0) and (not self._patient or call.done or self._ended):
+            if self._index < 0:
+                self._index = self._new_call()
+                self._call(self._index, name=call.name)
+            self._call(self._index, arguments=call.take())
+        if broken or (self._ended and not call.done):
+            if self._index < 0:
+                self._say(self._marker + "".join(call.raw))
+            self._leave()
+        elif call.done:
+            self._object, self._marker = None, ""
+        else:
+            return False
+        return True
+
+
+class HermesParser(ObjectParser):
+    opens: ClassVar[tuple[str, ...]] = (BEGIN,)
+
+    def _read_call(self) -> bool:
+        if self._object is not None:
+            return self._read_object()
+        rest = self._held.lstrip()
+        if rest.startswith(END):
+            self._held = rest[len(END) :]
+        elif END.startswith(rest) and not self._ended:
+            return False
+        self._leave()
+        return True
+
+
+class LedHermesParser(HermesParser):
+    """For models that know no tools, as `tool_prompt` asks them: an answer in text begins with REPLY, which is not
+    shown, nor is the REPLIED that may follow it."""
+
+    opens = (BEGIN, REPLIED)
+    opens_first = (REPLY,)
+
+    def _opened(self, marker: str) -> None:
+        if marker == BEGIN:
+            super()._opened(marker)
+        else:
+            self._lead = ""
+            self._leave()

@@ -1,0 +1,34 @@
+"""Llama 3: `{"name": ..., "parameters": {...}}` as the whole answer, or behind `<|python_tag|>`; more behind `;`."""
+
+from __future__ import annotations
+
+from router.text.parsers.hermes import ObjectParser
+
+TAG = "<|python_tag|>"
+_BETWEEN = ";,"
+
+
+class Llama3JsonParser(ObjectParser):
+    opens = (TAG,)
+    opens_first = ("{",)
+
+    def _opened(self, marker: str) -> None:
+        super()._opened(marker)
+        if marker == "{":
+            self._marker, self._held = "", marker + self._held
+
+    def _read_call(self) -> bool:
+        if self._object is not None:
+            return self._read_object()
+        rest = self._held.lstrip()
+        if rest[:1] and rest[0] in _BETWEEN:
+            rest = rest[1:].lstrip()
+        if rest.startswith("{"):
+            between = self._held[: len(self._held) - len(rest)]
+            self._held = rest
+            self._begin_object(between)
+        elif rest or self._ended:
+            self._leave()
+        else:
+            return False
+        return True

@@ -1,0 +1,97 @@
+"""What a model thinks before it answers, taken out of the text in front of the parsers of calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.text.parsers.found import Found, held_from
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How a family of models marks its reasoning, at the output's beginning.
+
+    begins, ends  the marks; of several the model writes any
+    always        it begins without a mark, too
+    """
+
+    begins: tuple[str, ...]
+    ends: tuple[str, ...]
+    always: bool = False
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether the output begins within the reasoning: the end of its prompt tells."""
+        prompt = prompt.rstrip()
+        return prompt.endswith(self.begins) or (self.always and not prompt.endswith(self.ends))
+
+
+class ReasoningParser:
+    """`open` while what comes is reasoning, or may be. Blanks around the marks belong to nothing."""
+
+    def __init__(self, thinking: Thinking, *, opened: bool) -> None:
+        self._thinking = thinking
+        self._state = "inside" if opened else "before"
+        self._held = ""
+        self._told = False
+        """Some reasoning was shown: its beginning has passed."""
+
+    @property
+    def inside(self) -> bool:
+        """Reasoning has begun and not ended."""
+        return self._state == "inside"
+
+    @property
+    def open(self) -> bool:
+        return self._state in ("before", "inside")
+
+    def feed(self, text: str) -> Found:
+        if self._state == "after":
+            return Found(text)
+        self._held += text
+        reasoning = ""
+        if self._state == "before":
+            self._look_for_beginning()
+        if self._state == "inside":
+            reasoning = self._inside()
+        if self._state == "gap" and self._held.lstrip():
+            self._held, self._state = self._held.lstrip(), "after"
+        return Found(self._rest() if self._state == "after" else "", reasoning)
+
+    def finish(self) -> Found:
+        """Within the reasoning, what is held is part of it."""
+        inside, gap = self._state == "inside", self._state == "gap"
+        self._state = "after"
+        held = self._rest()
+        return Found(reasoning=held.rstrip()) if inside else Found("" if gap else held)
+
+    def _look_for_beginning(self) -> None:
+        rest = self._held.lstrip()
+        for mark in self._thinking.begins:
+            if rest.startswith(mark):
+                self._held, self._state = rest[len(mark) :], "inside"
+                return
+        if not any(mark.startswith(rest) for mark in self._thinking.begins):
+            self._state = "after"
+
+    def _inside(self) -> str:
+        """The reasoning that can be shown; an opened one may still begin with its mark, which is dropped."""
+        if not self._told:
+            self._held = self._held.lstrip()
+            for mark in self._thinking.begins:
+                while self._held.startswith(mark):
+                    self._held = self._held[len(mark) :].lstrip()
+            if self._held and any(mark.startswith(self._held) for mark in self._thinking.begins):
+                return ""
+        found = [(at, mark) for mark in self._thinking.ends if (at := self._held.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            shown, self._held, self._state = self._held[:at].rstrip(), self._held[at + len(mark) :], "gap"
+        else:
+            cut = len(self._held[: held_from(self._held, self._thinking.ends)].rstrip())
+            shown, self._held = self._held[:cut], self._held[cut:]
+        self._told = self._told or bool(shown)
+        return shown
+
+    def _rest(self) -> str:
+        held, self._held = self._held, ""
+        return held

@@ -1,0 +1,152 @@
+"""The stage behind the transcript: pieces of text become text, reasoning and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from model_files.tokenizer import TextTokenizer
+from router.journey.spec import Output
+from router.text.parsers.found import Found, Parser
+from router.text.parsers.reasoning import ReasoningParser, Thinking
+from router.text.transcript import CallDelta, Piece, Transcript
+
+TAIL = 16
+"""Tokens of a prompt's end in which a mark of reasoning is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallReading:
+    """How calls are read: by a new parser for each sequence. named: the client named the tool, for which the answer
+    ends with `stop`; any other that calls ends with `tool_calls`."""
+
+    parser: type
+    names: tuple[str, ...]
+    patient: bool = False
+    named: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is to be taken out of the text. shown: the reasoning is told; otherwise it is counted and dropped."""
+
+    thinking: Thinking | None = None
+    calls: CallReading | None = None
+    shown: bool = True
+
+    def opened(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> bool:
+        """Whether the output of this prompt begins within its reasoning."""
+        if self.thinking is None:
+            return False
+        return self.thinking.opened_by(tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
+
+
+PLAIN = Reading()
+"""Nothing: the text is shown as it is, and no stage is needed."""
+
+
+class Stage:
+    """Stands for a transcript: feed it Outputs, it gives Pieces. Counts as reasoning every token up to the mark that
+    ends it."""
+
+    def __init__(self, transcript: Transcript, reading: Reading, *, opened: bool) -> None:
+        self._transcript = transcript
+        self._reasoning = None
+        if reading.thinking is not None:
+            self._reasoning = ReasoningParser(reading.thinking, opened=opened)
+        calls = reading.calls
+        self._calls: Parser | None = None
+        if calls is not None:
+            self._calls = calls.parser(calls.names, patient=calls.patient)
+        self._named = calls is not None and calls.named
+        self._called = False
+        self._shown = reading.shown
+        self.reasoning_tokens = 0
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._transcript.completion_tokens
+
+    def add(self, output: Output) -> Piece:
+        if self._reasoning is None or not self._reasoning.open or len(output.token_ids) < 2:
+            return self._read(self._transcript.add(output))
+        pieces: list[Piece] = []
+        for each in _single(output):
+            pieces.append(self._read(self._transcript.add(each)))
+            if pieces[-1].finish_reason is not None:
+                break
+        return _joined(pieces)
+
+    def _read(self, piece: Piece) -> Piece:
+        reasoning = self._reasoning
+        inside = reasoning is not None and reasoning.inside
+        found = [self._found(piece.text)]
+        if reasoning is not None and (inside or reasoning.inside or found[0].reasoning):
+            self.reasoning_tokens += len(piece.token_ids)
+        if piece.finish_reason is not None:
+            found += self._rest()
+        piece.text = "".join(each.text for each in found)
+        if self._shown:
+            piece.reasoning = "".join(each.reasoning for each in found)
+        piece.calls = merged([delta for each in found for delta in each.calls])
+        self._called = self._called or bool(piece.calls)
+        if piece.finish_reason == "stop" and self._called and not self._named:
+            piece.finish_reason = "tool_calls"
+        return piece
+
+    def _found(self, text: str) -> Found:
+        reasoning = ""
+        if self._reasoning is not None:
+            before = self._reasoning.feed(text)
+            text, reasoning = before.text, before.reasoning
+        if self._calls is None:
+            return Found(text, reasoning)
+        return replace(self._calls.feed(text), reasoning=reasoning)
+
+    def _rest(self) -> Iterator[Found]:
+        text = ""
+        if self._reasoning is not None:
+            before = self._reasoning.finish()
+            text = before.text
+            yield Found(reasoning=before.reasoning)
+        if self._calls is None:
+            yield Found(text)
+            return
+        yield self._calls.feed(text)
+        yield self._calls.finish()
+
+
+def merged(deltas: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
+    """One delta for each call: clients put together what comes in several pieces, not what comes twice in one."""
+    found: dict[int, CallDelta] = {}
+    for delta in deltas:
+        known = found.get(delta.index)
+        found[delta.index] = delta if known is None else known.followed_by(delta)
+    return tuple(found.values())
+
+
+def _single(output: Output) -> Iterator[Output]:
+    """The same, token by token."""
+    last = len(output.token_ids) - 1
+    for place, token_id in enumerate(output.token_ids):
+        yield Output(
+            (token_id,),
+            logprobs=None if output.logprobs is None else (output.logprobs[place],),
+            finish_reason=output.finish_reason if place == last else None,
+            stop_token=output.stop_token if place == last else None,
+            prompt_logprobs=output.prompt_logprobs if place == 0 else None,
+        )
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    first, last = pieces[0], pieces[-1]
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        [token_id for piece in pieces for token_id in piece.token_ids],
+        [entry for piece in pieces for entry in piece.entries],
+        last.finish_reason,
+        last.stop_reason,
+        first.prompt_logprobs,
+        "".join(piece.reasoning for piece in pieces),
+        merged([delta for piece in pieces for delta in piece.calls]),
+    )

@@ -1,0 +1,233 @@
+"""What the output must match where tools are offered, as Lark text: a begun call is always well formed.
+
+Each family writes a call in its own way; what stands around calls is the same for all: reasoning, free text, one call
+or more. Markers that are tokens of the vocabulary are meant as those tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grammars import lark
+from router.text.parsers import hermes, mistral
+from router.text.parsers.reasoning import Thinking
+
+_ANY = r"/(.|\n)*/"
+_GAP = r"/[ \n]{0,4}/"
+LINE = "\n"
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_VALUES = frozenset(("enum", "const", "default", "examples"))
+"""Keywords of JSON schema whose values are no schemas."""
+_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+"""Keywords whose value has a schema for each name."""
+_OPEN = frozenset(
+    ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
+)
+
+Spell = Callable[[str], str]
+"""Lark text for a marker: a token where the vocabulary has it, else text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that may be called. parameters: a JSON schema. strict: keywords it cannot enforce are refused."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    strict: bool = False
+
+    def schema(self) -> str:
+        return lark.schema(_closed(self.parameters), lenient=not self.strict)
+
+
+class Rules:
+    """Collects rules; every method returns an expression that stands for what it was given."""
+
+    def __init__(self, spell: Spell) -> None:
+        self.spell = spell
+        self.lines: list[str] = []
+
+    def rule(self, body: str, options: str = "") -> str:
+        name = f"r{len(self.lines)}"
+        self.lines.append(f"{name}{options}: {body}")
+        return name
+
+    def any(self) -> str:
+        """Free text, possibly none."""
+        return self.terminal(_ANY)
+
+    def terminal(self, body: str) -> str:
+        name = f"T{len(self.lines)}"
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def up_to(self, marker: str) -> str:
+        """Free text, up to and with the first such marker."""
+        spelled = self.spell(marker)
+        if is_token(spelled):
+            return f"({self.any()} {spelled})"
+        return self.rule(f"{self.any()} {spelled}", "[lazy]")
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """How a family writes its calls: the marker, `opening`, then one call or more with `between` them, then `closing`.
+
+    marker   opens calls within free text; empty: calls are the whole answer, which then begins as no text does
+    opening  text behind the marker
+    calls    of each tool the text that begins a call of it, and Lark text for the rest
+    between  Lark text
+    """
+
+    marker: str
+    opening: str
+    calls: Sequence[tuple[str, str]]
+    between: str
+    closing: str
+
+
+def _hermes(rules: Rules, tools: Sequence[Tool]) -> Calls:
+    rest = f"{lark.text('}' + LINE)} {rules.spell(hermes.END)}"
+    calls = _objects(rules, tools, LINE, "arguments", rest)
+    return Calls(hermes.BEGIN, "", calls, f"{lark.text(LINE)} {rules.spell(hermes.BEGIN)}", "")
+
+
+def _llama3_json(rules: Rules, tools: Sequence[Tool]) -> Calls:
+    return Calls("", "", _objects(rules, tools, "", "parameters", lark.text("}")), lark.text("; "), "")
+
+
+def _mistral(rules: Rules, tools: Sequence[Tool]) -> Calls:
+    args = rules.spell(mistral.ARGS)
+    if not is_token(args):
+        calls = _objects(rules, tools, "", "arguments", lark.text("}"))
+        return Calls(mistral.BEGIN, " [", calls, lark.text(", "), lark.text("]"))
+    calls = [(tool.name, f"{args} {rules.rule(tool.schema())}") for tool in tools]
+    return Calls(mistral.BEGIN, "", calls, rules.spell(mistral.BEGIN), "")
+
+
+def _pythonic(rules: Rules, tools: Sequence[Tool]) -> Calls:
+    calls = [(f"{tool.name}(", f"{_keywords(rules, tool)} {lark.text(')')}") for tool in tools]
+    return Calls("", "[", calls, lark.text(", "), lark.text("]"))
+
+
+WRITERS: Mapping[str, Callable[[Rules, Sequence[Tool]], Calls]] = {
+    "hermes": _hermes,
+    "llama3_json": _llama3_json,
+    "mistral": _mistral,
+    "pythonic": _pythonic,
+}
+
+
+def grammar(
+    family: str,
+    tools: Sequence[Tool],
+    spell: Spell,
+    *,
+    forced: bool,
+    parallel: bool,
+    led: bool = False,
+    thinking: Thinking | None = None,
+    opened: bool = False,
+    answer: str | None = None,
+) -> str:
+    """The grammar's text.
+
+    tools     that may be called here
+    forced    there must be a call; otherwise the answer may be text
+    led       text must begin with hermes.REPLY (see `tool_prompt`)
+    thinking  what may come first; opened: it has begun
+    answer    Lark text for an answer that is not free
+    """
+    rules = Rules(spell)
+    calls = WRITERS[family](rules, tools)
+    one = rules.rule(either([f"{lark.text(head)} {rest}" for head, rest in calls.calls]))
+    end = f"({calls.between} {one})* {calls.closing}" if parallel else calls.closing
+    opening = " ".join(
+        [rules.spell(calls.marker)] * bool(calls.marker) + [lark.text(calls.opening)] * bool(calls.opening)
+    )
+    direct = f"{opening} {one} {end}"
+    if forced:
+        body = direct
+    elif led or answer is not None:
+        body = either([answer or f"{lark.text(hermes.REPLY)} {rules.any()}", direct])
+    elif calls.marker:
+        behind = lark.text(calls.opening) if calls.opening else ""
+        body = either([rules.any(), f"{rules.up_to(calls.marker)} {behind} {one} {end}"])
+    else:
+        heads = [(rules.rule(lark.text(calls.opening + head), "[lazy]"), rest) for head, rest in calls.calls]
+        body = either([rules.any(), *(f"{head} {rest} {end}" for head, rest in heads)])
+    return "\n".join([f"start: {_thought(rules, thinking, opened)} {body}", *rules.lines])
+
+
+def after_thought(spell: Spell, thinking: Thinking | None, opened: bool, answer: str) -> str:
+    """The grammar's text of an answer behind reasoning that may come first."""
+    rules = Rules(spell)
+    body = rules.rule(answer)
+    return "\n".join([f"start: {_thought(rules, thinking, opened)} {body}", *rules.lines])
+
+
+def _thought(rules: Rules, thinking: Thinking | None, opened: bool) -> str:
+    """Reasoning that may come first, or that has begun and must end."""
+    if thinking is None:
+        return ""
+    gap = rules.terminal(_GAP)
+    end = either([rules.up_to(mark) for mark in thinking.ends])
+    if opened:
+        return f"{end} {gap}"
+    return f"({either([rules.spell(mark) for mark in thinking.begins])} {end} {gap})?"
+
+
+def _objects(rules: Rules, tools: Sequence[Tool], before: str, key: str, rest: str) -> list[tuple[str, str]]:
+    """Calls as objects in JSON, written as Python's json module does: so templates show them."""
+    return [
+        (f'{before}{{"name": {json.dumps(tool.name)}, "{key}": ', f"{rules.rule(tool.schema())} {rest}")
+        for tool in tools
+    ]
+
+
+def _keywords(rules: Rules, tool: Tool) -> str:
+    """Keyword arguments in the schema's order, each with a value in JSON, which the parser reads, too."""
+    properties = tool.parameters.get("properties") or {}
+    required = set(tool.parameters.get("required") or ())
+    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    first = rest = ""
+    for name in reversed([name for name in properties if _IDENTIFIER.fullmatch(name)]):
+        own = properties[name]
+        schema = {**own, **shared} if isinstance(own, dict) else own
+        value = rules.rule(f"{lark.text(name + '=')} {lark.schema(schema, lenient=not tool.strict)}")
+        begun = rules.rule(f"{value} {rest}")
+        skipped = either([begun, first]) if first else f"{begun}?"
+        first = begun if name in required else skipped
+        following = f"{lark.text(', ')} {value}"
+        rest = rules.rule(f"{following if name in required else f'({following})?'} {rest}")
+    return first
+
+
+def _closed(schema: Any) -> Any:
+    """A function has the parameters it declares: objects that list properties have no others unless they say so."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: value if key in _VALUES else _closed_in(key, value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and not _OPEN & schema.keys():
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _closed_in(key: str, value: Any) -> Any:
+    if key in _MAPS and isinstance(value, dict):
+        return {name: _closed(each) for name, each in value.items()}
+    return _closed(value)
+
+
+def either(options: Sequence[str]) -> str:
+    return f"({' | '.join(options)})"
+
+
+def is_token(spelled: str) -> bool:
+    return spelled.startswith("<")

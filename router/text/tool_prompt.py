@@ -1,0 +1,74 @@
+"""Tools for models whose chat template shows none: described in the system message, as Hermes does, with calls and
+results spelled out in the messages that brought them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from router.text.parsers.hermes import BEGIN, END, REPLY
+
+Message = dict[str, Any]
+
+_FORMAT = f"""# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{{tools}}
+</tools>
+
+For each function call, return a json object with function name and arguments within {BEGIN}{END} XML tags:
+{BEGIN}
+{{{{"name": <function-name>, "arguments": <args-json-object>}}}}
+{END}
+
+If no function fits the query, write {REPLY} and then your reply."""
+_SYSTEM = "You are a helpful assistant."
+
+
+def spelled(messages: Sequence[Message], tools: Sequence[Any] | None, *, takes_system: bool) -> list[Message]:
+    """Messages whose content is text, with calls and results in it, and the tools described at their beginning."""
+    shown: list[Message] = []
+    for message in messages:
+        if message.get("role") in ("tool", "function"):
+            _add_result(shown, message["content"])
+        elif message.get("tool_calls"):
+            lines = [message["content"], *map(_call, message["tool_calls"])]
+            shown.append({"role": message["role"], "content": "\n".join(filter(None, lines))})
+        else:
+            shown.append(dict(message))
+    if tools:
+        _describe(
+            shown, _FORMAT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)), takes_system
+        )
+    return shown
+
+
+def _describe(messages: list[Message], text: str, takes_system: bool) -> None:
+    first = messages[0] if messages else {}
+    if first.get("role") in ("system", "developer") or (not takes_system and first):
+        system = first.get("role") in ("system", "developer")
+        parts = (first["content"], text) if system else (text, first["content"])
+        messages[0] = {**first, "content": "\n\n".join(filter(None, parts))}
+    else:
+        messages.insert(0, {"role": "system", "content": f"{_SYSTEM}\n\n{text}"})
+
+
+def _add_result(messages: list[Message], content: str) -> None:
+    """As a user's message; results in a row share one, for templates that want roles to take turns."""
+    text = f"<tool_response>\n{content}\n</tool_response>"
+    if messages and messages[-1].get("results"):
+        messages[-1]["content"] += f"\n{text}"
+    else:
+        messages.append({"role": "user", "content": text, "results": True})
+
+
+def _call(call: Any) -> str:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return ""
+    shown = {"name": function.get("name"), "arguments": function.get("arguments")}
+    return f"{BEGIN}\n{json.dumps(shown, ensure_ascii=False)}\n{END}"
