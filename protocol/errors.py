@@ -3,6 +3,7 @@
 KvferryError                 500 server_error
 ├─ ConfigError               the process cannot start as configured; the command exits with status 2
 ├─ ModelFailed               500 model_failed (its logits are no numbers: the same on every node)
+├─ GrammarFailed             500 grammar_failed (of grammar and tokens alone: the same on every node)
 ├─ InvalidRequest            400 invalid_request_error (names the field)
 │  ├─ ContextLengthExceeded  400 context_length_exceeded
 │  ├─ ModelNotFound          404 model_not_found
@@ -56,6 +57,10 @@ class ConfigError(KvferryError):
 
 class ModelFailed(KvferryError):
     code, retryable = "model_failed", False
+
+
+class GrammarFailed(KvferryError):
+    code, retryable = "grammar_failed", False
 
 
 class InvalidRequest(KvferryError):

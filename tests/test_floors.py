@@ -16,6 +16,7 @@ FLOORS = {
     "protocol": 0,
     "kernels": 1,
     "model_files": 1,
+    "grammars": 1,
     "process": 1,
     "placement": 1,
     "engine": 2,
@@ -27,7 +28,7 @@ FLOORS = {
     "router": 4,
     "cli": 5,
 }
-TORCHLESS = ["protocol", "model_files", "process", "placement", "cluster_state", "router"]
+TORCHLESS = ["protocol", "model_files", "grammars", "process", "placement", "cluster_state", "router"]
 TRANSFORMERS_DOOR = Path("engine/models/hf.py")
 
 

@@ -1,0 +1,103 @@
+"""The seam on llguidance: the Rust library that reads grammars and walks them, token by token.
+
+Chosen over xgrammar, which needs torch and transformers (routers check grammars too), takes up to 20 s to compile a
+schema of a hundred lines, and ignores keywords that it cannot enforce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from grammars.notation import lark_of
+from grammars.seam import Bits, Matcher
+from protocol.errors import ConfigError, GrammarFailed, InvalidRequest, reason
+from protocol.work import Grammar
+
+MAX_LEXER_STATES = 50_000
+"""Of a grammar's regular expressions together, as they are met; 1 to 2 kB each."""
+MAX_GRAMMAR_SIZE = 200_000
+"""Symbols of its rules."""
+MAX_LEXER_WORK = 1_000_000
+"""Steps of building its regular expressions (about 20 ms)."""
+MAX_STEP_LEXER_WORK = 100_000
+MAX_STEP_ITEMS = 20_000
+"""Regular-expression steps and parser items of one mask (about 7 and 10 ms)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a compiler must know of a model. tokenizer: tokenizer.json's text; vocab_size: of the logits, at least the
+    tokenizer's; specials: how special tokens are spelled."""
+
+    tokenizer: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    specials: tuple[str, ...]
+
+
+class Library:
+    """A compiler for one vocabulary. Making it takes a second, and the interpreter's lock for as long."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Raises ConfigError when the tokenizer is of a kind that the library cannot read."""
+        if not vocabulary.eos_token_ids:
+            raise ConfigError("the model names no end-of-sequence token", param="model")
+        try:
+            self._tokenizer = LLTokenizer(
+                vocabulary.tokenizer, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_token_ids)
+            )
+        except Exception as error:  # the library raises ValueError and worse
+            raise ConfigError(f"grammars cannot be read for this tokenizer: {reason(error)}", param="model") from error
+        self._specials: Collection[str] = vocabulary.specials
+        self._limits = LLParserLimits(
+            initial_lexer_fuel=MAX_LEXER_WORK,
+            step_lexer_fuel=MAX_STEP_LEXER_WORK,
+            step_max_items=MAX_STEP_ITEMS,
+            max_lexer_states=MAX_LEXER_STATES,
+            max_grammar_size=MAX_GRAMMAR_SIZE,
+            verbose_errors=False,
+        )
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """A matcher before the first token. Raises InvalidRequest."""
+        text = lark_of(grammar)
+        if any(special in text for special in self._specials):
+            # Forced text is tokenised as a whole, and what looks like a special token would become one.
+            text = '%llguidance {"no_forcing": true}\n' + text
+        matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(text), log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise InvalidRequest(f"the grammar cannot be used: {_summary(matcher)}")
+        return _Matcher(matcher)
+
+
+class _Matcher:
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> _Matcher:
+        return _Matcher(self._matcher.deep_copy())
+
+    def mask(self, bits: Bits) -> None:
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._check()
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        return self._matcher.try_consume_tokens(list(token_ids))
+
+    def rollback(self, count: int) -> None:
+        if count:
+            self._matcher.rollback(count)
+            self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarFailed(f"the grammar needs more than its limits allow: {_summary(self._matcher)}")
+
+
+def _summary(matcher: LLMatcher) -> str:
+    """The library's error in one line: the first that says anything."""
+    lines = [line.strip() for line in matcher.get_error().splitlines()]
+    return next((line for line in lines if line), "no reason given")[:300]
