@@ -14,6 +14,7 @@ from engine import roster
 from engine.block_pool import BlockPool
 from engine.door import Door
 from engine.events import Event, Failed, ReservationFailed
+from engine.grammars import Grammars
 from engine.leaving import Leaving
 from engine.lent import Lent
 from engine.request import Key, Request, key_of
@@ -53,6 +54,7 @@ class Engine:
         self.longest = min(config.max_model_len, pool.num_blocks * config.block_size)
         self.lent = Lent(pool)
         self.leaving = Leaving()
+        self.grammars = Grammars(self, runner.masks)
         self._door = Door(self.longest, runner.model.info.vocab_size)
         self._stepper = Stepper(self.scheduler, runner, self.lent, self.leaving, self.longest, self.events)
 
@@ -75,7 +77,7 @@ class Engine:
             request = self._request(job)
             request.transfer, request.first_block, request.prefill_only = transfer, first_block, prefill_only
             request.awaits.update(awaits)
-            self.scheduler.enqueue(request)
+            self._enter(request)
 
     def reserve(self, grant: Hashable, job: Job, awaits: Iterable[Awaits] = ()) -> None:
         """Queue an attempt whose prompt is computed elsewhere and comes by a grant: a Reserved or ReservationFailed
@@ -88,7 +90,7 @@ class Engine:
             request = self._request(job)
             request.grant = grant
             request.awaits.update((Awaits.KV, *awaits))
-            self.scheduler.enqueue(request)
+            self._enter(request)
 
     def start(self, grant: Hashable, first: TokenDelta) -> None:
         """The grant's blocks have landed: continue after the first token. If it was withdrawn meanwhile, nothing else
@@ -104,6 +106,8 @@ class Engine:
             self._door.check_first(first.token_ids)
             request.token_ids.extend(first.token_ids)
             self._stepper.register(request)
+            if request.sample_row is not None and request.sample_row.mask is not None:
+                self.grammars.follow(request)
         self._stepper.report_blocks()
 
     def resume(self, key: Key, awaited: Awaits) -> None:
@@ -195,6 +199,14 @@ class Engine:
             self._stepper.drop(request, error)
         else:
             self.events.append(ReservationFailed(grant, error))
+
+    def _enter(self, request: Request) -> None:
+        """Queue it. One with a grammar awaits that, whatever else it awaits."""
+        if request.job.grammar is not None:
+            request.awaits.add(Awaits.GRAMMAR)
+        self.scheduler.enqueue(request)
+        if request.job.grammar is not None:
+            self.grammars.open(request)
 
     def _request(self, job: Job) -> Request:
         root = root_hash(self.config.fingerprint, job.namespace)

@@ -38,6 +38,7 @@ class EngineLoop:
         self._stopping = False
         self._turning = False
         self._self_check = SelfCheck(lambda: audit(engine))
+        engine.grammars.attach(self.submit)
         self.load = engine.load()
         self.fault: str | None = None
         self._turn_began: float | None = None

@@ -16,7 +16,8 @@ def append(request: Request, sampled: Sampled, longest: int) -> Generated:
     params = request.job.params
     index = request.output_len
     request.token_ids.append(sampled.token_id)
-    ended = sampled.token_id in params.ending_token_ids
+    ends = params.ending_token_ids if request.job.grammar is None else params.eos_token_ids + params.stop_token_ids
+    ended = sampled.token_id in ends
     full = request.output_len >= params.max_tokens or len(request.token_ids) >= longest
     delta = TokenDelta(
         request.job.request_id,

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 
+from engine.masks import Masks
 from engine.models.base import Model, Unwanted, Wanted, always
 from engine.planner import Planner
 from engine.sampler import Sampled, SampleRow, sample, score_prompt
@@ -17,11 +18,13 @@ SCORED_ROWS = 128
 
 
 class Runner:
-    """Joins a model and its KV pool. `kv` is [block, layer, 2, kv_head, slot, dim]."""
+    """Joins a model and its KV pool. `kv` is [block, layer, 2, kv_head, slot, dim]. The masks of the requests' grammars
+    are made while the model computes."""
 
-    def __init__(self, model: Model, kv: torch.Tensor, block_size: int) -> None:
+    def __init__(self, model: Model, kv: torch.Tensor, block_size: int, masks: Masks | None = None) -> None:
         self.model = model
         self.kv = kv
+        self.masks = masks or Masks.none("this node reads no grammars")
         self._planner = Planner(block_size, model.device)
 
     @torch.inference_mode()
@@ -31,13 +34,14 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> list[Sampled | None]:
-        """Compute the slices and draw the next token of each that samples (None for the others). On return their K/V is
+        """Compute the slices and draw the next token of each that samples (None for the others, and where the mask of a
+        grammar is not ready). On return their K/V is
         in the pool: the link may read it, which no stream orders (drawing tokens has waited for the device already).
         Raises Unwanted when a prompt among them was not `wanted` to its end; nothing more is written then."""
         token_ids, plan = self._planner.plan(slices)
         if all(map(_only_draws, slices)):
             logits = self.model.next_logits(token_ids, self.kv, plan)
-            return [*sample(logits.values, [_sample_row(s) for s in slices], self.model.ops, logits.best)]
+            return self._sample(logits.values, [_sample_row(s) for s in slices], logits.best)
         try:
             hidden = self.model.forward(token_ids, self.kv, plan, wanted)
         except Unwanted:
@@ -59,9 +63,15 @@ class Runner:
         if len(drawing) < len(hidden):
             hidden = hidden[torch.tensor([ends[i] - 1 for i in drawing], device=hidden.device)]
         rows = [_sample_row(slices[i]) for i in drawing]
-        for i, result in zip(drawing, sample(self.model.logits(hidden), rows, self.model.ops), strict=True):
+        for i, result in zip(drawing, self._sample(self.model.logits(hidden), rows), strict=True):
             drawn[i] = result
         return drawn
+
+    def _sample(
+        self, logits: torch.Tensor, rows: Sequence[SampleRow], best: Sequence[int] | None = None
+    ) -> list[Sampled | None]:
+        self.masks.settle([row.mask for row in rows if row.mask is not None])
+        return sample(logits, rows, self.model.ops, best)
 
     def _wait(self) -> None:
         """Until the device has done what it was given."""
@@ -73,7 +83,7 @@ class Runner:
         request = part.request
         top = request.job.params.prompt_logprobs
         assert top is not None
-        if part.start == 0:
+        if part.start == 0 and not request.prompt_logprobs:
             request.prompt_logprobs.append(None)
         following = request.token_ids[part.start + 1 : part.start + part.count + 1]
         for at in range(0, len(following), SCORED_ROWS):

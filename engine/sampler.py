@@ -7,13 +7,15 @@ protocol.sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from engine.edits import Edit, edits_for
 from engine.logprobs import score_prompt, token_logprobs
+from engine.masks import Mask
 from kernels.draw import NO_TOKEN, NoiseKeys, most_likely
+from kernels.masking import keep_only
 from kernels.ops import Ops
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
@@ -28,23 +30,26 @@ _GREEDY_BELOW = 1e-5
 class SampleRow:
     """One row to draw, kept from step to step with what was learned of its tokens. `token_ids` is everything so far,
     prompt and output, and may only grow; its length is the position of the token to draw and the first `prompt_len` of
-    it are the prompt. greedy: the most likely token is drawn; bare: from its logits as they are, and unscored."""
+    it are the prompt. greedy: the most likely token is drawn; bare: from its logits as they are, and unscored. mask:
+    what its grammar allows; a row whose mask is not ready draws nothing."""
 
     params: SamplingParams
     token_ids: Sequence[int]
     prompt_len: int
+    mask: Mask | None = None
     greedy: bool = field(init=False)
     bare: bool = field(init=False)
     _edits: tuple[Edit, ...] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.greedy = self.params.temperature < _GREEDY_BELOW
-        self.bare = self.greedy and self.params.logprobs is None
+        self.bare = self.greedy and self.params.logprobs is None and self.mask is None
 
     def active_edits(self, logits: torch.Tensor) -> list[Edit]:
         """What changes the row's logits, one of [n, vocab], in this step."""
         if self._edits is None:
-            self._edits = edits_for(self.params, self.token_ids, self.prompt_len, logits.shape[1], logits.device)
+            params = self.params if self.mask is None else replace(self.params, min_tokens=0)
+            self._edits = edits_for(params, self.token_ids, self.prompt_len, logits.shape[1], logits.device)
         if not self._edits:
             return []
         output_len = len(self.token_ids) - self.prompt_len
@@ -62,9 +67,9 @@ class Sampled:
 
 def sample(
     logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops, best: Sequence[int] | None = None
-) -> list[Sampled]:
+) -> list[Sampled | None]:
     """Draw one token per row from float32 logits [n, vocab], which may be overwritten. Row i's answer depends on
-    logits[i] and rows[i] alone. best: the most likely token of each row, where that is known."""
+    logits[i] and rows[i] alone; None: its mask is not ready. best: the most likely token of each row, where known."""
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     edits = [row.active_edits(logits) for row in rows]
     if best is not None and all(row.bare for row in rows) and not any(edits):
@@ -73,12 +78,22 @@ def sample(
         return []
     scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     raw = logits[scored].log_softmax(dim=-1) if scored else None
+    undrawn = _mask(logits, rows)
     for i, some in enumerate(edits):
         for edit in some:
             edit.apply(logits[i])
     tokens = _choose(logits, rows, ops).tolist()
     entries = {} if raw is None else _scores(raw, scored, rows, tokens)
-    return [Sampled(token, entries.get(i)) for i, token in enumerate(tokens)]
+    return [None if i in undrawn else Sampled(token, entries.get(i)) for i, token in enumerate(tokens)]
+
+
+def _mask(logits: torch.Tensor, rows: Sequence[SampleRow]) -> set[int]:
+    """Leave each row what its grammar allows. Returns the rows that draw nothing: their masks are not made."""
+    masks = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
+    usable = [(i, mask) for i, mask in masks if mask.ready and mask.error is None]
+    if usable:
+        keep_only(logits, [i for i, _ in usable], [mask.bits for _, mask in usable])
+    return {i for i, _ in masks} - {i for i, _ in usable}
 
 
 def _scores(

@@ -95,7 +95,7 @@ class Scheduler:
         decodes: list[Slice] = []
         preempted = self.preempted_total
         for request in list(self.roster.running):
-            if request.decodes and request.block_ids and self._grow(request):
+            if request.decodes and not request.held_up and request.block_ids and self._grow(request):
                 decodes.append(Slice(request, request.computed_len, 1))
         if self.preempted_total > preempted:
             decodes = [s for s in decodes if s.request.block_ids]

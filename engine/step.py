@@ -17,6 +17,7 @@ from engine.runner import Runner
 from engine.sampler import Sampled
 from engine.scheduler import Scheduler
 from engine.slices import Slice
+from engine.states import State
 from kernels.draw import NO_TOKEN
 from protocol.errors import KvferryError, ModelFailed, NodeLost
 
@@ -96,6 +97,7 @@ class Stepper:
         if drawn is not None:
             for part, sampled in zip(slices, drawn, strict=True):
                 self._commit(part, sampled)
+            self._advance_masks(slices)
             self._report_step(slices, time.monotonic() - began)
         self.report_blocks()
         return bool(slices)
@@ -132,12 +134,17 @@ class Stepper:
 
     def _commit(self, part: Slice, sampled: Sampled | None) -> None:
         request = part.request
-        request.computed_len += part.count
+        held_up = sampled is None and part.samples
+        # Without a mask its last token is computed again, with the token to draw.
+        request.computed_len += part.count - held_up
         self.register(request)
         if request.transfer is not None:
             complete = request.uncomputed == 0
             self._ship(request, len(request.block_ids) if complete else request.registered)
         if sampled is None:
+            mask = request.sample_row.mask if request.sample_row is not None else None
+            if held_up and mask is not None and mask.error is not None:
+                self.drop(request, mask.error)
             return
         if request.output_here == 0:
             self.note_tail(request)
@@ -148,6 +155,13 @@ class Stepper:
         self._events.append(event)
         if event.delta.finish_reason is not None or request.prefill_only:
             self._scheduler.remove(request)
+
+    def _advance_masks(self, slices: Sequence[Slice]) -> None:
+        """Of those that go on here behind a token that was drawn now."""
+        requests = (part.request for part in slices if part.samples)
+        rows = (r.sample_row for r in requests if r.state is State.RUNNING)
+        masks = [row.mask for row in rows if row is not None and row.mask is not None]
+        self._runner.masks.advance([mask for mask in masks if mask.trails])
 
     def _ship(self, request: Request, upto: int) -> None:
         """Announce the computed blocks before index `upto` that decode lacks and that were not announced yet."""

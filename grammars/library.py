@@ -6,6 +6,8 @@ schema of a hundred lines, and ignores keywords that it cannot enforce.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +24,8 @@ MAX_GRAMMAR_SIZE = 200_000
 """Symbols of its rules."""
 MAX_LEXER_WORK = 1_000_000
 """Steps of building its regular expressions (about 20 ms)."""
+KEPT = 128
+"""Compiled grammars that are kept, each 0.1 to 2 MB."""
 MAX_STEP_LEXER_WORK = 100_000
 MAX_STEP_ITEMS = 20_000
 """Regular-expression steps and parser items of one mask (about 7 and 10 ms)."""
@@ -51,6 +55,8 @@ class Library:
             )
         except Exception as error:  # the library raises ValueError and worse
             raise ConfigError(f"grammars cannot be read for this tokenizer: {reason(error)}", param="model") from error
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Grammar, _Matcher] = OrderedDict()
         self._specials: Collection[str] = vocabulary.specials
         self._limits = LLParserLimits(
             initial_lexer_fuel=MAX_LEXER_WORK,
@@ -62,7 +68,20 @@ class Library:
         )
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """A matcher before the first token. Raises InvalidRequest."""
+        """A matcher before the first token. Raises InvalidRequest. Those compiled lately are kept."""
+        with self._lock:
+            kept = self._kept.get(grammar)
+            if kept is not None:
+                self._kept.move_to_end(grammar)
+        if kept is None:
+            kept = self._compile(grammar)
+            with self._lock:
+                self._kept[grammar] = kept
+                if len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+        return kept.copy()
+
+    def _compile(self, grammar: Grammar) -> _Matcher:
         text = lark_of(grammar)
         if any(special in text for special in self._specials):
             # Forced text is tokenised as a whole, and what looks like a special token would become one.

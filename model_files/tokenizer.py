@@ -64,6 +64,11 @@ class TextTokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"cannot read {file}: {error}", param="model") from error
 
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """How the special tokens are spelled, none of them empty."""
+        return tuple(text for index in self.special_ids if (text := self._added[index]))
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self.library.decode(ids, skip_special_tokens=skip_special_tokens)
         return text

@@ -20,6 +20,7 @@ from kernels.cpu import CpuOps
 from kernels.cpu.dense import PackedLinear
 from kernels.ops import Ops, select
 from model_files.refusals import resolve_runnable
+from node.grammar_masks import make_masks
 from node.pool_memory import make_pool
 from process.limits import available_memory
 from protocol.errors import ConfigError
@@ -76,7 +77,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops))
     config = EngineConfig(fingerprint, settings.block_size, max_model_len, step_limits(settings, device))
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=settings.enable_prefix_caching)
-    engine = Engine(config, Runner(model, kv, settings.block_size), pool)
+    engine = Engine(config, Runner(model, kv, settings.block_size, make_masks(source, model.info.vocab_size)), pool)
     log.info(
         "%s in %s on %s, %d %s KV blocks of %d tokens (%.2f GiB), ops %s",
         model.info.name,

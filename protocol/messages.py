@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from protocol.sampling import SamplingParams
 from protocol.wire import message
-from protocol.work import Work
+from protocol.work import Grammar, Work
 
 
 @message(2)
@@ -87,6 +87,11 @@ class Job:
     def params(self) -> SamplingParams:
         """How output tokens are drawn."""
         return self.work.params
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the output must match."""
+        return self.work.grammar
 
 
 @message(12)

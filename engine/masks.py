@@ -1,0 +1,228 @@
+"""Which tokens a grammar allows next, for every request that has one.
+
+A mask depends on the tokens so far alone. So it is made on threads of its own as soon as a token is drawn, while the
+next step computes, and looked at when that step draws. A mask that is not there by then is late: its request draws
+nothing in that step and takes no turn until the mask is ready. Nobody else waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from grammars.pool import Inline, Runs, run_all
+from grammars.seam import Bits, Compiler, Matcher, words_for
+from protocol.errors import GrammarFailed, InvalidRequest, KvferryError, reason
+from protocol.sampling import SamplingParams
+from protocol.work import Grammar
+
+log = logging.getLogger("kvferry.engine")
+
+PATIENCE_S = 0.005
+"""What a step waits, once, for masks that are not ready when it draws."""
+SLOW_S = 0.002
+"""A request whose last mask took longer on its thread is not waited for."""
+LONGEST_MASK_S = 1.0
+LONGEST_MASKS_S = 20.0
+"""Seconds of computation that one mask, and all masks of a request, may take."""
+
+
+@dataclass(slots=True, eq=False)
+class Mask:
+    """The mask of one request. Engine thread and a grammar thread pass it to and fro: between `ready` and the next
+    `advance` it is the former's.
+
+    token_ids, prompt_len   of the request: what lies behind the prompt is output
+    upto                    output tokens that the mask is to stand behind; behind: those it does
+    bits                    see grammars.seam: what may be drawn next
+    written                 bits were written at all
+    ready, late             it is made; it was not when it was needed, or will not be
+    error                   why there is none, and why the request must end
+    """
+
+    grammar: Grammar
+    params: SamplingParams
+    token_ids: Sequence[int]
+    prompt_len: int
+    bits: Bits
+    matcher: Matcher | None = None
+    upto: int = 0
+    behind: int = 0
+    spent_s: float = 0.0
+    slow: bool = False
+    late: bool = False
+    ready: bool = False
+    written: bool = False
+    error: KvferryError | None = None
+    after: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def trails(self) -> bool:
+        """Whether the output went on since the mask was last begun."""
+        return len(self.token_ids) - self.prompt_len != self.upto
+
+    @property
+    def blocks(self) -> bool:
+        """The request takes no turn now."""
+        return self.late and not self.ready
+
+
+class Masks:
+    """Makes masks. compiler: None where grammars cannot be read, for the reason `unreadable`. `wake` is called on a
+    grammar thread when a late mask is ready."""
+
+    def __init__(
+        self,
+        compiler: Compiler | None,
+        vocab_size: int,
+        compiling: Runs,
+        masking: Runs,
+        unreadable: str = "this node reads no grammars",
+    ) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self._compiler, self._unreadable = compiler, unreadable
+        self._words = words_for(vocab_size)
+        self._compiling, self._masking = compiling, masking
+        self._made = threading.Condition()
+        self._waited = False
+
+    @classmethod
+    def none(cls, unreadable: str) -> Masks:
+        """Refuses all grammars for that reason."""
+        return cls(None, 0, Inline(), Inline(), unreadable)
+
+    def open(
+        self,
+        grammar: Grammar,
+        params: SamplingParams,
+        token_ids: Sequence[int],
+        prompt_len: int,
+        done: Callable[[KvferryError | None], None],
+    ) -> Mask:
+        """A mask for the first token after token_ids. It is of use once `done` was called, on a grammar thread. Raises
+        InvalidRequest, or Overloaded when too many are being compiled."""
+        if self._compiler is None:
+            raise InvalidRequest(f"a grammar was asked for, but {self._unreadable}")
+        mask = Mask(grammar, params, token_ids, prompt_len, np.zeros(self._words, dtype=np.int32))
+        mask.upto = len(token_ids) - prompt_len
+        mask.after.append(lambda: done(mask.error))
+        self._compiling.submit(lambda: self._make(mask))
+        return mask
+
+    def advance(self, masks: Sequence[Mask]) -> None:
+        """Their requests have more tokens, or fewer: begin to make the masks behind them."""
+        if not masks:
+            return
+        idle = []
+        with self._made:
+            for mask in masks:
+                mask.upto = len(mask.token_ids) - mask.prompt_len
+                if mask.ready:
+                    idle.append(mask)
+                mask.ready, mask.late = False, mask.slow
+        run_all([_Making(self, mask) for mask in idle], self._masking)
+
+    def settle(self, masks: Sequence[Mask]) -> None:
+        """A step draws now: those that are not ready and will not be at once are late."""
+        missing = [mask for mask in masks if not mask.ready and not mask.late]
+        if not missing:
+            return
+        with self._made:
+            self._waited = True
+            self._made.wait_for(lambda: all(mask.ready for mask in missing), PATIENCE_S)
+            self._waited = False
+            for mask in missing:
+                mask.late = not mask.ready
+
+    def _make(self, mask: Mask) -> None:
+        """On a grammar thread, until the mask stands behind all tokens there are."""
+        while not self._finished(mask):
+            self._write(mask)
+        with self._made:
+            late = mask.late
+            if self._waited:
+                self._made.notify_all()
+        calls, mask.after = mask.after, []
+        for call in calls:
+            call()
+        if late:
+            self.wake()
+
+    def _finished(self, mask: Mask) -> bool:
+        """Whether there is nothing left to do; the mask is the engine thread's then."""
+        with self._made:
+            mask.ready = mask.error is not None or (mask.written and mask.behind == mask.upto)
+            return mask.ready
+
+    def _write(self, mask: Mask) -> None:
+        began = time.thread_time()
+        try:
+            matcher = self._behind(mask, mask.upto)
+            matcher.mask(mask.bits)
+            _spare_ends(mask)
+            mask.written = True
+        except KvferryError as error:
+            mask.error = error
+        except Exception as error:
+            log.exception("a mask failed")
+            mask.error = GrammarFailed(f"the grammar's mask could not be made: {reason(error)}")
+        self._account(mask, time.thread_time() - began)
+
+    def _behind(self, mask: Mask, upto: int) -> Matcher:
+        """Bring the matcher to where the mask is to stand. Raises GrammarFailed when it rejects a token."""
+        if mask.matcher is None:
+            assert self._compiler is not None
+            mask.matcher = self._compiler.compile(mask.grammar)
+        if upto < mask.behind:
+            mask.matcher.rollback(mask.behind - upto)
+            mask.behind = upto
+        new = mask.token_ids[mask.prompt_len + mask.behind : mask.prompt_len + upto]
+        taken = mask.matcher.accept(new) if new else 0
+        if taken < len(new):
+            place = mask.behind + taken
+            raise GrammarFailed(f"the grammar does not allow the output's token {place} (id {new[taken]})")
+        mask.behind = upto
+        return mask.matcher
+
+    def _account(self, mask: Mask, seconds: float) -> None:
+        compiled = bool(mask.after)
+        mask.slow = seconds > SLOW_S and not compiled
+        mask.spent_s += seconds
+        if mask.error is None and not compiled and (seconds > LONGEST_MASK_S or mask.spent_s > LONGEST_MASKS_S):
+            mask.error = GrammarFailed(
+                f"the grammar is too slow: its last mask took {seconds:.1f} s, all of them {mask.spent_s:.1f} s; the "
+                f"limits are {LONGEST_MASK_S:.0f} s and {LONGEST_MASKS_S:.0f} s"
+            )
+
+
+class _Making:
+    """One mask to make, as a job."""
+
+    __slots__ = ("_mask", "_masks")
+
+    def __init__(self, masks: Masks, mask: Mask) -> None:
+        self._masks, self._mask = masks, mask
+
+    def __call__(self) -> None:
+        self._masks._make(self._mask)
+
+
+def _spare_ends(mask: Mask) -> None:
+    """Tokens that end the request are not drawn before min_tokens, nor an end of sequence under ignore_eos, while the
+    grammar allows anything else."""
+    params = mask.params
+    early = mask.behind < params.min_tokens
+    ends = [*(params.eos_token_ids if early or params.ignore_eos else ()), *(params.stop_token_ids if early else ())]
+    if not ends:
+        return
+    bits = mask.bits.copy()
+    for token in ends:
+        if 0 <= token < 32 * len(bits):
+            bits[token // 32] &= np.array(~(1 << token % 32) & 0xFFFFFFFF, dtype=np.uint32).view(np.int32)
+    if bits.any():
+        mask.bits[:] = bits

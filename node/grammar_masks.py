@@ -1,0 +1,37 @@
+"""The grammar side of a node: its model's tokenizer, read by the grammar library, and the threads that make masks."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from engine.masks import Masks
+from grammars.pool import Pool
+from model_files.source import ModelSource, read_facts
+from model_files.tokenizer import load_tokenizer
+from process.limits import available_cores
+from protocol.errors import ConfigError
+
+log = logging.getLogger("kvferry.node")
+
+CORES_PER_THREAD = 8
+"""Masks take a few percent of a step's time, on one thread, for 32 streams."""
+
+
+def make_masks(source: ModelSource, vocab_size: int) -> Masks:
+    """For models whose tokenizer cannot be read here, masks that refuse every grammar and say why. Takes a second,
+    with the interpreter's lock held: before there are requests, not with the first grammar."""
+    from grammars.library import Library, Vocabulary
+
+    began = time.monotonic()
+    try:
+        tokenizer, facts = load_tokenizer(source), read_facts(source)
+        size = max(vocab_size, tokenizer.vocab_size)
+        vocabulary = Vocabulary(tokenizer.library.to_str(), size, facts.eos_token_ids, tokenizer.special_texts)
+        library = Library(vocabulary)
+    except ConfigError as error:
+        log.info("no grammars: %s", error.message)
+        return Masks.none(f"this node cannot read the tokenizer of {source.name}: {error.message}")
+    log.info("the tokenizer was read for grammars in %.1f s", time.monotonic() - began)
+    threads = max(1, available_cores() // CORES_PER_THREAD)
+    return Masks(library, size, Pool("grammar-compile", bound=1024), Pool("grammar-mask", threads))
