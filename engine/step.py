@@ -158,8 +158,7 @@ class Stepper:
 
     def _advance_masks(self, slices: Sequence[Slice]) -> None:
         """Of those that go on here behind a token that was drawn now."""
-        requests = (part.request for part in slices if part.samples)
-        rows = (r.sample_row for r in requests if r.state is State.RUNNING)
+        rows = (part.request.sample_row for part in slices if part.request.state is State.RUNNING)
         masks = [row.mask for row in rows if row is not None and row.mask is not None]
         self._runner.masks.advance([mask for mask in masks if mask.trails])
 

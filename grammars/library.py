@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from grammars.notation import lark_of
 from grammars.seam import Bits, Matcher
+from grammars.vocabulary import Vocabulary
 from protocol.errors import ConfigError, GrammarFailed, InvalidRequest, reason
 from protocol.work import Grammar
 
@@ -29,17 +29,6 @@ KEPT = 128
 MAX_STEP_LEXER_WORK = 100_000
 MAX_STEP_ITEMS = 20_000
 """Regular-expression steps and parser items of one mask (about 7 and 10 ms)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What a compiler must know of a model. tokenizer: tokenizer.json's text; vocab_size: of the logits, at least the
-    tokenizer's; specials: how special tokens are spelled."""
-
-    tokenizer: str
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    specials: tuple[str, ...]
 
 
 class Library:
@@ -117,6 +106,11 @@ class _Matcher:
 
 
 def _summary(matcher: LLMatcher) -> str:
-    """The library's error in one line: the first that says anything."""
-    lines = [line.strip() for line in matcher.get_error().splitlines()]
-    return next((line for line in lines if line), "no reason given")[:300]
+    """The library's error in one line: what it says before it quotes the grammar."""
+    said = []
+    for line in map(str.strip, matcher.get_error().splitlines()):
+        if line[:1].isdigit() or line.startswith(("<", "^")):
+            break
+        said += [line] if line else []
+    text = " ".join(said) or "no reason given"
+    return "it allows no output" if text == "NoExtensionBias" else text[:300]

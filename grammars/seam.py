@@ -1,5 +1,5 @@
 """The seam to a grammar library: compile, mask, accept, rollback. `grammars/library.py` is the real one; tests have
-another (tests/grammars/listed.py)."""
+another (tests/listed_grammars.py)."""
 
 from __future__ import annotations
 

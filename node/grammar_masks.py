@@ -6,7 +6,9 @@ import logging
 import time
 
 from engine.masks import Masks
+from grammars.library import Library
 from grammars.pool import Pool
+from grammars.vocabulary import Vocabulary
 from model_files.source import ModelSource, read_facts
 from model_files.tokenizer import load_tokenizer
 from process.limits import available_cores
@@ -21,8 +23,6 @@ CORES_PER_THREAD = 8
 def make_masks(source: ModelSource, vocab_size: int) -> Masks:
     """For models whose tokenizer cannot be read here, masks that refuse every grammar and say why. Takes a second,
     with the interpreter's lock held: before there are requests, not with the first grammar."""
-    from grammars.library import Library, Vocabulary
-
     began = time.monotonic()
     try:
         tokenizer, facts = load_tokenizer(source), read_facts(source)

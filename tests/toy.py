@@ -11,6 +11,7 @@ import torch
 from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineConfig
 from engine.ledger import Ledger
+from engine.masks import Masks
 from engine.models.base import Model, ModelInfo, Unwanted, Wanted, always
 from engine.runner import Runner
 from engine.scheduler import Limits
@@ -87,13 +88,20 @@ class HeldModel(ToyModel):
 
 
 def make_engine(
-    num_blocks: int = 64, *, block_size: int = 4, budget: int = 16, beside: int = 8, seqs: int = 8, caching: bool = True
+    num_blocks: int = 64,
+    *,
+    block_size: int = 4,
+    budget: int = 16,
+    beside: int = 8,
+    seqs: int = 8,
+    caching: bool = True,
+    masks: Masks | None = None,
 ) -> Engine:
     """An engine around the toy model with small limits."""
     kv = torch.full((num_blocks, 1, 2, 1, block_size, 1), -1.0)
     config = EngineConfig(FINGERPRINT, block_size, 256, Limits(budget, beside, seqs))
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=caching)
-    return Engine(config, Runner(ToyModel(), kv, block_size), pool)
+    return Engine(config, Runner(ToyModel(), kv, block_size, masks), pool)
 
 
 def make_job(name: str, token_ids: list[int], max_tokens: int = 8, *, attempt: int = 0, **params: object) -> Job:

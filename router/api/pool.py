@@ -7,11 +7,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from grammars.checker import Checker
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from protocol.metrics import ModelMetrics, RouterMetrics
 from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings
-from protocol.work import Generate
+from protocol.work import Generate, Grammar
 from router.api.schemas import GenerationBody
 from router.call import Call
 from router.journey.spec import Cluster, RequestSpec
@@ -20,6 +21,7 @@ from router.tenants.tenant import namespace
 from router.tenants.turns import Turns
 from router.text.bad_words import bad_word_ids
 from router.text.encoding import LONG_CHARS, Bound, Encoder
+from router.text.grammar_vocabulary import vocabulary_of
 from router.text.text_model import TextModel
 
 _FIELDS = (
@@ -40,6 +42,8 @@ class Pool:
     metrics: ModelMetrics
     encoder: Encoder
     turns: Turns = field(default_factory=Turns)
+    checker: Checker | None = None
+    """Tries grammars before nodes compile them; None: grammars are refused."""
 
     @property
     def name(self) -> str:
@@ -55,6 +59,7 @@ class Pool:
     async def specs(self, call: Call, body: GenerationBody, size: int = 0) -> list[RequestSpec]:
         """What the body of so many bytes asks for: the first sequence of each of its prompts. Raises InvalidRequest
         naming the field."""
+        grammar = await self._grammar(body)
         long = size >= LONG_CHARS
         prompts = await self.encoder.beside(body.prompts, self.text) if long else body.prompts(self.text)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -68,7 +73,7 @@ class Pool:
         specs = []
         for name, prompt in zip(names, prompts, strict=True):
             ids = next(encoded) if isinstance(prompt, str) else prompt
-            specs.append(self._spec(call, name, body, ids, bad_words))
+            specs.append(self._spec(call, name, body, ids, (bad_words, grammar)))
             if long:
                 await asyncio.sleep(0)
         return specs
@@ -79,8 +84,24 @@ class Pool:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             raise InvalidRequest(f"token ids in {field} must be at least 0 and below {vocabulary}", param=field)
 
+    async def _grammar(self, body: GenerationBody) -> Grammar | None:
+        """What the output must match, tried. Raises InvalidRequest naming the field."""
+        asked = body.grammar(self.text)
+        if asked is None:
+            return None
+        param, grammar = asked
+        if self.checker is None:
+            raise InvalidRequest("this server reads no grammars", param=param)
+        await self.checker.check(grammar, param)
+        return grammar
+
     def _spec(
-        self, call: Call, request_id: str, body: GenerationBody, token_ids: Sequence[int], bad_words: BadWords
+        self,
+        call: Call,
+        request_id: str,
+        body: GenerationBody,
+        token_ids: Sequence[int],
+        bounds: tuple[BadWords, Grammar | None],
     ) -> RequestSpec:
         field = body.prompt_field
         if not token_ids:
@@ -88,10 +109,9 @@ class Pool:
         self.check_ids(token_ids, field)
         if body.truncate_prompt_tokens is not None:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
-        params = self._params(body, self._budget(body, len(token_ids)), bad_words)
-        return RequestSpec(
-            call, request_id, tuple(token_ids), Generate(params), namespace(call.realm, body.cache_salt or "")
-        )
+        bad_words, grammar = bounds
+        work = Generate(self._params(body, self._budget(body, len(token_ids)), bad_words), grammar)
+        return RequestSpec(call, request_id, tuple(token_ids), work, namespace(call.realm, body.cache_salt or ""))
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
         """max_tokens of a prompt: what is asked, else the shape's default, else the rest of the context. An asked 0
@@ -136,7 +156,7 @@ def pool_of(
 ) -> Pool:
     """What serves one model to those tenants."""
     turns = Turns(cluster.capacity, metrics, shared=tenancy.several, most_queued=settings.max_queued)
-    return Pool(text, cluster, metrics.of(text.name), Encoder(text), turns)
+    return Pool(text, cluster, metrics.of(text.name), Encoder(text), turns, Checker(lambda: vocabulary_of(text)))
 
 
 class Pools:

@@ -25,6 +25,7 @@ from router.api.fields import (
     Top,
     told,
 )
+from router.api.structured import StructuredFields
 from router.api.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompletions
 from router.text.text_model import TextModel
 from router.text.transcript import TextOptions
@@ -41,7 +42,7 @@ class RequestBody(BaseModel):
         """Raise InvalidRequest for what no field shows by itself."""
 
 
-class GenerationBody(SamplingFields, ChoiceFields, UnbuiltFields, RequestBody):
+class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, UnbuiltFields, RequestBody):
     """What chat and completions share. None means the default everywhere.
 
     prompt_field    the field that holds the prompts, for errors

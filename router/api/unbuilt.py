@@ -28,14 +28,7 @@ class Unbuilt:
         return value
 
 
-Structured = Annotated[Any, Unbuilt("structured outputs are")]
 Functions = Annotated[Any, Unbuilt("functions (and tools) are")]
-
-
-def _text_format(value: dict[str, Any]) -> dict[str, Any]:
-    if value.get("type", "text") != "text":
-        raise ValueError(f"type {value['type']!r} is not supported, only 'text'")
-    return value
 
 
 def _only_text(value: list[str]) -> list[str]:
@@ -50,12 +43,6 @@ TextOnly = Annotated[list[str], AfterValidator(_only_text)]
 class UnbuiltFields(BaseModel):
     """What this server cannot do yet, and refuses where it is asked for."""
 
-    response_format: Annotated[dict[str, Any], AfterValidator(_text_format)] | None = None
-    guided_json: Structured = None
-    guided_regex: Structured = None
-    guided_choice: Structured = None
-    guided_grammar: Structured = None
-    structured_outputs: Structured = None
     logits_processors: Annotated[Any, Unbuilt("custom logits processors are")] = None
 
 

@@ -1,0 +1,178 @@
+"""Asks whether a grammar from a client can be used. It is tried in a process of its own (grammars/child.py), which can
+be ended: the caller's process compiles nothing, waits for no more than `CHECK_S`, and survives whatever a grammar does
+to the library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, astuple, dataclass, field
+
+from grammars.vocabulary import Vocabulary
+from protocol.errors import InvalidRequest, Overloaded
+from protocol.work import Grammar
+
+log = logging.getLogger("kvferry.grammars")
+
+CHECK_S = 10.0
+"""Seconds for one grammar, on a machine however busy."""
+START_S = 60.0
+PENDING = 256
+"""Grammars that are tried or wait for it."""
+KNOWN = 4096
+"""Verdicts that are kept."""
+RUNAWAYS = 4
+"""Trials that were given up: with so many the process is ended, and another started."""
+_TRIES = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    grammar: Grammar
+    verdict: asyncio.Future[str | None]
+    tries: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    process: asyncio.subprocess.Process
+    asked: dict[int, _Asked] = field(default_factory=dict)
+    runaways: int = 0
+
+
+class Checker:
+    """For one vocabulary. The process is started with the first grammar, and ends with this one. On the event loop."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary], command: tuple[str, ...] = ()) -> None:
+        self._vocabulary = vocabulary
+        self._command = command or (sys.executable, "-m", "grammars.child")
+        self._known: OrderedDict[str, str | None] = OrderedDict()
+        self._pending: dict[str, _Asked] = {}
+        self._child: _Child | None = None
+        self._starting = asyncio.Lock()
+        self._number = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def check(self, grammar: Grammar, param: str) -> None:
+        """Raises InvalidRequest on the field `param` that says what is wrong, naming the limit; Overloaded when too
+        many are being tried."""
+        key = hashlib.sha256(repr(astuple(grammar)).encode(errors="surrogatepass")).hexdigest()
+        if key not in self._known:
+            await self._learn(key, grammar)
+        self._known.move_to_end(key)
+        wrong = self._known[key]
+        if wrong is not None:
+            raise InvalidRequest(f"{param}: {wrong}", param=param)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._child is not None:
+            self._end(self._child)
+
+    async def _learn(self, key: str, grammar: Grammar) -> None:
+        asked = self._pending.get(key)
+        if asked is None:
+            if len(self._pending) >= PENDING:
+                raise Overloaded(f"{PENDING} grammars are being tried; come back in a second", retry_after=1)
+            asked = self._pending[key] = _Asked(grammar, asyncio.get_running_loop().create_future())
+            task = asyncio.create_task(self._try(key, asked))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(asked.verdict)
+
+    async def _try(self, key: str, asked: _Asked) -> None:
+        """Until there is a verdict."""
+        wrong: str | None
+        try:
+            while not asked.verdict.done():
+                asked.tries += 1
+                wrong = await self._verdict(asked)
+                if wrong is _DIED and asked.tries < _TRIES:
+                    continue
+                asked.verdict.set_result(wrong)
+                self._known[key] = wrong
+                if len(self._known) > KNOWN:
+                    self._known.popitem(last=False)
+        except Exception as error:
+            asked.verdict.set_exception(error)
+        finally:
+            del self._pending[key]
+
+    async def _verdict(self, asked: _Asked) -> str | None:
+        child = await self._ready()
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        child.asked[number] = _Asked(asked.grammar, answer)
+        assert child.process.stdin is not None
+        line = json.dumps([number, astuple(asked.grammar)]) + "\n"
+        try:
+            with contextlib.suppress(ConnectionError):
+                child.process.stdin.write(line.encode())
+            async with asyncio.timeout(CHECK_S):
+                return await answer
+        except TimeoutError:
+            child.runaways += 1
+            if child.runaways >= RUNAWAYS:
+                log.info("%d grammars ran away: their process is ended", child.runaways)
+                self._end(child)
+            return f"the grammar was not ready within {CHECK_S:.0f} s, which is the limit"
+        finally:
+            child.asked.pop(number, None)
+
+    async def _ready(self) -> _Child:
+        """A process that takes grammars. Raises InvalidRequest when the tokenizer cannot be read."""
+        async with self._starting:
+            if self._child is not None:
+                return self._child
+            process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+            assert process.stdin is not None
+            assert process.stdout is not None
+            vocabulary = await asyncio.to_thread(lambda: json.dumps(asdict(self._vocabulary())) + "\n")
+            try:
+                process.stdin.write(vocabulary.encode())
+                async with asyncio.timeout(START_S):
+                    first = await process.stdout.readline()
+            except (ConnectionError, TimeoutError) as error:
+                process.kill()
+                raise Overloaded("grammars cannot be tried now: their process did not start") from error
+            wrong = json.loads(first)[1] if first else "its process ended"
+            if wrong is not None:
+                process.kill()
+                raise InvalidRequest(f"this server reads no grammars: {wrong}")
+            child = self._child = _Child(process)
+            task = asyncio.create_task(self._listen(child))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return child
+
+    async def _listen(self, child: _Child) -> None:
+        assert child.process.stdout is not None
+        while line := await child.process.stdout.readline():
+            number, wrong = json.loads(line)
+            asked = child.asked.get(number)
+            if asked is not None and not asked.verdict.done():
+                asked.verdict.set_result(wrong)
+        self._end(child)
+        for asked in child.asked.values():
+            if not asked.verdict.done():
+                asked.verdict.set_result(_DIED)
+        await child.process.wait()
+
+    def _end(self, child: _Child) -> None:
+        if self._child is child:
+            self._child = None
+        with contextlib.suppress(ProcessLookupError):
+            child.process.kill()
+
+
+_DIED = "the grammar ended the process that compiles it"

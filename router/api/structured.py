@@ -1,0 +1,133 @@
+"""Fields that bound the output by a grammar: OpenAI's response_format, and vLLM's structured_outputs with its older
+names guided_*. A request has one of them, or none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from protocol.errors import InvalidRequest
+from protocol.work import Grammar
+from router.text.text_model import TextModel
+
+Asked = tuple[str, Grammar]
+"""The field, for errors, and the grammar it asks for."""
+OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
+IGNORED = ("disable_fallback", "disable_additional_properties", "backend")
+FORMATS = ("text", "json_object", "json_schema", "structural_tag", "regex", "grammar")
+JsonText = Annotated[dict[str, Any] | str | bool | None, Field(description="A JSON schema, or its text")]
+
+
+class StructuredFields(BaseModel):
+    """What of a body asks for a grammar."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: JsonText = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+    def grammar(self, text: TextModel) -> Asked | None:
+        """What the output must match, for that model. Raises InvalidRequest naming the field at fault."""
+        guided = [
+            kind for kind in ("json", "regex", "choice", "grammar") if getattr(self, f"guided_{kind}") is not None
+        ]
+        formatted = format_grammar(self.response_format, "response_format")
+        fields = [name for name in ("response_format",) if formatted is not None]
+        fields += [name for name in ("structured_outputs",) if self.structured_outputs is not None]
+        fields += [f"guided_{kind}" for kind in guided]
+        if len(fields) > 1:
+            raise InvalidRequest(
+                f"{' and '.join(fields)} exclude each other: an output has one grammar", param=fields[1]
+            )
+        if formatted is not None:
+            return "response_format", formatted
+        if self.structured_outputs is not None:
+            return "structured_outputs", _structured(self.structured_outputs)
+        if guided:
+            value = getattr(self, f"guided_{guided[0]}")
+            return fields[0], _of_kind(guided[0], value, self.guided_whitespace_pattern, fields[0])
+        return None
+
+
+def format_grammar(value: Mapping[str, Any] | None, param: str) -> Grammar | None:
+    """What a response_format asks for, in the nested form of chat or the flat one of responses; None: any text."""
+    kind = "text" if value is None else value.get("type", "text")
+    if value is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar("json_object", "")
+    if kind == "json_schema":
+        inner = value.get("json_schema", value)
+        if not isinstance(inner, Mapping):
+            raise InvalidRequest(f"{param}.json_schema must be an object", param=f"{param}.json_schema")
+        return _schema(inner, f"{param}.json_schema" if inner is not value else param)
+    if kind == "structural_tag":
+        return Grammar("structural_tag", json.dumps(value))
+    if kind == "regex":
+        return _of_kind("regex", value.get("pattern"), None, f"{param}.pattern")
+    if kind == "grammar":
+        return _of_kind("grammar", value.get("grammar"), None, f"{param}.grammar")
+    raise InvalidRequest(f"{param}.type must be one of {', '.join(FORMATS)}; got {kind!r}", param=f"{param}.type")
+
+
+def _schema(inner: Mapping[str, Any], param: str) -> Grammar:
+    """Not strict: keywords that no grammar can enforce are left out."""
+    schema = inner.get("schema", {})
+    if schema is None:
+        schema = {}
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"{param}.schema must be a JSON schema", param=f"{param}.schema")
+    strict = inner.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidRequest(f"{param}.strict must be true or false", param=f"{param}.strict")
+    return Grammar("json_schema", json.dumps(schema), lenient=not strict)
+
+
+def _structured(value: Mapping[str, Any]) -> Grammar:
+    """Of vLLM's structured_outputs."""
+    known = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+    given = [name for name in known if value.get(name) not in (None, False)]
+    unknown = [name for name in value if name not in (*known, *OPTIONS, *IGNORED) and not name.startswith("_")]
+    if unknown:
+        raise InvalidRequest(
+            f"structured_outputs has no field {unknown[0]!r}", param=f"structured_outputs.{unknown[0]}"
+        )
+    if len(given) != 1:
+        got = " and ".join(given) or "none of them"
+        raise InvalidRequest(
+            f"structured_outputs takes one of {', '.join(known)}; got {got}", param="structured_outputs"
+        )
+    blanks = "" if value.get("disable_any_whitespace") else value.get("whitespace_pattern")
+    return _of_kind(given[0], value[given[0]], blanks, f"structured_outputs.{given[0]}")
+
+
+def _of_kind(kind: str, value: Any, whitespace: Any, param: str) -> Grammar:
+    if whitespace is not None and not isinstance(whitespace, str):
+        raise InvalidRequest("whitespace_pattern must be a regular expression", param="whitespace_pattern")
+    match kind:
+        case "json" if isinstance(value, dict | bool | str):
+            source = value if isinstance(value, str) else json.dumps(value)
+            return Grammar("json_schema", source, whitespace=whitespace)
+        case "json_object" if value is True:
+            return Grammar("json_object", "", whitespace=whitespace)
+        case "regex" if isinstance(value, str) and value:
+            return Grammar("regex", value)
+        case "choice" if isinstance(value, list) and value and all(isinstance(text, str) and text for text in value):
+            return Grammar("choice", json.dumps(value))
+        case "grammar" if isinstance(value, str) and value:
+            return Grammar("ebnf" if "::=" in value else "lark", value)
+        case "structural_tag" if isinstance(value, dict | str):
+            source = value if isinstance(value, str) else json.dumps(value)
+            return Grammar("structural_tag", source, whitespace=whitespace)
+    wanted = {
+        "choice": "a list of texts, none of them empty",
+        "json": "a JSON schema or its text",
+        "json_object": "true",
+    }
+    raise InvalidRequest(f"{param} must be {wanted.get(kind, 'a text that is not empty')}", param=param)

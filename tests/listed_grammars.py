@@ -1,0 +1,60 @@
+"""The seam's second implementation: a grammar is a list of outputs, spelled in token ids."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+
+from grammars.seam import Bits
+from protocol.errors import InvalidRequest
+from protocol.work import Grammar
+
+
+def listed(*outputs: Sequence[int]) -> Grammar:
+    """Exactly one of these."""
+    return Grammar("listed", json.dumps([list(output) for output in outputs]))
+
+
+class ListedMatcher:
+    def __init__(self, outputs: list[list[int]], eos: int, compiler: ListedCompiler) -> None:
+        self._outputs, self._eos, self._compiler = outputs, eos, compiler
+        self._tokens: list[int] = []
+
+    def mask(self, bits: Bits) -> None:
+        self._compiler.masks += 1
+        hold = self._compiler.held
+        if hold is not None:
+            assert hold.wait(20)
+        bits[:] = 0
+        for output in self._going_on(self._tokens):
+            token = output[len(self._tokens)] if len(output) > len(self._tokens) else self._eos
+            bits.view("uint32")[token // 32] |= 1 << token % 32
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        for count, token in enumerate(token_ids):
+            if not any(True for output in self._going_on([*self._tokens, token])):
+                return count
+            self._tokens.append(token)
+        return len(token_ids)
+
+    def rollback(self, count: int) -> None:
+        del self._tokens[len(self._tokens) - count :]
+
+    def _going_on(self, tokens: list[int]) -> list[list[int]]:
+        return [output for output in self._outputs if output[: len(tokens)] == tokens]
+
+
+class ListedCompiler:
+    """Counts what it is asked. held: masks wait for this event."""
+
+    def __init__(self, eos: int) -> None:
+        self.compiled = self.masks = 0
+        self.held: threading.Event | None = None
+        self._eos = eos
+
+    def compile(self, grammar: Grammar) -> ListedMatcher:
+        self.compiled += 1
+        if grammar.kind != "listed":
+            raise InvalidRequest(f"this compiler reads lists, got {grammar.kind!r}")
+        return ListedMatcher(json.loads(grammar.source), self._eos, self)
