@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """tokenizer: tokenizer.json's text; vocab_size: of the logits, at least the tokenizer's; specials: how special tokens
-    are spelled."""
+    """tokenizer: tokenizer.json's text; vocab_size: of the logits, at least the tokenizer's; specials: how special
+    tokens are spelled."""
 
     tokenizer: str
     vocab_size: int
