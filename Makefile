@@ -1,12 +1,14 @@
 # make serve     install what is missing and run a whole local cluster; flags: make serve ARGS="--port 8123 --prefill 2"
 # make test      linters, then all tests; arguments of pytest: make test PYTEST_ARGS="-k router"
 # make test-clients  install other people's clients, each into an environment of its own, and run their checks
+# make test-schemas  the demo model under a thousand random schemas: every output validates (an hour on two cores)
 # make test-avx512  the CPU kernels' tests with AVX-512, BF16 and VNNI emulated, on a processor without them
 # make lint      format, style and types only
 # make docs      renew what is generated: the README's tables from the code, the dashboard from its description
 # make bench     measure kvferry and every installed peer, interleaved: make bench ARGS="--vllm-python /venv/bin/python"
 # make bench-accuracy  perplexity and greedy agreement of each weight format against transformers in float32
 # make bench-router  measure the router alone, in front of mock nodes: CPU per request and per token
+# make bench-grammars  measure what grammars cost: compiling, masks, and steps with and without them
 # make bench-cpu measure the CPU kernels against the limits of this machine and against PyTorch
 # make bench-gpu measure the kernels on the GPU of this machine
 # make clean     remove the virtual environment and all caches
@@ -37,7 +39,8 @@ EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients test-avx512 lint docs bench bench-accuracy bench-router bench-cpu bench-gpu clean FORCE
+.PHONY: help serve test test-clients test-schemas test-avx512 lint docs bench bench-accuracy bench-grammars \
+  bench-router bench-cpu bench-gpu clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -52,6 +55,9 @@ test: lint $(VENV)/model.done
 # Node's clients need npm. What cannot be installed is skipped, and says why; CLIENTS_TABLE=FILE keeps the table.
 test-clients: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
+
+test-schemas: $(VENV)/test.done $(VENV)/model.done
+	KVFERRY_TEST_SCHEMAS=1000 $(BIN)/python -m pytest -s tests/grammars/test_random_schemas.py
 
 # An environment that holds the emulated build and sees all else of the first one but its editable kvferry.
 test-avx512: $(VENV)/test.done
@@ -78,6 +84,9 @@ bench-accuracy: $(VENV)/bench.done $(VENV)/model.done
 
 bench-router: $(VENV)/bench.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.router $(ARGS)
+
+bench-grammars: $(VENV)/bench.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.grammars $(ARGS)
 
 bench-cpu: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python benchmarks/cpu_kernels.py $(ARGS)

@@ -18,6 +18,12 @@ Post = Callable[[Callable[["Engine"], None]], None]
 """Runs a call on the engine thread before the next step."""
 
 
+def held_up(request: Request) -> bool:
+    """Whether it takes no turn now: the mask of its grammar is not made."""
+    row = request.sample_row
+    return row is not None and row.mask is not None and row.mask.blocks
+
+
 class Grammars:
     """Opens masks for an engine. Until `attach` their news are called at once, on whatever thread they come from."""
 

@@ -116,12 +116,6 @@ class Request:
         return self.uncomputed == 1
 
     @property
-    def held_up(self) -> bool:
-        """Whether it takes no turn now: the mask of its grammar is not made."""
-        row = self.sample_row
-        return row is not None and row.mask is not None and row.mask.blocks
-
-    @property
     def output_len(self) -> int:
         return len(self.token_ids) - self.job.prompt_len
 

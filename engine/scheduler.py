@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
+from engine.grammars import held_up
 from engine.ports import REQUEST, SHIP
 from engine.request import Request
 from engine.roster import Roster
@@ -95,7 +96,7 @@ class Scheduler:
         decodes: list[Slice] = []
         preempted = self.preempted_total
         for request in list(self.roster.running):
-            if request.decodes and not request.held_up and request.block_ids and self._grow(request):
+            if request.decodes and not held_up(request) and request.block_ids and self._grow(request):
                 decodes.append(Slice(request, request.computed_len, 1))
         if self.preempted_total > preempted:
             decodes = [s for s in decodes if s.request.block_ids]

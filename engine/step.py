@@ -19,7 +19,7 @@ from engine.scheduler import Scheduler
 from engine.slices import Slice
 from engine.states import State
 from kernels.draw import NO_TOKEN
-from protocol.errors import KvferryError, ModelFailed, NodeLost
+from protocol.errors import GrammarFailed, KvferryError, ModelFailed, NodeLost
 
 log = logging.getLogger("kvferry.engine")
 
@@ -149,7 +149,7 @@ class Stepper:
         if request.output_here == 0:
             self.note_tail(request)
         if sampled.token_id == NO_TOKEN:
-            self.drop(request, ModelFailed("the model's logits for the next token are not numbers"))
+            self.drop(request, _nothing_drawn(request))
             return
         event = output.append(request, sampled, self._longest)
         self._events.append(event)
@@ -184,3 +184,11 @@ class Stepper:
             )
         )
         self._preempted, self._evicted = preempted, evicted
+
+
+def _nothing_drawn(request: Request) -> KvferryError:
+    """Why no token could be drawn for it."""
+    params = request.job.params
+    if request.job.grammar is not None and (params.allowed_token_ids is not None or params.bad_words):
+        return GrammarFailed("allowed_token_ids or bad_words leave nothing of what the grammar allows")
+    return ModelFailed("the model's logits for the next token are not numbers")

@@ -71,10 +71,11 @@ class Checker:
         if wrong is not None:
             raise InvalidRequest(f"{param}: {wrong}", param=param)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the process."""
         if self._child is not None:
             self._end(self._child)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _learn(self, key: str, grammar: Grammar) -> None:
         asked = self._pending.get(key)

@@ -13,10 +13,15 @@ def keep_only(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[np.ndar
     [words]: bit t % 32 of word t // 32 stands for token t."""
     if logits.device.type == "cpu":
         _on_cpu(logits.numpy(), rows, masks)
-        return
+    else:
+        on_device(logits, rows, masks)
+
+
+def on_device(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[np.ndarray]) -> None:
+    """`keep_only` in a handful of operations, on any device; the masks travel packed."""
     bits = torch.from_numpy(np.stack(masks)).to(logits.device, non_blocking=True)
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
-    forbidden = ((bits[:, :, None] >> places) & 1).logical_not_().view(len(masks), -1)[:, : logits.shape[1]]
+    forbidden = ((bits[:, :, None] >> places) & 1).eq(0).view(len(masks), -1)[:, : logits.shape[1]]
     if len(rows) == len(logits):
         logits.masked_fill_(forbidden, -torch.inf)
         return

@@ -1,0 +1,133 @@
+"""Fields that ask for a grammar: what they become, and what is refused before any node hears of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from api_parts import Api, FakeCluster, demo_text, error_of, says
+
+from grammars import notation
+from grammars.checker import Checker
+from protocol.errors import InvalidRequest
+from protocol.work import Grammar
+from router.api.structured import format_grammar
+from router.text.grammar_vocabulary import vocabulary_of
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+
+
+@pytest.fixture
+async def api(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Api]:
+    made: list[Checker] = []
+    monkeypatch.setattr("router.api.app.Checker", lambda vocabulary: made.append(Checker(vocabulary)) or made[-1])
+    yield Api(FakeCluster(says("x")))
+    for checker in made:
+        await checker.close()
+
+
+def named(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
+
+
+ACCEPTED = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, Grammar("json_object", "")),
+    ({"response_format": named(SCHEMA)}, Grammar("json_schema", json.dumps(SCHEMA), lenient=True)),
+    ({"response_format": named(SCHEMA, strict=True)}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"guided_json": SCHEMA}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"guided_json": json.dumps(SCHEMA)}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"guided_regex": "a+b"}, Grammar("regex", "a+b")),
+    ({"guided_choice": ["yes", "no"]}, Grammar("choice", '["yes", "no"]')),
+    ({"guided_grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+    ({"guided_grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),
+    ({"structured_outputs": {"json_object": True}}, Grammar("json_object", "")),
+    (
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+        Grammar("json_schema", json.dumps(SCHEMA), whitespace=""),
+    ),
+    (
+        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}},
+        Grammar("json_schema", json.dumps(SCHEMA), whitespace=" ?"),
+    ),
+    ({"structured_outputs": {"structural_tag": TAG}}, Grammar("structural_tag", json.dumps(TAG))),
+    (
+        {"response_format": {"type": "structural_tag", **TAG}},
+        Grammar("structural_tag", json.dumps({"type": "structural_tag", **TAG})),
+    ),
+]
+
+
+async def test_every_way_to_ask_reaches_the_nodes_as_a_grammar(api: Api) -> None:
+    for body, grammar in ACCEPTED:
+        for answer in (await api.chat(**body), await api.complete(**body)):
+            assert answer.status_code == 200, (body, answer.text)
+            assert api.cluster.journeys[-1].spec.work.grammar == grammar
+
+
+HOSTILE = [
+    ({"response_format": named({"type": "array", "uniqueItems": True}, strict=True)}, "uniqueItems"),
+    ({"guided_json": {"$ref": "#"}}, "allows no output"),
+    ({"guided_json": "{"}, "not valid JSON"),
+    ({"guided_regex": "(" * 70 + ")" * 70}, f"limit is {notation.MAX_DEPTH}"),
+    ({"guided_regex": "x" * (notation.MAX_SOURCE + 1)}, f"limit is {notation.MAX_SOURCE}"),
+    ({"guided_regex": "((((a{100}){100}){100}){100})"}, "limit"),
+    ({"guided_regex": "(unclosed"}, "regex"),
+    ({"guided_choice": [str(i) for i in range(notation.MAX_CHOICES + 1)]}, f"limit is {notation.MAX_CHOICES}"),
+    ({"guided_grammar": 'start: "a" missing'}, "missing"),
+    (
+        {"guided_grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(60)) + '\na60: "x"'},
+        "limit",
+    ),
+]
+
+
+async def test_what_cannot_be_used_is_a_400_that_says_why(api: Api) -> None:
+    for body, said in HOSTILE:
+        answer = await api.http.post(
+            "/v1/chat/completions",
+            content=json.dumps({"messages": [{"role": "user", "content": "x"}], **body}),
+        )
+        assert answer.status_code == 400, (body, answer.text)
+        error = error_of(answer)
+        assert said in error["message"], (body, error)
+        assert error["param"] == next(iter(body))
+    assert not api.cluster.journeys
+
+
+async def test_not_strict_leaves_out_what_cannot_be_enforced(api: Api) -> None:
+    answer = await api.chat(response_format=named({"type": "array", "uniqueItems": True, "maxItems": 2}))
+    assert answer.status_code == 200
+
+
+def test_the_flat_form_of_responses_is_read_too() -> None:
+    flat = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
+    assert format_grammar(flat, "text.format") == Grammar("json_schema", json.dumps(SCHEMA))
+    assert format_grammar(None, "text.format") is None
+
+
+async def test_a_process_that_dies_is_replaced_and_its_killer_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that ends at a word of the grammar, where the real one would for want of memory."""
+    code = (
+        "import sys, json\n"
+        "sys.stdin.readline(); print('[-1, null]', flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    number, grammar = json.loads(line)\n"
+        "    if 'die' in grammar[1]: sys.exit(3)\n"
+        "    if 'hang' not in grammar[1]: print(json.dumps([number, None]), flush=True)\n"
+    )
+    checker = Checker(lambda: vocabulary_of(demo_text()), (sys.executable, "-c", code))
+    monkeypatch.setattr("grammars.checker.CHECK_S", 0.3)
+    try:
+        await checker.check(Grammar("regex", "fine"), "guided_regex")
+        with pytest.raises(InvalidRequest, match="ended the process"):
+            await checker.check(Grammar("regex", "die"), "guided_regex")
+        with pytest.raises(InvalidRequest, match="limit"):
+            await checker.check(Grammar("regex", "hang"), "guided_regex")
+        await checker.check(Grammar("regex", "fine too"), "guided_regex")
+    finally:
+        await checker.close()
