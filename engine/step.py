@@ -188,7 +188,6 @@ class Stepper:
 
 def _nothing_drawn(request: Request) -> KvferryError:
     """Why no token could be drawn for it."""
-    params = request.job.params
-    if request.job.grammar is not None and (params.allowed_token_ids is not None or params.bad_words):
-        return GrammarFailed("allowed_token_ids or bad_words leave nothing of what the grammar allows")
+    if request.job.grammar is not None:
+        return GrammarFailed("of what the grammar allows next, nothing may be drawn, or its logits are not numbers")
     return ModelFailed("the model's logits for the next token are not numbers")
