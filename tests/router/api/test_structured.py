@@ -24,7 +24,7 @@ TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "trigg
 @pytest.fixture
 async def api(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Api]:
     made: list[Checker] = []
-    monkeypatch.setattr("router.api.app.Checker", lambda vocabulary: made.append(Checker(vocabulary)) or made[-1])
+    monkeypatch.setattr("router.api.pool.Checker", lambda vocabulary: made.append(Checker(vocabulary)) or made[-1])
     yield Api(FakeCluster(says("x")))
     for checker in made:
         await checker.close()
