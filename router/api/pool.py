@@ -90,6 +90,8 @@ class Pool:
         if asked is None:
             return None
         param, grammar = asked
+        if body.use_beam_search:
+            raise InvalidRequest(f"{param}: beam search knows no grammars", param=param)
         if self.checker is None:
             raise InvalidRequest("this server reads no grammars", param=param)
         await self.checker.check(grammar, param)
