@@ -92,7 +92,7 @@ class Pool:
             return None
         param, grammar = asked
         if body.use_beam_search:
-            raise InvalidRequest(f"use_beam_search follows no grammar, which {param} asks for", param="use_beam_search")
+            raise InvalidRequest(f"{param}: beam search knows no grammars", param=param)
         if self.checker is None:
             raise InvalidRequest("this server reads no grammars", param=param)
         await self.checker.check(grammar, param)

@@ -24,7 +24,7 @@ TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "trigg
 @pytest.fixture
 async def api(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Api]:
     made: list[Checker] = []
-    monkeypatch.setattr("router.api.app.Checker", lambda vocabulary: made.append(Checker(vocabulary)) or made[-1])
+    monkeypatch.setattr("router.api.pool.Checker", lambda vocabulary: made.append(Checker(vocabulary)) or made[-1])
     yield Api(FakeCluster(says("x")))
     for checker in made:
         await checker.close()
@@ -77,6 +77,7 @@ HOSTILE = [
     ({"guided_regex": "x" * (notation.MAX_SOURCE + 1)}, f"limit is {notation.MAX_SOURCE}"),
     ({"guided_regex": "((((a{100}){100}){100}){100})"}, "limit"),
     ({"guided_regex": "(unclosed"}, "regex"),
+    ({"guided_regex": "a+", "use_beam_search": True}, "beam search"),
     ({"guided_choice": [str(i) for i in range(notation.MAX_CHOICES + 1)]}, f"limit is {notation.MAX_CHOICES}"),
     ({"guided_grammar": 'start: "a" missing'}, "missing"),
     (
