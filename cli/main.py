@@ -15,9 +15,10 @@ from typing import Any
 
 import click
 
-from cli.door import GivenUp, complain, set_threads, worker_threads
+from cli.door import GivenUp, complain, set_threads, set_up_traces, worker_threads
 from cli.options import settings_options
 from process.log import set_up_log
+from process.tracing import TRACER
 from protocol.errors import ConfigError, KvferryError
 from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 
@@ -46,6 +47,7 @@ def serve(settings: ServeSettings) -> None:
 def router(settings: RouterSettings) -> None:
     """Run one router: the OpenAI API in front of a cluster."""
     set_up_log(settings.log_level, settings.log_format)
+    set_up_traces("router")
     from router.main import serve_router
 
     _run(serve_router(settings))
@@ -156,6 +158,7 @@ def main() -> None:
     the garbage collector does not look through it, and begins in `_run`."""
     gc.disable()
     status = run()
+    TRACER.close()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
@@ -172,6 +175,7 @@ def _enter_worker(settings: WorkerSettings) -> WorkerSettings:
     settings = dataclasses.replace(settings, threads=worker_threads(settings.threads))
     set_threads(settings.threads)
     set_up_log(settings.log_level, settings.log_format)
+    set_up_traces(settings.role)
     return settings
 
 

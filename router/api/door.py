@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -18,26 +17,27 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from process.disconnect import disconnected
+from process.disconnect import until_disconnect
 from process.log import REQUEST
-from protocol.errors import Cancelled, KvferryError, Overloaded, Unauthorized
+from process.tracing import TRACER
+from protocol.errors import KvferryError, Overloaded, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
-from router.api.body_reader import BodyReader
+from router.api.beams import BeamGeneration
+from router.api.body_reader import BodyReader, parse
 from router.api.fold import Answer, Endpoint
 from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
 from router.api.responder import Responder
-from router.api.schemas import GenerationBody, parse
+from router.api.schemas import GenerationBody
 from router.api.visit import Visit
 from router.call import CALL, Call
 from router.tenants.tenancy import Tenancy
 from router.tenants.tenant import NOBODY, Tenant
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics"))
-AGAIN_S = 0.1
-"""Until work that ignored a cancellation is cancelled again."""
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Door:
             deadline=arrival + self._timeout_s,
             tenant=name,
             realm=self._tenancy.realm(name),
-            trace=headers.get("traceparent", ""),
+            trace=_traceparent(headers),
         )
 
         async def stamped(message: Message) -> None:
@@ -110,6 +110,12 @@ class Door:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         key = (token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
         return keyring.tenant(key.encode("latin-1")) if key else None
+
+
+def _traceparent(headers: Headers) -> str:
+    """The client's, if it is one."""
+    given = headers.get("traceparent", "")
+    return given if given and _TRACEPARENT.fullmatch(given) else ""
 
 
 class Admission:
@@ -161,7 +167,8 @@ class Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, metrics, status = scope[CALL], self._metrics, 500
-        visit = Visit(call, self._tenancy, metrics)
+        span = TRACER.start("request", call.trace, endpoint=self.endpoint.path, id=call.id, tenant=call.tenant)
+        visit = Visit(call, self._tenancy, metrics, span)
         responder = Responder(send, self.endpoint.path, visit.headers)
         try:
             with metrics.inflight.track_inprogress(), visit:
@@ -184,15 +191,19 @@ class Exchange:
             await responder.fail(KvferryError("internal error of the router; its log has the details"))
         finally:
             metrics.requests.labels(self.endpoint.path, str(status)).inc()
+            visit.over(status)
 
     async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Answer:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
         body, size = await self._asked(visit.call, data)
         pool = self._pools.pool(body.model)
         specs = await pool.specs(visit.prefer(body.priority), body, size)
-        generation = Generation(pool, specs, body.text_options(), n=body.n or 1)
+        if body.use_beam_search:
+            generation: Generation = BeamGeneration(pool, specs, body)
+        else:
+            generation = Generation(pool, specs, body.text_options(), n=body.sequences())
         if self.endpoint.later is not None:
-            promise = await self.endpoint.later(visit.call, pool, body, generation)
+            promise = await self.endpoint.later(visit, pool, body, generation)
             if promise is not None:
                 return promise
         await visit.turn(pool.turns, generation.size)
@@ -215,28 +226,3 @@ class Exchange:
             return chat, len(data) + chat.earlier
         assert isinstance(request, GenerationBody)
         return request, len(data)
-
-
-async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away; raises Cancelled then. The request's body
-    must have been read."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(disconnected(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise Cancelled("the client went away")
-    finally:
-        leaving.cancel()
-        await _ended(working)
-
-
-async def _ended(work: asyncio.Future[T]) -> None:
-    """Cancel until it ends: a library below may swallow a cancellation (asyncio.wait_for did before Python 3.12), and
-    work that nobody waits for any more would run on to its last token."""
-    while not work.done():
-        work.cancel()
-        await asyncio.wait((work,), timeout=AGAIN_S)
-    if not work.cancelled():
-        work.exception()
