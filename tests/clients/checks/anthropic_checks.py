@@ -7,7 +7,7 @@ from harness import MODEL, URL, check, raises
 
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0, timeout=60)
 ASK = [{"role": "user", "content": "Why is the sky blue?"}]
-BASE = {"model": MODEL, "max_tokens": 12, "messages": ASK, "temperature": 0}
+BASE = {"model": MODEL, "max_tokens": 12, "messages": ASK, "extra_body": {"temperature": 0}}
 WEATHER = {
     "name": "weather",
     "description": "the weather of a city",
@@ -125,7 +125,7 @@ def results_go_back():
 @check
 def wrong_values_are_bad_requests():
     with raises(anthropic.BadRequestError) as caught:
-        client.messages.create(**{**BASE, "temperature": -1})
+        client.messages.create(**{**BASE, "extra_body": {"temperature": -1}})
     assert caught[0].body["type"] == "error"
     assert caught[0].body["error"]["type"] == "invalid_request_error"
 

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 import traceback
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,6 +47,14 @@ def raises(*kinds: type[BaseException]) -> Iterator[list[BaseException]]:
         caught.append(error)
     else:
         raise AssertionError(f"nothing raised, {' or '.join(kind.__name__ for kind in kinds)} expected")
+
+
+def full_stop() -> dict[str, Any]:
+    """Fields of a body that end its answer with the first sentence, where the API has no stop strings."""
+    body = json.dumps({"model": MODEL, "prompt": ".", "add_special_tokens": False}).encode()
+    request = urllib.request.Request(f"{URL}/tokenize", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return {"stop_token_ids": json.load(answer)["tokens"]}
 
 
 def run(function: Callable[[], Any], runner: asyncio.Runner, seconds: float) -> str:

@@ -7,12 +7,12 @@ from typing import Literal
 import agents
 import openai
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
-from harness import MODEL, URL, check, raises
+from harness import MODEL, URL, check, full_stop, raises
 from pydantic import BaseModel
 
 agents.set_tracing_disabled(True)
 ASK = "Why is the sky blue?"
-SHORT = ModelSettings(temperature=0, max_tokens=16)
+SHORT = ModelSettings(temperature=0, max_tokens=200, extra_body=full_stop())
 LONGER = ModelSettings(temperature=0, max_tokens=120)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import openai
-from harness import MODEL, URL, check, raises
+from harness import MODEL, URL, check, full_stop, raises
 from pydantic import BaseModel
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60)
@@ -76,7 +76,7 @@ def the_whole_sequence_of_events():
 
 @check
 def the_stream_helper_collects():
-    with client.responses.stream(**BASE) as stream:
+    with client.responses.stream(**{**BASE, "max_output_tokens": 200}, extra_body=full_stop()) as stream:
         for _ in stream:
             pass
         assert stream.get_final_response().output_text
