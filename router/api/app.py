@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response, Security
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
@@ -26,15 +26,18 @@ from router.api.answers import (
     ModelList,
     Ready,
     Text,
+    TokenizerInfo,
     Tokens,
     Version,
 )
+from router.api.batches import BatchBody, batches_router
 from router.api.body_reader import BodyReader
 from router.api.chat import ChatShape
 from router.api.chunks import chunks
 from router.api.completions import CompletionShape
 from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
 from router.api.door import Admission, Door, Exchange
+from router.api.files import files_router
 from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
 from router.api.messages.answer import MessageAnswer
@@ -52,7 +55,9 @@ from router.api.responses.body import ResponsesBody
 from router.api.responses.kept import Responses
 from router.api.responses.routes import kept_responses
 from router.api.schemas import ChatBody, CompletionBody
-from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from router.api.tokenization import DetokenizeBody, TokenizeBody, describe, detokenize, tokenize
+from router.batch.batches import Batches
+from router.page.page import chat_page
 from router.tenants.tenancy import Tenancy
 
 ENCODING = (400, 404, 413, 429, 500)
@@ -86,17 +91,25 @@ def create_app(
     metrics: RouterMetrics,
     tenancy: Tenancy | None = None,
     kept: ResponseStore | None = None,
+    batches: Batches | None = None,
 ) -> ASGIApp:
     """The application that serves the models of `pools` to those in `tenancy`, or in the settings as they are now, and
-    keeps responses in `kept`. It starts and stops none of them. Raises ConfigError for keys that cannot be read."""
-    tenancy = tenancy or Tenancy(settings)
+    keeps responses in `kept`. It starts and stops none of them; without `batches` none are resumed. Raises
+    ConfigError for keys that cannot be read."""
+    tenancy, batches = tenancy or Tenancy(settings), batches or Batches(settings)
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
     responses = Responses(kept)
     background = Background(responses, admission)
     offered = endpoints(responses, background)
     exchanges = {each.path: Exchange(each, pools, admission, reader, tenancy, metrics) for each in offered}
-    bodies: list[type[BaseModel]] = [*(each.body for each in offered), CountBody, TokenizeBody, DetokenizeBody]
+    bodies: list[type[BaseModel]] = [
+        *(each.body for each in offered),
+        CountBody,
+        TokenizeBody,
+        DetokenizeBody,
+        BatchBody,
+    ]
     app = Application(bodies, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     guarded, refusals = (_guarded(), (401,)) if tenancy.keyring.guards else ({"responses": ANSWERED}, ())
     for router in (
@@ -104,10 +117,13 @@ def create_app(
         kept_responses(responses, background),
         counting(pools, reader, (*ENCODING, *refusals)),
         _text(pools, reader),
+        files_router(batches, settings.files_mib * 2**20),
+        batches_router(batches, reader),
         _about(pools),
     ):
         app.include_router(router, **guarded)
     app.include_router(_probes(pools, metrics), responses=ANSWERED)
+    batches.serve(app, exchanges, lambda: admission.count, tenancy.realm)
     return across_origins(Door(app, settings, tenancy, exchanges), settings)
 
 
@@ -162,6 +178,10 @@ def _text(pools: Pools, reader: BodyReader) -> APIRouter:
     async def detokenized(request: Request) -> dict[str, Any]:
         return detokenize(pools, await reader.read(request))
 
+    @router.get("/tokenizer_info", summary="The tokenizer's special tokens and chat template")
+    async def tokenizer_info() -> TokenizerInfo:
+        return TokenizerInfo(**describe(pools))
+
     return router
 
 
@@ -200,6 +220,10 @@ def _about(pools: Pools) -> APIRouter:
 def _probes(pools: Pools, metrics: RouterMetrics) -> APIRouter:
     """Open to whoever asks: see OPEN_PATHS."""
     router = APIRouter()
+
+    @router.get("/", summary="A page to talk to the model", response_class=HTMLResponse)
+    async def page() -> Response:
+        return chat_page()
 
     @router.get("/health", summary="The process runs")
     async def health() -> Health:

@@ -23,19 +23,20 @@ from process.tracing import TRACER
 from protocol.errors import KvferryError, Overloaded, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
-from router.api.body_reader import BodyReader
+from router.api.beams import BeamGeneration
+from router.api.body_reader import BodyReader, parse
 from router.api.fold import Answer, Endpoint
 from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
 from router.api.responder import Responder
-from router.api.schemas import GenerationBody, parse
+from router.api.schemas import GenerationBody
 from router.api.visit import Visit
 from router.call import CALL, Call
 from router.tenants.tenancy import Tenancy
 from router.tenants.tenant import NOBODY, Tenant
 
-OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics"))
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -197,9 +198,12 @@ class Exchange:
         body, size = await self._asked(visit.call, data)
         pool = self._pools.pool(body.model)
         specs = await pool.specs(visit.prefer(body.priority), body, size)
-        generation = Generation(pool, specs, body.text_options(), n=body.n or 1)
+        if body.use_beam_search:
+            generation: Generation = BeamGeneration(pool, specs, body)
+        else:
+            generation = Generation(pool, specs, body.text_options(), n=body.sequences())
         if self.endpoint.later is not None:
-            promise = await self.endpoint.later(visit.call, pool, body, generation)
+            promise = await self.endpoint.later(visit, pool, body, generation)
             if promise is not None:
                 return promise
         await visit.turn(pool.turns, generation.size)

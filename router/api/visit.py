@@ -25,8 +25,9 @@ class Used:
 
 
 class Visit:
-    """Of one request that takes the nodes' time. It lasts as long as the block that it is the context of, which raises
-    RateLimited at its beginning. In there `turn` waits for the nodes, and `began` tells that the first token is out."""
+    """Of one request that takes the nodes' time. It lasts as long as the block that it is the context of, or, told to
+    `go_on`, until its `end`. The block raises RateLimited at its beginning. In there `turn` waits for the nodes, and
+    `began` tells that the first token is out."""
 
     def __init__(self, call: Call, tenancy: Tenancy, metrics: RouterMetrics, span: Span) -> None:
         self.call = call if span.trace == call.trace else replace(call, trace=span.trace)
@@ -37,12 +38,21 @@ class Visit:
         self._turn: Turn | None = None
         self._used: Callable[[], Used] = Used
         self._charged = 0
+        self._goes_on = False
 
     def __enter__(self) -> Visit:
         self._meter.enter()
         return self
 
     def __exit__(self, *error: object) -> None:
+        if not self._goes_on:
+            self.end()
+
+    def go_on(self) -> None:
+        """It outlives its block: `end` must be called."""
+        self._goes_on = True
+
+    def end(self) -> None:
         used = self._used()
         self._meter.leave()
         if self._charged:
