@@ -105,7 +105,7 @@ async def _served(bench: Bench, settings: RouterSettings, ask: object) -> None:
 
 async def test_tls_and_its_deadlines(certificate: tuple[str, str]) -> None:
     key, pem = certificate
-    settings = RouterSettings(ssl_keyfile=key, ssl_certfile=pem, header_timeout=0.3)
+    settings = RouterSettings(served_model_name=("m",), ssl_keyfile=key, ssl_certfile=pem, header_timeout=0.3)
     context = ssl.create_default_context(cafile=pem)
 
     async def ask(port: int) -> None:
@@ -130,7 +130,7 @@ async def test_tls_and_its_deadlines(certificate: tuple[str, str]) -> None:
 
 async def test_clients_show_certificates_where_an_authority_is_named(certificate: tuple[str, str]) -> None:
     key, pem = certificate
-    settings = RouterSettings(ssl_keyfile=key, ssl_certfile=pem, ssl_ca_certs=pem)
+    settings = RouterSettings(served_model_name=("m",), ssl_keyfile=key, ssl_certfile=pem, ssl_ca_certs=pem)
 
     async def status(port: int, own: bool) -> int:
         context = ssl.create_default_context(cafile=pem)
