@@ -85,7 +85,7 @@ class PrefillService:
         if key_of(job) in self._answers:
             raise InvalidRequest(f"attempt {job.attempt} of {job.request_id} is already here", param="attempt")
         delivered = len(job.token_ids) - job.prompt_len
-        if message.target is None and job.params.max_tokens - delivered > 1:
+        if message.target is None and not job.work.ends_on_prompt(delivered):
             raise InvalidRequest("a prefill without a decode target makes one token", param="max_tokens")
         answer = self._answers[key_of(job)] = Answer(job)
         if message.target is None:

@@ -52,6 +52,11 @@ class RouterSettings(CommonSettings):
 
     port: int = setting(8000, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
     served_model_name: str = setting("", "name clients use for the model; default: derived from --model")
+    pooling: str = setting(
+        "auto",
+        "how tokens become an embedding; auto: as the model's files say, else last (decoders) or mean (encoders)",
+        choices=("auto", "last", "cls", "mean"),
+    )
     api_key: str = setting("", "bearer token clients must present; empty: none")
     chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own")
     generation_config: str = setting(

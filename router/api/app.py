@@ -30,10 +30,11 @@ from router.api.answers import (
 from router.api.chat import ChatShape
 from router.api.completions import CompletionShape
 from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
-from router.api.door import Admission, BodyReader, Door, Exchange
+from router.api.door import Admission, BodyReader, Door, Exchange, Generating
 from router.api.http_errors import HANDLERS
 from router.api.pool import Pool, Pools
-from router.api.schemas import ChatBody, CompletionBody
+from router.api.reading import READINGS, Reading
+from router.api.schemas import ChatBody, CompletionBody, RequestBody
 from router.api.shape import Endpoint
 from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.journey.spec import Cluster
@@ -44,9 +45,16 @@ ENDPOINTS = (
     Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, ChatShape, ChatAnswer),
     Endpoint("/v1/completions", "Continue texts", CompletionBody, CompletionShape, CompletionAnswer),
 )
-BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+BODIES: tuple[type[RequestBody], ...] = (
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    DetokenizeBody,
+    *(each.body for each in READINGS),
+)
 ENCODING = errors(400, 404, 413, 429, 500)
 GENERATING = {**STREAMED, **ENCODING, **errors(503, 504)}
+READ = {**ENCODING, **errors(503, 504)}
 
 
 def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metrics: RouterMetrics) -> ASGIApp:
@@ -54,7 +62,9 @@ def create_app(settings: RouterSettings, cluster: Cluster, text: TextModel, metr
     pools = Pools(Pool(text, cluster, metrics, Encoder(text)))
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
-    exchanges = {each.path: Exchange(each, pools, admission, reader, metrics) for each in ENDPOINTS}
+    shared = (pools, admission, reader, metrics)
+    exchanges: dict[str, Exchange] = {each.path: Generating(each, *shared) for each in ENDPOINTS}
+    exchanges |= {each.path: Reading(each, *shared) for each in READINGS}
     app = Application(BODIES, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     guarded = _guarded() if settings.api_key else {"responses": ANSWERED}
     for router in (_generation(exchanges), _text(pools, reader), _about(pools)):
@@ -79,6 +89,14 @@ def _generation(exchanges: dict[str, Exchange]) -> APIRouter:
             responses=GENERATING,
             openapi_extra=takes(endpoint.body),
         )(_exchanged(exchanges[endpoint.path]))
+    for reading in READINGS:
+        router.post(
+            reading.path,
+            summary=reading.summary,
+            response_model=reading.answer,
+            responses=READ,
+            openapi_extra=takes(reading.body),
+        )(_exchanged(exchanges[reading.path]))
     return router
 
 

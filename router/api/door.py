@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Mapping
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -141,14 +141,20 @@ class BodyReader:
         return RequestTooLarge(f"the request body is longer than {self._longest} bytes")
 
 
+class Finishing(Protocol):
+    """An answer of which only the last bytes are still to be sent."""
+
+    async def finish(self, responder: Responder) -> None: ...
+
+
 class Exchange:
-    """ASGI application of a generating endpoint. It sees the client leave at any point, and cancels all journeys then.
-    Headers wait for the first output: errors before it have a status."""
+    """ASGI application of an endpoint whose work the nodes do. It sees the client leave at any point, and cancels all
+    journeys then. Headers wait for the first output: errors before it have a status."""
 
     def __init__(
-        self, endpoint: Endpoint, pools: Pools, admission: Admission, reader: BodyReader, metrics: RouterMetrics
+        self, path: str, pools: Pools, admission: Admission, reader: BodyReader, metrics: RouterMetrics
     ) -> None:
-        self._endpoint = endpoint
+        self._path = path
         self._pools = pools
         self._admission = admission
         self._reader = reader
@@ -172,13 +178,26 @@ class Exchange:
             status = error.status
             await responder.fail(error)
         except Exception:
-            logger.exception("%s: %s failed", call.id, self._endpoint.path)
+            logger.exception("%s: %s failed", call.id, self._path)
             await responder.fail(KvferryError("internal error of the router; its log has the details"))
         finally:
-            metrics.requests.labels(self._endpoint.path, str(status)).inc()
+            metrics.requests.labels(self._path, str(status)).inc()
+
+    async def _work(self, call: Call, data: bytes, responder: Responder) -> Finishing:
+        """All of the work but the last bytes: once those are out, the server reports the client as gone."""
+        raise NotImplementedError
+
+
+class Generating(Exchange):
+    """Of an endpoint that generates."""
+
+    def __init__(
+        self, endpoint: Endpoint, pools: Pools, admission: Admission, reader: BodyReader, metrics: RouterMetrics
+    ) -> None:
+        super().__init__(endpoint.path, pools, admission, reader, metrics)
+        self._endpoint = endpoint
 
     async def _work(self, call: Call, data: bytes, responder: Responder) -> Answer:
-        """All of the work but the last bytes: once those are out, the server reports the client as gone."""
         body = parse(self._endpoint.body, data)
         pool = self._pools.pool(body.model)
         generation = Generation(pool, await pool.specs(call, body, len(data)), body.text_options(), n=body.n or 1)

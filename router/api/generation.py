@@ -14,7 +14,9 @@ from typing import Any
 
 from protocol.errors import KvferryError
 from protocol.messages import Reuse
+from protocol.metrics import RouterMetrics
 from protocol.sampling import SamplingParams
+from protocol.work import Generate
 from router.api.pool import Pool
 from router.journey.spec import Journey, RequestSpec, Route
 from router.text.transcript import Piece, TextOptions, Transcript
@@ -156,8 +158,7 @@ class Generation:
             self._started = True
             self._metrics.ttft.observe(now - self.prompts[0].call.arrival)
         if route is not None:
-            for source, tokens in _sources(route.reuse).items():
-                self._metrics.prompt_tokens.labels(source).inc(tokens)
+            count_prompt(self._metrics, route)
 
     def _count_gap(self, seconds: float, tokens: int) -> None:
         for _ in range(tokens):
@@ -172,6 +173,7 @@ def choice_seed(seed: int, choice: int) -> int:
 
 def _specs(first: RequestSpec, n: int) -> list[RequestSpec]:
     """Specs of a prompt's choices. Log-probabilities of the prompt are the same for all: only the first asks."""
+    assert isinstance(first.work, Generate)
     works = [replace(first.work, params=_later(first.params, i)) for i in range(1, n)]
     return [first] + [
         replace(first, request_id=f"{first.request_id}-{i}", work=work) for i, work in enumerate(works, start=1)
@@ -180,6 +182,12 @@ def _specs(first: RequestSpec, n: int) -> list[RequestSpec]:
 
 def _later(params: SamplingParams, choice: int) -> SamplingParams:
     return replace(params, seed=choice_seed(params.seed, choice), prompt_logprobs=None)
+
+
+def count_prompt(metrics: RouterMetrics, route: Route) -> None:
+    """Where the tokens of a prompt came from."""
+    for source, tokens in _sources(route.reuse).items():
+        metrics.prompt_tokens.labels(source).inc(tokens)
 
 
 def _sources(reuse: Reuse) -> dict[str, int]:

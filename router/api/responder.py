@@ -33,7 +33,10 @@ class Responder:
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def whole(self, status: int, value: Any, headers: Mapping[str, str]) -> None:
-        data = dump(value)
+        await self.json(status, dump(value), headers)
+
+    async def json(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
+        """A whole body that is JSON already."""
         await self._start(status, _JSON, {**headers, "content-length": str(len(data))})
         await self.write(data, more=False)
 

@@ -16,6 +16,7 @@ from placement.terms import Demand, Placement
 from protocol.errors import Cancelled, DeadlineExceeded, GrantRefused, KvferryError, NoNodes, Overloaded
 from protocol.hashing import chain, root_hash
 from protocol.messages import Job, TokenDelta
+from protocol.work import Generate
 from router.journey.attempt import Attempt, Event
 from router.journey.ladder import Failure, Ladder
 from router.journey.ports import Ground
@@ -62,10 +63,9 @@ class RouterJourney:
 
     def _demand(self) -> Demand:
         """What the next attempt needs."""
-        left = self._spec.work.params.max_tokens - len(self._sequence.tokens)
         return Demand(
             total_len=len(self._spec.token_ids) + len(self._sequence.tokens),
-            prompt_only=left <= 1,
+            prompt_only=self._spec.work.ends_on_prompt(len(self._sequence.tokens)),
             excluded=frozenset(self._ladder.excluded),
             pinned=self._ladder.pinned,
             local_only=self._ladder.local_only,
@@ -152,7 +152,7 @@ class RouterJourney:
 
     def _job(self, token_ids: tuple[int, ...]) -> Job:
         work = self._spec.work
-        if self._sequence.tokens:
+        if self._sequence.tokens and isinstance(work, Generate):
             work = replace(work, params=replace(work.params, prompt_logprobs=None))
         return Job(
             request_id=self._wire_id,
@@ -166,9 +166,9 @@ class RouterJourney:
         )
 
     def _hashes(self, token_ids: tuple[int, ...]) -> list[bytes]:
-        """Empty when nothing can be reused: prompt logprobs need the whole prompt computed."""
+        """Empty when nothing can be reused: some work needs the whole prompt computed."""
         group = self._ground.nodes.group
-        if not group or (self._spec.work.params.prompt_logprobs is not None and not self._sequence.tokens):
+        if not group or (self._spec.work.whole_prompt and not self._sequence.tokens):
             return []
         lease = group[0].lease
         return chain(root_hash(lease.fingerprint, self._spec.namespace), token_ids, lease.block_size)
@@ -180,7 +180,14 @@ class RouterJourney:
             self._take_route(delta)
         if delta.finish_reason is not None:
             self._end(cancel=False)
-        return Output(delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_token, delta.prompt_logprobs)
+        return Output(
+            delta.token_ids,
+            delta.logprobs,
+            delta.finish_reason,
+            delta.stop_token,
+            delta.prompt_logprobs,
+            delta.vector,
+        )
 
     def _take_route(self, delta: TokenDelta) -> None:
         assert self._attempt

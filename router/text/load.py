@@ -9,6 +9,7 @@ from typing import Any
 
 from model_files.gguf import read_gguf
 from model_files.source import ModelSource, read_facts, read_json, resolve
+from model_files.task import read_task
 from model_files.tokenizer import load_tokenizer
 from protocol.errors import ConfigError
 from protocol.settings import RouterSettings
@@ -36,7 +37,8 @@ def load_text_model(settings: RouterSettings) -> TextModel:
     facts = read_facts(source)
     if settings.generation_config == "none":
         facts = replace(facts, sampling=())
-    return TextModel(settings.served_model_name or source.name, load_tokenizer(source), template, facts)
+    task = read_task(source, settings.pooling)
+    return TextModel(settings.served_model_name or source.name, load_tokenizer(source), template, facts, task)
 
 
 def _from_gguf(source: ModelSource) -> tuple[dict[str, str], _Templates]:

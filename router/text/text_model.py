@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model_files.source import ModelFacts
+from model_files.task import GENERATES, Task
 from model_files.tokenizer import TextTokenizer
 from protocol.errors import InvalidRequest
 from router.text.template import ChatTemplate
@@ -28,12 +29,19 @@ class TextModel:
     tokenizer: TextTokenizer
     template: ChatTemplate | None
     facts: ModelFacts
+    task: Task = GENERATES
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens spelled out in the text are recognised either way."""
         encode = self.tokenizer.library.encode_batch_fast  # the plain `encode` keeps the GIL
         ids: list[int] = encode([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Token ids of two texts as one, with the model's special tokens, and where the second begins."""
+        found = self.tokenizer.library.encode_batch_fast([(first, second)], add_special_tokens=True)[0]
+        ids, places = found.ids, found.sequence_ids
+        return ids, places.index(1) if 1 in places else len(ids)
 
     def render(
         self,

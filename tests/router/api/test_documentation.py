@@ -68,7 +68,8 @@ async def test_what_is_taken_and_what_is_answered_have_names_of_their_own() -> N
 async def test_every_route_is_described_and_every_error_has_its_schema() -> None:
     document = await described()
     assert set(document["paths"]) == {
-        "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/models/{id}",
+        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank",
+        "/rerank", "/v1/classify", "/classify", "/tokenize", "/detokenize", "/v1/models", "/v1/models/{id}",
         "/health", "/ready", "/metrics", "/version",
     }  # fmt: skip
     for path in ("/v1/chat/completions", "/v1/completions"):
