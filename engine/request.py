@@ -6,11 +6,14 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import torch
+
 from engine.ports import GRANT, REQUEST
 from engine.sampler import SampleRow
 from engine.states import MOVES, Awaits, State
 from protocol.hashing import chain
 from protocol.messages import Job, TokenLogprobs
+from protocol.work import Generate
 
 Key = tuple[str, int]
 
@@ -66,6 +69,7 @@ class Request:
     prefill_only  ends with its first output token
     expected_tokens  while queued: tokens it will compute, as far as the cache told when it was queued
     sample_row    what is kept for drawing its tokens, from the first one on
+    pooled        float32 [hidden], what its pooling keeps of the tokens computed so far, if it reads and draws nothing
     """
 
     job: Job
@@ -90,6 +94,7 @@ class Request:
     admitted: float | None = None
     expected_tokens: int = 0
     sample_row: SampleRow | None = None
+    pooled: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.job.token_ids)
@@ -118,13 +123,27 @@ class Request:
         return len(self.token_ids) - self.job.prompt_len
 
     @property
+    def generates(self) -> bool:
+        """Whether tokens are drawn; if not, a vector is read from its prompt."""
+        return isinstance(self.job.work, Generate)
+
+    @property
+    def grows(self) -> bool:
+        """Whether it will need blocks for output."""
+        return self.generates and not self.prefill_only
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
-        return self.job.params.prompt_logprobs is not None and self.output_len == 0
+        return self.generates and self._wants_whole_prompt
+
+    @property
+    def _wants_whole_prompt(self) -> bool:
+        return self.job.work.whole_prompt and self.output_len == 0
 
     @property
     def reusable_hashes(self) -> list[bytes]:
         """Hashes of the blocks that may come from the cache: one token at least is always computed."""
-        if self.wants_prompt_logprobs:
+        if self._wants_whole_prompt:
             return []
         return self.hashes[: (len(self.token_ids) - 1) // self.block_size]
 

@@ -26,11 +26,13 @@ from protocol.layout import blocks_for
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a step (tokens, sequences); see WorkerSettings."""
+    """Bounds of a step (tokens, sequences); see WorkerSettings. whole: a prompt is computed in one piece, as an encoder
+    needs it; only the last of a step may then exceed the budget."""
 
     max_num_batched_tokens: int
     max_prefill_tokens_while_decoding: int
     max_num_seqs: int
+    whole: bool = False
 
 
 class Scheduler:
@@ -55,9 +57,10 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens - len(decodes)
         if decodes:
             budget = min(budget, self.limits.max_prefill_tokens_while_decoding)
-        chunks = chunks_of((r for r in self.roster.running if not r.decodes), budget)
+        whole = self.limits.whole
+        chunks = chunks_of((r for r in self.roster.running if not r.decodes), budget, whole=whole)
         begun = self._admit(budget - sum(s.count for s in chunks))
-        chunks += chunks_of(begun, budget - sum(s.count for s in chunks))
+        chunks += chunks_of(begun, budget - sum(s.count for s in chunks), whole=whole)
         chunks.sort(key=lambda s: not s.decodes)
         return decodes + chunks
 
@@ -82,6 +85,7 @@ class Scheduler:
         request.block_ids = []
         request.computed_len = request.registered = 0
         request.prompt_logprobs.clear()
+        request.pooled = None
         self._expect(request)
         self.roster.preempt(request)
         self.preempted_total += 1
@@ -119,7 +123,7 @@ class Scheduler:
             return begun
         seated = self.roster.seated
         seats = self.limits.max_num_seqs - len(self.roster.running) - len(seated)
-        kept = len(seated) + sum(not r.prefill_only for r in self.roster.running)
+        kept = len(seated) + sum(r.grows for r in self.roster.running)
         passed = 0
         while passed < min(len(waiting), seats):
             request = waiting[passed]
@@ -131,7 +135,7 @@ class Scheduler:
                 break
             self.roster.admit(passed)
             seats -= 1
-            kept += not request.prefill_only
+            kept += request.grows
             self._note_admission(request)
             if request.state is State.RUNNING:
                 begun.append(request)

@@ -11,9 +11,10 @@ from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, Rese
 from engine.leaving import Leaving
 from engine.lent import Lent
 from engine.models.base import Unwanted
+from engine.pooling import Read
 from engine.ports import REQUEST, SHIP
 from engine.request import Request
-from engine.runner import Runner
+from engine.runner import Runs
 from engine.sampler import Sampled
 from engine.scheduler import Scheduler
 from engine.slices import Slice
@@ -28,7 +29,7 @@ class Stepper:
     where news is left."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, lent: Lent, leaving: Leaving, longest: int, events: list[Event]
+        self, scheduler: Scheduler, runner: Runs, lent: Lent, leaving: Leaving, longest: int, events: list[Event]
     ) -> None:
         self._scheduler = scheduler
         self._pool = scheduler.pool
@@ -93,7 +94,7 @@ class Stepper:
         self.report_blocks()
         return bool(slices)
 
-    def _drawn(self, slices: Sequence[Slice]) -> list[Sampled | None] | None:
+    def _drawn(self, slices: Sequence[Slice]) -> Sequence[Sampled | Read | None] | None:
         """What was drawn for each slice. None: all whom the step was for are leaving, so it ended early and is not
         committed; what it wrote lies behind the computed tokens."""
         keys = [part.request.key for part in slices]
@@ -123,7 +124,7 @@ class Stepper:
             )
         self._scheduler.newly_admitted.clear()
 
-    def _commit(self, part: Slice, sampled: Sampled | None) -> None:
+    def _commit(self, part: Slice, sampled: Sampled | Read | None) -> None:
         request = part.request
         request.computed_len += part.count
         self.register(request)
@@ -132,6 +133,9 @@ class Stepper:
             self._ship(request, len(request.block_ids) if complete else request.registered)
         if sampled is None:
             return
+        if isinstance(sampled, Read):
+            self._commit_read(request, sampled)
+            return
         if sampled.token_id == NO_TOKEN:
             self.drop(request, ModelFailed("the model's logits for the next token are not numbers"))
             return
@@ -139,6 +143,13 @@ class Stepper:
         self._events.append(event)
         if event.delta.finish_reason is not None or request.prefill_only:
             self._scheduler.remove(request)
+
+    def _commit_read(self, request: Request, found: Read) -> None:
+        if not found.vector:
+            self.drop(request, ModelFailed("what the model says of the prompt are not numbers"))
+            return
+        self._events.append(output.read(request, found.vector))
+        self._scheduler.remove(request)
 
     def _ship(self, request: Request, upto: int) -> None:
         """Announce the computed blocks before index `upto` that decode lacks and that were not announced yet."""
