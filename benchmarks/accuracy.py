@@ -142,7 +142,7 @@ def main() -> None:
     set_threads(options.threads)
     torch.set_num_threads(options.threads)
     models = find_models(options.gguf, options.llama_quantize, None, vllm=False)
-    tokens = load_text_model(RouterSettings(model=str(models[SOURCE]))).encode(PROSE.read_text())
+    tokens = load_text_model(RouterSettings(model=(str(models[SOURCE]),))).encode(PROSE.read_text())
     references: dict[str, Answers] = {}
     rows = []
     for subject in SUBJECTS:

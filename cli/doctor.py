@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from cli import preflight
-from cli.seats import UNKNOWN, gpus, require_memory, take_seats
-from model_files.needs import ModelNeeds, model_needs
+from cli.seats import UNKNOWN, gpus, needs_of, require_memory, take_seats
+from model_files.needs import ModelNeeds
 from model_files.refusals import require_runnable
 from model_files.source import ModelSource, read_facts, resolve
 from process.address import host_port
@@ -82,29 +82,36 @@ def threads(settings: ServeSettings) -> Result:
 
 
 def model(settings: ServeSettings) -> Result:
-    source = _source(settings)
-    require_runnable(source)
-    facts = read_facts(source)
-    return Result("ok", "model", f"{source.name}, {facts.architecture}, {facts.max_model_len} tokens, {source.path}")
+    found = []
+    for source in _sources(settings):
+        require_runnable(source)
+        facts = read_facts(source)
+        found.append(f"{source.name}, {facts.architecture}, {facts.max_model_len} tokens, {source.path}")
+    return Result("ok", "model", "; ".join(found))
 
 
 def memory(settings: ServeSettings) -> Result:
     """Weights and KV pools of all workers fit, each where it will compute."""
-    needs = _needs(settings) or UNKNOWN
+    needs = [each or UNKNOWN for each in _needs(settings)]
     return Result("ok", "memory", require_memory(settings, needs, take_seats(settings, needs, gpus())))
 
 
 def speed(settings: ServeSettings) -> Result:
-    """What the model would do here at most, by limits that are measured now."""
+    """What the models would do here at most, each by itself, by limits that are measured now."""
     from cli.speed import expected, measure
 
     needs, found = _needs(settings), gpus()
-    if needs is None:
+    known = [each for each in needs if each is not None]
+    if len(known) < len(needs):
         return Result("warn", "speed", "unknown: the model's config does not tell its shape", "nothing; measure it")
-    seat = take_seats(settings, needs, found)[-1]
-    gpu_bytes = found[int(seat.device.partition(":")[2])] if seat.device.startswith("cuda:") else 0
-    limits = measure(seat.device, settings.threads)
-    return Result("ok", "speed", expected(settings, needs, seat, gpu_bytes, limits).describe(limits))
+    each_has = settings.prefill + settings.decode
+    seats = take_seats(settings, known, found)[each_has - 1 :: each_has]
+    limits = {device: measure(device, settings.threads) for device in {seat.device for seat in seats}}
+    told = []
+    for each, seat in zip(known, seats, strict=True):
+        gpu_bytes = found[int(seat.device.partition(":")[2])] if seat.device.startswith("cuda:") else 0
+        told.append(expected(settings, each, seat, gpu_bytes, limits[seat.device]).describe(limits[seat.device]))
+    return Result("ok", "speed", "; ".join(told))
 
 
 def port(settings: ServeSettings) -> Result:
@@ -168,17 +175,17 @@ def report(results: Iterable[Result], stream: TextIO | None = None) -> int:
     return 1 if failed else 0
 
 
-def _source(settings: ServeSettings) -> ModelSource:
-    """The model without its weights, unless they are here anyway: the doctor downloads none."""
-    return resolve(settings.model, weights=Path(settings.model).expanduser().is_dir())
+def _sources(settings: ServeSettings) -> list[ModelSource]:
+    """The models without their weights, unless those are here anyway: the doctor downloads none."""
+    return [resolve(model, weights=Path(model).expanduser().is_dir()) for model in settings.model]
 
 
-def _needs(settings: ServeSettings) -> ModelNeeds | None:
-    """None where the model's files do not tell, or there is no model: the check of the model says so."""
+def _needs(settings: ServeSettings) -> list[ModelNeeds | None]:
+    """Of each model; None where its files do not tell, or there is no model: the check of the model says so."""
     try:
-        return model_needs(_source(settings))
+        return [None if (needs := needs_of(source)) is UNKNOWN else needs for source in _sources(settings)]
     except ConfigError:
-        return None
+        return [None]
 
 
 def _answers_health(host: str, port: int) -> bool:

@@ -62,7 +62,9 @@ def to_argv(settings: CommonSettings, skip: Collection[str] = ()) -> list[str]:
         value = getattr(settings, field.name)
         if field.name in skip or value == field.default:
             continue
-        if isinstance(value, bool):
+        if isinstance(value, tuple):
+            argv += [word for each in value for word in (flag(field.name), str(each))]
+        elif isinstance(value, bool):
             argv.append(flag(field.name) if value else flag(f"no_{field.name}"))
         else:
             argv += [flag(field.name), str(value)]
@@ -81,7 +83,8 @@ def _option(field: dataclasses.Field[Any]) -> Callable[[Decorated], Decorated]:
         envvar=variable(field.name),
         help=field.metadata["help"],
         hidden=field.metadata["hidden"],
-        show_default=field.default != "",
+        multiple=isinstance(field.default, tuple),
+        show_default=field.default not in ("", ()),
         show_envvar=True,
     )
 
@@ -110,6 +113,8 @@ def _type(field: dataclasses.Field[Any]) -> Any:
         return click.Choice(meta["choices"])
     if kind is int and (meta["least"], meta["most"]) != (None, None):
         return click.IntRange(meta["least"], meta["most"])
+    if kind is tuple:
+        return str
     if kind is float:
         return _Number(meta["least"], meta["most"])
     return kind

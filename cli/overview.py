@@ -8,12 +8,17 @@ from collections.abc import Iterable, Sequence
 
 from cli.child import Child
 
-COLUMNS = ("", "pid", "address", "computes on", "KV pool", "link")
+FACTS = {"device": "computes on", "kv_pool": "KV pool", "link": "link"}
+"""What a worker reports, and the headings over it."""
 
 
 def overview(children: Iterable[Child]) -> list[str]:
-    """A line for each process, below a line of headings; a process reports what it knows of itself."""
-    return aligned([COLUMNS, *(_row(child) for child in children)])
+    """A line for each process, below a line of headings; a process reports what it knows of itself: its model too,
+    where they run several."""
+    children = list(children)
+    models = {child.facts["model"] for child in children if "model" in child.facts}
+    facts = FACTS | ({"model": "model"} if len(models) > 1 else {})
+    return aligned([("", "pid", "address", *facts.values()), *(_row(child, facts) for child in children)])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -35,7 +40,6 @@ def stop_line(pid: int) -> str:
     return f"Ctrl-C ends all of it (elsewhere: kill {pid})"
 
 
-def _row(child: Child) -> tuple[str, ...]:
-    facts = child.facts
-    named = (facts.get(name, "") for name in ("device", "kv_pool", "link"))
+def _row(child: Child, facts: Iterable[str]) -> tuple[str, ...]:
+    named = (child.facts.get(name, "") for name in facts)
     return (child.name, str(child.pid or ""), child.url or child.command.address, *named)

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model_files.needs import Count, ModelNeeds
+from model_files.needs import Count, ModelNeeds, model_needs
+from model_files.source import ModelSource
 from process.limits import available_memory
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.settings import CPU_POOL_GIB, ServeSettings
+
+log = logging.getLogger(__name__)
 
 GIB = 1024**3
 GPU_SHARE = 0.8
@@ -54,37 +59,57 @@ def gpus() -> list[int]:
     return found
 
 
-def take_seats(settings: ServeSettings, needs: ModelNeeds, found: Sequence[int]) -> list[Seat]:
-    """A seat for each prefill worker, then for each decode worker; `found`: bytes of each GPU. Workers go round the
-    GPUs. Those that share one have equal parts of it, of which the pool gets what the weights leave. Raises ConfigError
-    when weights and pools do not fit together."""
-    workers = settings.prefill + settings.decode
-    devices = [_device(settings.device, index, len(found)) for index in range(workers)]
+def needs_of(source: ModelSource) -> ModelNeeds:
+    """What the model asks of a machine; UNKNOWN where its files do not tell."""
+    try:
+        return model_needs(source)
+    except ConfigError as error:
+        log.debug("%s", error.message)
+        return UNKNOWN
+
+
+def take_seats(settings: ServeSettings, needs: Sequence[ModelNeeds], found: Sequence[int]) -> list[Seat]:
+    """For each model in `needs` a seat of each prefill worker, then of each decode worker; `found`: bytes of each GPU.
+    Workers go round the GPUs. The pools of those that share one have equal parts of what all their weights leave.
+    Raises ConfigError when weights and pools do not fit together."""
+    models = [each for each in needs for _ in range(settings.prefill + settings.decode)]
+    devices = [_device(settings.device, index, len(found)) for index in range(len(models))]
+    sharing = {
+        device: [model for model, other in zip(models, devices, strict=True) if other == device] for device in devices
+    }
     return [
-        _gpu_seat(settings, needs, device, devices.count(device), found)
+        _gpu_seat(settings, model, device, sharing[device], found)
         if device.startswith("cuda")
         else Seat(device, settings.kv_cache_gib)
-        for device in devices
+        for model, device in zip(models, devices, strict=True)
     ]
 
 
-def require_memory(settings: ServeSettings, needs: ModelNeeds, seats: Sequence[Seat]) -> str:
+def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], seats: Sequence[Seat]) -> str:
     """Whether weights and pools of all workers on the CPU fit into what memory is available: each of them sees only
-    what is free as it starts. Returns what was found. Raises ConfigError."""
-    workers = sum(seat.device == "cpu" for seat in seats)
-    available = available_memory() / GIB
+    what is free as it starts. `seats` as `take_seats` gave them for `needs`. Returns what was found. Raises
+    ConfigError."""
+    each = len(seats) // len(needs)
+    counts = [sum(seat.device == "cpu" for seat in seats[each * i : each * (i + 1)]) for i in range(len(needs))]
+    workers, available = sum(counts), available_memory() / GIB
     free = f"{available:.1f} GiB are available"
     if not workers:
         return f"{free}; the KV pools are on {', '.join(dict.fromkeys(seat.device for seat in seats))}"
-    weights, pool = weight_bytes(settings, needs, "cpu") / GIB, _pool_gib(settings, needs) or CPU_POOL_GIB
-    each = f"{workers} {'times' if workers > 1 else 'time'} {weights:.2f} GiB of weights and {pool:.4g} GiB of KV pool"
-    if workers * (weights + pool) > available:
-        room = available / workers - weights
+    weights = [weight_bytes(settings, model, "cpu") / GIB for model in needs]
+    pools = [_pool_gib(settings, model) or CPU_POOL_GIB for model in needs]
+    asked = ", ".join(
+        f"{count} {'times' if count > 1 else 'time'} {weight:.2f} GiB of weights and {pool:.4g} GiB of KV pool"
+        for count, weight, pool in zip(counts, weights, pools, strict=True)
+    )
+    sizes = zip(counts, weights, pools, strict=True)
+    if sum(count * (weight + pool) for count, weight, pool in sizes) > available:
+        all_weights = sum(count * weight for count, weight in zip(counts, weights, strict=True))
+        room = (available - all_weights) / workers
         flag = "kv_blocks" if settings.kv_blocks else "kv_cache_gib"
         lower = f"lower --{flag.replace('_', '-')}" + (f" to less than {room:.1f}" if flag == "kv_cache_gib" else "")
         remedy = f"{lower}, or start fewer workers" if room >= 0.1 else "start fewer workers, or take a smaller model"
-        raise ConfigError(f"{each} do not fit: {free}; {remedy}", param=flag)
-    return f"{each}: {free}"
+        raise ConfigError(f"{asked} do not fit: {free}; {remedy}", param=flag)
+    return f"{asked}: {free}"
 
 
 def weight_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> float:
@@ -124,20 +149,26 @@ def _device(wanted: str, index: int, count: int) -> str:
     return wanted
 
 
-def _gpu_seat(settings: ServeSettings, needs: ModelNeeds, device: str, sharing: int, found: Sequence[int]) -> Seat:
-    """Of a worker on a GPU that `sharing` workers use."""
+def _gpu_seat(
+    settings: ServeSettings, needs: ModelNeeds, device: str, sharing: Sequence[ModelNeeds], found: Sequence[int]
+) -> Seat:
+    """Of a worker on a GPU that workers of the models `sharing` use, its own among them."""
     total = found[int(device.partition(":")[2])] / GIB
-    weights, given = weight_bytes(settings, needs, device) / GIB, _pool_gib(settings, needs)
-    left = total / sharing - weights
-    if (given and given > MARGIN * left) or left <= 0:
-        asked = f"{weights:.2f} GiB of weights" + (f" and {given:.4g} GiB of KV pool" if given else "")
-        times = f"{sharing} times {asked}" if sharing > 1 else asked
+    weights = [weight_bytes(settings, model, device) / GIB for model in sharing]
+    left = (total - sum(weights)) / len(sharing)
+    given = _pool_gib(settings, needs)
+    if (given and sum(_pool_gib(settings, model) for model in sharing) > MARGIN * left * len(sharing)) or left <= 0:
+        pool = f" and {given:.4g} GiB of KV pool" if given else ""
+        asked = ", ".join(
+            f"{f'{count} times ' if count > 1 else ''}{weight:.2f} GiB of weights{pool}"
+            for weight, count in Counter(weights).items()
+        )
         flag = "kv_blocks" if settings.kv_blocks else "kv_cache_gib"
         lower = f"lower --{flag.replace('_', '-')} or " if given and left > 0 else ""
         raise ConfigError(
-            f"{times} do not fit the {total:.1f} GiB of {device}; {lower}start fewer workers per GPU", param=flag
+            f"{asked} do not fit the {total:.1f} GiB of {device}; {lower}start fewer workers per GPU", param=flag
         )
-    if given or sharing == 1:
+    if given or len(sharing) == 1:
         return Seat(device, settings.kv_cache_gib)
     return Seat(device, round(GPU_SHARE * left, 3))
 

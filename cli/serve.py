@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,8 +25,9 @@ from cli.door import worker_threads
 from cli.options import to_argv, variable
 from cli.overview import overview, ready_line, stop_line
 from cli.progress import Progress, log_through, progress_on
-from cli.seats import UNKNOWN, Seat, gpus, require_memory, take_seats
+from cli.seats import Seat, gpus, needs_of, require_memory, take_seats
 from cli.supervisor import Supervisor
+from model_files.naming import ModelName, require_distinct, split_names
 from process.address import host_port
 from protocol.errors import ConfigError
 from protocol.settings import CommonSettings, RouterSettings, ServeSettings, WorkerSettings
@@ -54,8 +56,8 @@ def kvferry_program(subcommand: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A cluster that may be started. settings: with the port that the router will have; seats: of the prefill workers,
-    then of the decode workers."""
+    """A cluster that may be started. settings: with the port that the router will have; seats: for each model of its
+    prefill workers, then of its decode workers."""
 
     settings: ServeSettings
     seats: tuple[Seat, ...]
@@ -63,7 +65,6 @@ class Checked:
 
 def check(settings: ServeSettings) -> Checked:
     """Everything that can fail before a process is started. Raises ConfigError."""
-    from model_files.needs import model_needs
     from model_files.refusals import resolve_runnable
 
     port = preflight.free_port(settings.host, settings.port)
@@ -73,12 +74,10 @@ def check(settings: ServeSettings) -> Checked:
         preflight.redis_answers(settings.redis_url)
     else:
         preflight.valkey_binary()
-    source = resolve_runnable(settings.model)
-    try:
-        needs = model_needs(source)
-    except ConfigError as error:
-        log.debug("%s", error.message)
-        needs = UNKNOWN
+    served = split_names(settings.served_model_name, len(settings.model))
+    sources = [resolve_runnable(model) for model in settings.model]
+    require_distinct([ModelName(source.name, names) for source, names in zip(sources, served, strict=True)])
+    needs = [needs_of(source) for source in sources]
     seats = take_seats(settings, needs, gpus())
     require_memory(settings, needs, seats)
     return Checked(dataclasses.replace(settings, port=port), tuple(seats))
@@ -96,14 +95,19 @@ def valkey_command(port: int, log_level: str = "info") -> Command:
 def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Program) -> list[Command]:
     """Router, prefill and decode processes, a worker for each seat. `settings.redis_url` must be set; only the router
     listens beyond this machine, and only if --host says so."""
-    router = _narrow(RouterSettings, settings)
-    commands = [_command("router", "router", router, program)]
-    for role, taken in (("prefill", seats[: settings.prefill]), ("decode", seats[settings.prefill :])):
-        for index, seat in enumerate(taken):
+    commands = [_command("router", "router", _narrow(RouterSettings, settings), program)]
+    served = split_names(settings.served_model_name, len(settings.model))
+    roles, left = ("prefill",) * settings.prefill + ("decode",) * settings.decode, iter(seats)
+    numbers = {role: count() for role in roles}
+    for model, names in zip(settings.model, served, strict=True):
+        for role in roles:
+            seat, name = next(left), f"{role}-{next(numbers[role])}"
             worker = dataclasses.replace(
                 _narrow(WorkerSettings, settings),
+                model=model,
+                served_model_name=names,
                 role=role,
-                node_id=f"{role}-{index}",
+                node_id=name,
                 host=LOOPBACK,
                 port=0,
                 threads=worker_threads(settings.threads),
@@ -111,7 +115,7 @@ def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Pr
                 kv_cache_gib=seat.kv_cache_gib,
                 drain_timeout=min(settings.drain_timeout, DRAIN_S),
             )
-            commands.append(_command(f"{role}-{index}", role, worker, program))
+            commands.append(_command(name, role, worker, program))
     return commands
 
 
@@ -179,9 +183,10 @@ async def _until_redis_answers(port: int, tries: int = 100) -> None:
 
 async def _until_router_serves(url: str, settings: ServeSettings) -> str:
     """Wait until the router would place requests on every node, or, where it cannot (in a registry shared with larger
-    clusters), on any. Returns the name of the model it serves."""
+    clusters), on any. Returns the name of the first model it serves."""
     headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    wanted = {"prefill": settings.prefill, "decode": settings.decode}
+    models = len(settings.model)
+    wanted = {"prefill": models * settings.prefill, "decode": models * settings.decode}
     enough = time.monotonic() + ALL_NODES_S
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

@@ -66,6 +66,8 @@ def _help(field: dataclasses.Field[object]) -> str:
 def _default(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, tuple):
+        value = " ".join(value)
     return f"`{value}`" if value != "" else ""
 
 

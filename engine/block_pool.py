@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from engine import recount
 from engine.free_list import FreeList
 from engine.ports import Holds
+from engine.tails import Tails
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class BlockPool:
         self.holds = holds
         self.prefix_caching = prefix_caching
         self.evicted_total = 0
+        self.tails = Tails()
         self._blocks = [Block() for _ in range(num_blocks)]
         self._free = FreeList(num_blocks)
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -165,7 +167,9 @@ class BlockPool:
     def _take(self) -> int:
         if not self._free:
             self._evict()
-        return self._free.take()
+        block_id = self._free.take()
+        self.tails.forget(block_id)
+        return block_id
 
     def _evict(self) -> None:
         block_id, _ = self._cached.popitem(last=False)

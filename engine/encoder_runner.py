@@ -25,6 +25,9 @@ class EncoderRunner:
         self.model = model
         self._pooler = pooler
 
+    def copy_block(self, source: int, target: int) -> None:
+        raise AssertionError("an encoder's blocks hold nothing, so none is found and copied")
+
     @torch.inference_mode()
     def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> list[Read | None]:
         """The answer to each slice. Raises Unwanted when they were not `wanted` to the end."""

@@ -51,7 +51,7 @@ class Engine:
         self.runner = runner
         self.pool = pool
         self.roster = Roster()
-        self.scheduler = Scheduler(pool, self.roster, config.block_size, config.limits)
+        self.scheduler = Scheduler(pool, self.roster, config.block_size, config.limits, runner.copy_block)
         self.events: list[Event] = []
         self.longest = min(config.max_model_len, pool.num_blocks * config.block_size)
         self.lent = Lent(pool)
@@ -103,6 +103,7 @@ class Engine:
             return
         self.scheduler.land(request)
         request.computed_len = len(request.token_ids)
+        self._stepper.note_tail(request)
         with self._answering(lambda error: self._refuse(request.job, error)):
             self._door.check_first(first.token_ids)
             request.token_ids.extend(first.token_ids)

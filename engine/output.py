@@ -29,7 +29,7 @@ def append(request: Request, sampled: Sampled, longest: int) -> Generated:
     )
     handover = request.transfer if delta.finish_reason is None else None
     event = Generated(request.key, request.job.router_id, delta, handover=handover)
-    return _first(request, event) if len(request.token_ids) == len(request.job.token_ids) + 1 else event
+    return _first(request, event) if request.output_here == 1 else event
 
 
 def read(request: Request, vector: bytes) -> Generated:

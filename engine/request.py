@@ -56,6 +56,7 @@ class Request:
     state         see engine.states; `awaits`: what must come before it can run, whatever its state is by then
     grant         on the link, by which its prompt is coming; None once it is here, or computed here. The blocks are
                   held for the grant until then
+    behind        the request whose prompt by a grant it awaits, to share the blocks
     lent          the link may touch its blocks: when it ends they stay held until the link is quiet
     token_ids     prompt and output so far; only ever extended
     computed_len  how many of them have their K/V in the cache
@@ -81,6 +82,7 @@ class Request:
     grant: Hashable | None = None
     awaits: set[Awaits] = field(default_factory=set)
     state: State = State.WAITING
+    behind: Request | None = None
     lent: bool = False
     token_ids: list[int] = field(default_factory=list)
     computed_len: int = 0
@@ -133,19 +135,34 @@ class Request:
         return self.generates and not self.prefill_only
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        return self.generates and self._wants_whole_prompt
+    def output_here(self) -> int:
+        """Output tokens that were drawn since it came here, or handed over to it."""
+        return len(self.token_ids) - len(self.job.token_ids)
 
     @property
-    def _wants_whole_prompt(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
+        return self.generates and self.wants_whole_prompt
+
+    @property
+    def wants_whole_prompt(self) -> bool:
+        """Whether none of it may come from the cache."""
         return self.job.work.whole_prompt and self.output_len == 0
 
     @property
     def reusable_hashes(self) -> list[bytes]:
         """Hashes of the blocks that may come from the cache: one token at least is always computed."""
-        if self._wants_whole_prompt:
+        if self.wants_whole_prompt:
             return []
-        return self.hashes[: (len(self.token_ids) - 1) // self.block_size]
+        return self.hashes[: self.last_start // self.block_size]
+
+    @property
+    def last_start(self) -> int:
+        """Where the block of the last token begins."""
+        return (len(self.token_ids) - 1) // self.block_size * self.block_size
+
+    def parent_of(self, start: int) -> bytes:
+        """Hash of the full block before a block's first token, as a tail is found by."""
+        return self.hashes[start // self.block_size - 1] if start else self.root
 
     def extend_hashes(self) -> None:
         """Hash the blocks that became full."""

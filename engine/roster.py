@@ -68,7 +68,11 @@ class Roster:
         return self._grants.get(grant)
 
     def enter(self, request: Request) -> None:
-        """A new one."""
+        """A new one. A fork of a request whose prompt is still to come by a grant awaits it."""
+        siblings = self._attempts.get(request.job.fork_of, {}).values() if request.grant is None else ()
+        request.behind = next((sibling for sibling in siblings if sibling.grant is not None), None)
+        if request.behind is not None:
+            request.awaits.add(Awaits.KV)
         attempts = self._attempts.setdefault(request.job.request_id, {})
         assert request.job.attempt not in attempts, request.key
         attempts[request.job.attempt] = request
@@ -95,6 +99,7 @@ class Roster:
         del self._grants[request.grant]
         request.grant, request.lent = None, False
         self.resume(request, Awaits.KV)
+        self._wake(request)
 
     def resume(self, request: Request, awaited: Awaits) -> None:
         """That has come: it goes on, unless it awaits something else. Without blocks it is queued in the order of
@@ -130,6 +135,7 @@ class Roster:
         request.move(State.MOVING if request.lent else State.DONE)
         if request.grant is not None:
             del self._grants[request.grant]
+            self._wake(request)
         attempts = self._attempts[request.job.request_id]
         del attempts[request.job.attempt]
         if not attempts:
@@ -138,6 +144,12 @@ class Roster:
     def _await(self, request: Request) -> None:
         request.move(State.AWAITING)
         self.awaiting[request.key] = request
+
+    def _wake(self, request: Request) -> None:
+        """Its blocks are here, or will not come: those behind it go on."""
+        for other in [other for other in self.awaiting.values() if other.behind is request]:
+            other.behind = None
+            self.resume(other, Awaits.KV)
 
     def _run(self, request: Request) -> None:
         request.move(State.RUNNING)

@@ -24,6 +24,8 @@ class Runs(Protocol):
     @property
     def model(self) -> Computing: ...
 
+    def copy_block(self, source: int, target: int) -> None: ...
+
     def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> Sequence[Sampled | Read | None]: ...
 
 
@@ -35,6 +37,11 @@ class Runner:
         self.kv = kv
         self._pooler = pooler or Pooler()
         self._planner = Planner(block_size, model.device)
+
+    @torch.inference_mode()
+    def copy_block(self, source: int, target: int) -> None:
+        """All of a block's K/V, before whatever the next step writes."""
+        self.kv[target].copy_(self.kv[source])
 
     @torch.inference_mode()
     def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> list[Sampled | Read | None]:

@@ -13,6 +13,7 @@ the blocks that a passed request will need.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
@@ -21,6 +22,7 @@ from engine.request import Request
 from engine.roster import Roster
 from engine.slices import Slice, chunks_of
 from engine.states import State
+from engine.tails import Tail
 from protocol.layout import blocks_for
 
 
@@ -38,11 +40,14 @@ class Limits:
 class Scheduler:
     """Gives and takes blocks and seats. Owned by the engine thread."""
 
-    def __init__(self, pool: BlockPool, roster: Roster, block_size: int, limits: Limits) -> None:
+    def __init__(
+        self, pool: BlockPool, roster: Roster, block_size: int, limits: Limits, copy_block: Callable[[int, int], None]
+    ) -> None:
         self.pool = pool
         self.roster = roster
         self.block_size = block_size
         self.limits = limits
+        self._copy_block = copy_block
         self.newly_admitted: list[Request] = []
         self.preempted_total = 0
 
@@ -145,13 +150,32 @@ class Scheduler:
     def _take_blocks(self, request: Request, kept: int) -> bool:
         """Hold the request's whole chain, cached blocks first, unless fewer than `kept` blocks would stay available."""
         reused = self.pool.match(request.reusable_hashes)
+        tail = self._tail(request, len(reused) * self.block_size)
         block_ids = self.pool.acquire(*request.holder, reused, self._blocks_of(request) - len(reused), keep=kept)
         if block_ids is None:
             return False
         request.block_ids = block_ids
         request.computed_len = len(reused) * self.block_size
         request.registered = len(reused)
+        if tail is not None:
+            self._copy_tail(request, tail)
         return True
+
+    def _tail(self, request: Request, start: int) -> Tail | None:
+        """A block that has what a fork shares with the prompts of others behind its `start` tokens in full blocks."""
+        if not request.job.fork_of or request.grant is not None or request.wants_whole_prompt:
+            return None
+        upto = min(start + self.block_size, len(request.token_ids) - 1)
+        return self.pool.tails.match(request.parent_of(start), request.token_ids[start:upto])
+
+    def _copy_tail(self, request: Request, tail: Tail) -> None:
+        """At once: the block it is copied from may be free, and taken next. The copy is as good as that one."""
+        start = request.computed_len
+        target = request.block_ids[start // self.block_size]
+        if target != tail.block_id:
+            self._copy_block(tail.block_id, target)
+        request.computed_len += tail.length
+        self.pool.tails.put(request.parent_of(start), request.token_ids[start : request.computed_len], target)
 
     def _note_admission(self, request: Request) -> None:
         """The first time counts. From now on the link sends from the blocks, or receives into them."""

@@ -76,6 +76,13 @@ class Stepper:
             request.block_ids[i] = self._pool.register(holders, request.block_ids[i], request.hashes[i], parent)
             request.registered = i + 1
 
+    def note_tail(self, request: Request) -> None:
+        """The K/V of all its tokens is here: forks may copy what they share of the last block."""
+        if self._pool.prefix_caching:
+            start = request.last_start
+            block_id = request.block_ids[start // request.block_size]
+            self._pool.tails.put(request.parent_of(start), request.token_ids[start:], block_id)
+
     def report_blocks(self) -> None:
         """Tell what became findable or was evicted."""
         stored, removed = self._pool.drain_changes()
@@ -136,6 +143,8 @@ class Stepper:
         if isinstance(sampled, Read):
             self._commit_read(request, sampled)
             return
+        if request.output_here == 0:
+            self.note_tail(request)
         if sampled.token_id == NO_TOKEN:
             self.drop(request, ModelFailed("the model's logits for the next token are not numbers"))
             return

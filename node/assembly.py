@@ -107,6 +107,7 @@ def describe(parts: Assembled) -> dict[str, str]:
     on_cpu = parts.kv.device.type == "cpu"
     gib, tokens = pool.num_blocks * parts.layout.block_bytes / GIB, pool.num_blocks * parts.layout.block_size
     return {
+        "model": parts.info.name,
         "device": f"cpu, threads: {threads}" if on_cpu else str(parts.kv.device),
         "kv_pool": "none" if parts.engine.config.limits.whole else f"{gib:.2f} GiB, {tokens} tokens",
     }

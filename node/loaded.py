@@ -16,6 +16,7 @@ import torch
 from cluster_state.redis_store import RedisStore
 from engine.loop import EngineLoop
 from kv_transfer.ucx import UcxLink
+from model_files.naming import split_names
 from node.assembly import Assembled
 from node.face import Face
 from node.membership import Membership
@@ -49,6 +50,7 @@ class Loaded:
         make_service: MakeService,
     ) -> None:
         self.draining = False
+        (self._served_names,) = split_names(settings.served_model_name, 1)
         self.broken = asyncio.Event()
         self._epoch = time.time_ns() // 1000
         self._settings, self._face, self._metrics, self.parts = settings, face, metrics, parts
@@ -113,6 +115,7 @@ class Loaded:
             block_bytes=parts.layout.block_bytes,
             load=self.engine.load,
             rates=self._rates.rates,
+            served_names=self._served_names,
         )
 
     @property

@@ -43,7 +43,8 @@ def place(demand: Demand, nodes: Sequence[NodeView]) -> Placement:
     that may be used, ContextLengthExceeded when the request fits into no pool, Overloaded when every decode node that
     could hold it is beyond its capacity; the first and the last with retry_after.
     """
-    usable = [node for node in nodes if node.lease.state == "ready" and not _excluded(node, demand)]
+    out = demand.excluded
+    usable = [node for node in nodes if node.lease.state == "ready" and not (out and node.key in out)]
     usable.sort(key=attrgetter("placed", "lease.node_id"))
     prefills = _prefills(demand, usable)
     if demand.prompt_only and prefills:
@@ -88,7 +89,9 @@ def harm_s(node: NodeView, compute_s: float) -> float:
 
 
 def cached_len(node: NodeView, demand: Demand) -> int:
-    """Whole blocks only, and at least one token is always computed."""
+    """Whole blocks only, unless it forks from a request there, and at least one token is always computed."""
+    if demand.beside is not None and node.key == demand.beside:
+        return demand.total_len - 1
     size = node.lease.block_size
     return min(node.cached_len, demand.total_len - 1) // size * size if node.cached_len else 0
 
@@ -134,10 +137,6 @@ def freed_per_s(node: NodeView) -> float:
     return max(1, node.lease.load.active_blocks) / (EXPECTED_OUTPUT * max(node.lease.rates.step_s, SHORTEST_STEP_S))
 
 
-def _excluded(node: NodeView, demand: Demand) -> bool:
-    return bool(demand.excluded) and node.key in demand.excluded
-
-
 def _prefills(demand: Demand, usable: Iterable[NodeView]) -> list[NodeView]:
     if demand.local_only:
         return []
@@ -151,7 +150,7 @@ def _decodes(demand: Demand, usable: Iterable[NodeView]) -> list[NodeView]:
     """Those with room. Raises what `place` raises."""
     decodes = [node for node in usable if node.lease.role == "decode"]
     if not decodes:
-        raise no_nodes()
+        raise no_nodes(demand.model)
     fitting = [node for node in decodes if fits(node, demand)]
     if not fitting:
         largest = max(node.lease.load.total_blocks * node.lease.block_size for node in decodes)

@@ -10,8 +10,8 @@ RETRY_S = (1.0, 30.0)
 """Shortest and longest time that a client is told to stay away."""
 
 
-def no_nodes() -> NoNodes:
-    return NoNodes("no decode node can take the request", retry_after=NODES_S)
+def no_nodes(model: str) -> NoNodes:
+    return NoNodes(f"the model {model!r} has no decode node now that can take the request", retry_after=NODES_S)
 
 
 def too_long(tokens: int, largest: int) -> ContextLengthExceeded:

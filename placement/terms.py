@@ -42,7 +42,9 @@ class Demand:
     local_tokens  with at most this many uncached tokens on a decode node, prefill there whatever it costs
     excluded      nodes that failed this request
     pinned        the prefill node to use if it is there
+    beside        the node that has the K/V of all tokens but the last, for a request that forks from one there
     local_only    no prefill node
+    model         of the nodes that are asked, for errors
     """
 
     total_len: int
@@ -51,6 +53,8 @@ class Demand:
     excluded: frozenset[NodeKey] = frozenset()
     pinned: NodeKey | None = None
     local_only: bool = False
+    model: str = ""
+    beside: NodeKey | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class NodeLease:
     """A node's row in the registry, renewed every second and gone five seconds after the last renewal.
 
     role is prefill or decode; state is ready or draining; http_url and link_address are what other processes dial.
+    model is the model's name after its files, served_names are what the node was told to call it.
     """
 
     node_id: str
@@ -57,6 +58,7 @@ class NodeLease:
     block_bytes: int
     load: Load = field(default_factory=Load)
     rates: Rates = field(default_factory=Rates)
+    served_names: tuple[str, ...] = ()
 
     @property
     def target(self) -> DecodeTarget:

@@ -67,6 +67,8 @@ class Job:
     router_id         whose token stream gets the output
     namespace         tenant namespace, part of the root of the block hashes
     deadline_s        seconds left for the request when the message was sent
+    fork_of           request_id of one whose token_ids these begin with: where its blocks are they are shared, and what
+                      both have of its last one is copied. Empty: none
     """
 
     request_id: str
@@ -77,6 +79,7 @@ class Job:
     router_id: str
     namespace: str = ""
     deadline_s: float = 600.0
+    fork_of: str = ""
 
     @property
     def params(self) -> SamplingParams:

@@ -7,6 +7,7 @@ exist at zero from the start, so that a rate or a ratio over them has a series b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -26,6 +27,8 @@ BLOCK_STATES = ("free", "active", "cached", "granted")
 ATTEMPT_OUTCOMES = ("done", "cancelled", "failed")
 SHIP_OUTCOMES = ("done", "aborted", "failed")
 GRANT_OUTCOMES = ("granted", "refused", "aborted")
+MODEL = ("model_name",)
+"""The label that other servers use too."""
 RENEWAL_OUTCOMES = ("renewed", "created", "fenced", "failed")
 
 
@@ -40,13 +43,15 @@ class RouterMetrics:
         self.inflight = Gauge("kvferry_requests_inflight", "Requests in progress.", registry=r)
         self.ttft = Histogram(
             "kvferry_time_to_first_token_seconds",
-            "Seconds from a request's arrival to its first output token.",
+            "Seconds from a request's arrival to its first output token, by model.",
+            MODEL,
             registry=r,
             buckets=LATENCY_BUCKETS,
         )
         self.itl = Histogram(
             "kvferry_inter_token_latency_seconds",
-            "Seconds between consecutive output tokens of one request.",
+            "Seconds between consecutive output tokens of one request, by model.",
+            MODEL,
             registry=r,
             buckets=STEP_BUCKETS,
         )
@@ -56,10 +61,12 @@ class RouterMetrics:
         self.prompt_tokens = Counter(
             "kvferry_prompt_tokens",
             "Prompt tokens of finished placements by source: computed, reused_prefill, reused_decode, fetched.",
-            ["source"],
+            [*MODEL, "source"],
             registry=r,
         )
-        self.output_tokens = Counter("kvferry_output_tokens", "Output tokens delivered to clients.", registry=r)
+        self.output_tokens = Counter(
+            "kvferry_output_tokens", "Output tokens delivered to clients, by model.", MODEL, registry=r
+        )
         self.predicted_reuse = Counter(
             "kvferry_predicted_reuse_tokens", "Prompt tokens the placement expected to reuse.", registry=r
         )
@@ -92,11 +99,29 @@ class RouterMetrics:
         )
         self.registry_up = Gauge("kvferry_registry_up", "1 while Redis answers.", registry=r)
         _exist(self.requests, ENDPOINTS, ("200",))
-        _exist(self.prompt_tokens, SOURCES)
         _exist(self.reuse_misses, MISS_REASONS)
         _exist(self.placements, PLACEMENT_KINDS)
         _exist(self.ladder, RUNGS)
         _exist(self.nodes, ROLES, NODE_STATES)
+
+    def of(self, model: str) -> ModelMetrics:
+        """What is counted by model."""
+        return ModelMetrics(
+            ttft=self.ttft.labels(model),
+            itl=self.itl.labels(model),
+            prompt_tokens={source: self.prompt_tokens.labels(model, source) for source in SOURCES},
+            output_tokens=self.output_tokens.labels(model),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """Those metrics of a router that carry the label `model_name`, bound to one model. prompt_tokens: by source."""
+
+    ttft: Histogram
+    itl: Histogram
+    prompt_tokens: dict[str, Counter]
+    output_tokens: Counter
 
 
 class WorkerMetrics:

@@ -11,6 +11,9 @@ from typing import Any
 
 CPU_POOL_GIB = 1.0
 """KV pool of a worker on a CPU when no size is given."""
+DEMO = "smollm2"
+MODEL = f"Hugging Face directory, hub id, .gguf file, or '{DEMO}' (the demo model)"
+MODELS = f"{MODEL}; repeated for several models, whose --served-model-name then come in the same order"
 
 
 def setting(
@@ -23,7 +26,8 @@ def setting(
     hidden: bool = False,
     former: str = "",
 ) -> Any:
-    """A field of a settings class, with what the command line needs to offer and check it.
+    """A field of a settings class, with what the command line needs to offer and check it. A tuple is a flag that may
+    be repeated, and a variable with spaces between its values.
 
     choices       the allowed words, where there are no others
     least, most   inclusive bounds of a number
@@ -38,7 +42,9 @@ def setting(
 class CommonSettings:
     """What every process of a cluster needs to know."""
 
-    model: str = setting("smollm2", "Hugging Face directory, hub id, .gguf file, or 'smollm2' (the demo model)")
+    served_model_name: tuple[str, ...] = setting(
+        (), "names clients use for the model, repeated or with commas; default: derived from --model"
+    )
     redis_url: str = setting("redis://127.0.0.1:6379/0", "Redis or Valkey that holds the node registry and block index")
     cluster: str = setting("default", "name that separates clusters sharing one Redis")
     host: str = setting("127.0.0.1", "address to listen on")
@@ -51,14 +57,14 @@ class RouterSettings(CommonSettings):
     """Settings of `kvferry router`."""
 
     port: int = setting(8000, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
-    served_model_name: str = setting("", "name clients use for the model; default: derived from --model")
+    model: tuple[str, ...] = setting((DEMO,), MODELS)
     pooling: str = setting(
         "auto",
         "how tokens become an embedding; auto: as the model's files say, else last (decoders) or mean (encoders)",
         choices=("auto", "last", "cls", "mean"),
     )
     api_key: str = setting("", "bearer token clients must present; empty: none")
-    chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own")
+    chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own; of a single model")
     generation_config: str = setting(
         "auto",
         "sampling defaults; auto: those of the model's generation_config.json, none: the API's own",
@@ -81,6 +87,7 @@ class RouterSettings(CommonSettings):
 class WorkerSettings(CommonSettings):
     """Settings of `kvferry prefill` and `kvferry decode`."""
 
+    model: str = setting(DEMO, MODEL)
     role: str = setting("decode", "set by the command", choices=("prefill", "decode"))
     node_id: str = setting("", "stable name of the node; default: role, host name and port")
     port: int = setting(0, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
@@ -138,7 +145,8 @@ class WorkerSettings(CommonSettings):
 class ServeSettings(RouterSettings, WorkerSettings):
     """Settings of `kvferry serve`: a whole local cluster. Router and worker settings are passed on to the children."""
 
+    model: tuple[str, ...] = setting((DEMO,), MODELS)  # type: ignore[assignment]
     port: int = setting(8000, "HTTP port of the router", least=0, most=65535)
-    prefill: int = setting(1, "prefill processes; 0: decode nodes prefill locally", least=0)
-    decode: int = setting(1, "decode processes", least=1)
+    prefill: int = setting(1, "prefill processes of each model; 0: decode nodes prefill locally", least=0)
+    decode: int = setting(1, "decode processes of each model", least=1)
     redis_url: str = setting("", "Redis or Valkey to use; empty: start an embedded Valkey server")

@@ -19,9 +19,12 @@ from process.status import Status
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
-from router.journey.cluster import BlockLookup, RouterCluster
+from router.api.pool import Pool, Pools
+from router.journey.cluster import RouterCluster
+from router.journey.model_cluster import BlockLookup
 from router.nodes.table import NodeSource
-from router.text.load import load_text_model
+from router.text.encoding import Encoder
+from router.text.load import load_text_models
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +55,13 @@ async def serve_router(settings: RouterSettings) -> None:
 async def run_router(settings: RouterSettings, store: Store, sock: socket.socket, stop: Stop) -> None:
     """Serve on a bound socket until `stop`."""
     status = Status.from_fd(settings.status_fd)
-    text = await asyncio.to_thread(load_text_model, settings)
+    texts = await asyncio.to_thread(load_text_models, settings)
     metrics = RouterMetrics()
-    async with RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens) as cluster:
+    nodes = RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens)
+    pools = Pools(*(Pool(text, nodes.pool(text.called), metrics.of(text.name), Encoder(text)) for text in texts))
+    async with nodes:
         config = uvicorn.Config(
-            create_app(settings, cluster, text, metrics),
+            create_app(settings, pools, metrics),
             http=guarded(connection_limits(settings)),
             ws="none",
             lifespan="off",

@@ -18,7 +18,9 @@ from protocol.messages import Reuse, TokenLogprobs
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
-from router.journey.spec import ClusterInfo, Output, RequestSpec, Route
+from router.api.pool import Pool, Pools
+from router.journey.spec import Cluster, ClusterInfo, Fork, Output, RequestSpec, Route
+from router.text.encoding import Encoder
 from router.text.load import load_text_model
 from router.text.text_model import TextModel
 
@@ -39,6 +41,7 @@ class FakeJourney:
     def __init__(self, spec: RequestSpec, outputs: Sequence[Output | KvferryError], route: Route, gap_s: float):
         self.spec = spec
         self.route: Route | None = None
+        self.fork: Fork | None = None
         self.cancelled = asyncio.Event()
         self.yielded = 0
         self._outputs, self._route, self._gap_s = outputs, route, gap_s
@@ -50,7 +53,7 @@ class FakeJourney:
                 return
             if isinstance(output, KvferryError):
                 raise output
-            self.route = self._route
+            self.route, self.fork = self._route, Fork(self.spec.request_id, None)
             self.yielded += 1
             yield output
 
@@ -130,6 +133,11 @@ def prompt_logprobs_of(spec: RequestSpec) -> tuple[TokenLogprobs | None, ...] | 
     return None if found is None else (None, *found)
 
 
+def pools_of(cluster: Cluster, text: TextModel, metrics: RouterMetrics) -> Pools:
+    """A single model, served by this cluster."""
+    return Pools(Pool(text, cluster, metrics.of(text.name), Encoder(text)))
+
+
 class Api:
     """An application over a fake cluster and a client that talks to it in process."""
 
@@ -137,7 +145,7 @@ class Api:
         self.cluster = cluster
         self.metrics = RouterMetrics()
         self.settings = RouterSettings(**settings)
-        self.app = create_app(self.settings, cluster, text or demo_text(), self.metrics)
+        self.app = create_app(self.settings, pools_of(cluster, text or demo_text(), self.metrics), self.metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://router")
 
     async def chat(self, **body: Any) -> httpx.Response:
@@ -147,7 +155,10 @@ class Api:
         return await self.http.post("/v1/completions", json={"prompt": "Once upon", **body})
 
     def sample(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+        """Sum over all samples with at least these labels."""
+        families = self.metrics.registry.collect()
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

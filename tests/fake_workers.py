@@ -18,6 +18,7 @@ from starlette.routing import Route as HttpRoute
 from waiting import until
 
 from cluster_state.memory_store import MemoryStore
+from model_files.naming import ModelName
 from protocol.errors import KvferryError
 from protocol.lease import Load, NodeLease
 from protocol.messages import (
@@ -275,17 +276,24 @@ async def honest_prefill(worker: FakeWorker, request: PrefillRequest) -> Answer:
 
 
 class Bench:
-    """Fake workers, a registry they are announced in, and the router's cluster under test."""
+    """Fake workers, a registry they are announced in, and the router's cluster of their model under test."""
 
-    def __init__(self, workers: Sequence[FakeWorker], patience_s: float = 1.0, silence_s: float = 3.0) -> None:
+    def __init__(
+        self,
+        workers: Sequence[FakeWorker],
+        patience_s: float = 1.0,
+        silence_s: float = 3.0,
+        model: ModelName = ModelName("m"),  # noqa: B008 - frozen
+    ) -> None:
         self.workers = {worker.node_id: worker for worker in workers}
         self.store = MemoryStore(lease_s=1e9)
         self.metrics = RouterMetrics()
         self.nodes = NodeTable(self.store, self.metrics, poll_s=0.02, grace_s=0.3)
         self.client = NodeClient("router-test", connect_s=0.5, silence_s=silence_s)
-        self.cluster = RouterCluster(
+        self.all = RouterCluster(
             self.store, self.store, self.metrics, nodes=self.nodes, client=self.client, patience_s=patience_s
         )
+        self.cluster = self.all.pool(model)
 
     def __getitem__(self, node_id: str) -> FakeWorker:
         return self.workers[node_id]
@@ -300,8 +308,11 @@ class Bench:
     async def __aenter__(self) -> Bench:
         for worker in list(self.workers.values()):
             await self.add(worker)
-        await self.cluster.open()
-        decodes = sum(worker.role == "decode" for worker in self.workers.values())
+        await self.all.open()
+        decodes = sum(
+            worker.role == "decode" and worker.lease.model == self.cluster.group.name.own
+            for worker in self.workers.values()
+        )
         await until(lambda: len(self.cluster.able("decode")) == decodes)
         return self
 
@@ -310,7 +321,7 @@ class Bench:
             if error[0] is None:
                 await until(self.balanced)
         finally:
-            await self.cluster.close()
+            await self.all.close()
             for worker in self.workers.values():
                 await worker.stop()
 

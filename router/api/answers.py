@@ -106,10 +106,11 @@ class Health(BaseModel):
 
 
 class Ready(BaseModel):
-    """`nodes`: how many of each role could take a request now."""
+    """`nodes`: how many of each role could take a request now, of all models; `models`: the same by model."""
 
     status: str
     nodes: dict[str, int]
+    models: dict[str, dict[str, int]]
 
 
 class Version(BaseModel):

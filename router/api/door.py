@@ -23,13 +23,12 @@ from process.disconnect import disconnected
 from protocol.errors import Cancelled, KvferryError, Overloaded, RequestTooLarge, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
-from router.api.answer import Answer
+from router.api.fold import Answer, Endpoint
 from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
 from router.api.responder import Responder
-from router.api.schemas import parse
-from router.api.shape import Endpoint
+from router.api.schemas import GenerationBody, RequestBody, parse
 from router.call import CALL, Call
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
@@ -73,7 +72,8 @@ class Door:
             await send(message)
 
         if self._key and scope["path"] not in OPEN_PATHS and not self._known(headers.get("authorization", "")):
-            response = error_response(Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'"))
+            refused = Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
+            response = error_response(refused, scope["path"])
             response.headers["www-authenticate"] = "Bearer"
             await response(scope, receive, stamped)
             return
@@ -161,7 +161,7 @@ class Exchange:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call, metrics, responder, status = scope[CALL], self._metrics, Responder(send), 500
+        call, metrics, responder, status = scope[CALL], self._metrics, Responder(send, self._path), 500
         try:
             self._admission.check()
             with metrics.inflight.track_inprogress():
@@ -198,17 +198,25 @@ class Generating(Exchange):
         self._endpoint = endpoint
 
     async def _work(self, call: Call, data: bytes, responder: Responder) -> Answer:
-        body = parse(self._endpoint.body, data)
+        request = parse(self._endpoint.body, data)
+        body = await self._asked(call, request)
         pool = self._pools.pool(body.model)
         generation = Generation(pool, await pool.specs(call, body, len(data)), body.text_options(), n=body.n or 1)
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)
-                answer = Answer(call, body, generation, self._endpoint.shape(pool, body, generation))
+                answer = self._endpoint.shape(call, pool, request, generation)
                 await answer.fold(first, pieces, responder)
+                await answer.settle()
         finally:
             await generation.close()
         return answer
+
+    async def _asked(self, call: Call, request: RequestBody) -> GenerationBody:
+        if self._endpoint.asked is not None:
+            return await self._endpoint.asked(call, request, self._pools)
+        assert isinstance(request, GenerationBody)
+        return request
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:

@@ -14,7 +14,7 @@ from typing import Any
 
 from protocol.errors import KvferryError
 from protocol.messages import Reuse
-from protocol.metrics import RouterMetrics
+from protocol.metrics import ModelMetrics
 from protocol.sampling import SamplingParams
 from protocol.work import Generate
 from router.api.pool import Pool
@@ -40,8 +40,9 @@ class Choice:
 class Generation:
     """`prompts` are specs of the first choice of each prompt; of each, n choices are made, whose seeds are seed + i.
 
-    The first choices start at once; the others of a prompt when its first token is there, so that they reuse the
-    prompt's blocks. `close` must be called in the end, whatever happened; it cancels what has not ended.
+    The first choices start at once; the others of a prompt when its first token is there, as forks of that choice: they
+    share its blocks and compute no token of the prompt but the last. `close` must be called in the end, whatever
+    happened; it cancels what has not ended.
     """
 
     def __init__(
@@ -117,6 +118,8 @@ class Generation:
                 async for piece in self._follow(choice):
                     queue.put_nowait((choice, piece))
                     for follower in self._followers.pop(choice.index, ()):
+                        assert choice.journey
+                        follower.spec = replace(follower.spec, fork_of=choice.journey.fork)
                         self._pump(follower, queue)
             except Exception as error:
                 queue.put_nowait((choice, error))
@@ -184,10 +187,10 @@ def _later(params: SamplingParams, choice: int) -> SamplingParams:
     return replace(params, seed=choice_seed(params.seed, choice), prompt_logprobs=None)
 
 
-def count_prompt(metrics: RouterMetrics, route: Route) -> None:
+def count_prompt(metrics: ModelMetrics, route: Route) -> None:
     """Where the tokens of a prompt came from."""
     for source, tokens in _sources(route.reuse).items():
-        metrics.prompt_tokens.labels(source).inc(tokens)
+        metrics.prompt_tokens[source].inc(tokens)
 
 
 def _sources(reuse: Reuse) -> dict[str, int]:

@@ -24,19 +24,31 @@ class MethodNotAllowed(InvalidRequest):
     status, code = 405, "method_not_allowed"
 
 
-def error_response(error: KvferryError) -> Response:
+LOOKS: dict[str, Callable[[KvferryError], dict[str, Any]]] = {}
+"""How errors look under a path where they look otherwise than OpenAI's."""
+
+
+def shown(error: KvferryError, path: str) -> dict[str, Any]:
+    """The body that tells of an error on this path."""
+    for place, look in LOOKS.items():
+        if path == place or path.startswith(place + "/"):
+            return look(error)
+    return error.body()
+
+
+def error_response(error: KvferryError, path: str) -> Response:
     headers = retry_headers(error.status, error.retry_after)
-    return Response(dump(error.body()), error.status, headers, "application/json")
+    return Response(dump(shown(error, path)), error.status, headers, "application/json")
 
 
 async def _own(request: Request, error: Exception) -> Response:
     assert isinstance(error, KvferryError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _framework(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = error_response(_translated(error, request))
+    response = error_response(_translated(error, request), request.url.path)
     response.headers.update(error.headers or {})
     return response
 
@@ -44,7 +56,8 @@ async def _framework(request: Request, error: Exception) -> Response:
 async def _unexpected(request: Request, error: Exception) -> Response:
     call = request.scope[CALL].id
     logger.error("%s: %s %s failed", call, request.method, request.url.path, exc_info=error)
-    return error_response(KvferryError("internal error of the router; its log has the details"))
+    failed = KvferryError("internal error of the router; its log has the details")
+    return error_response(failed, request.url.path)
 
 
 HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from protocol.metrics import ROLES, RouterMetrics
+from protocol.metrics import ModelMetrics
 from protocol.sampling import SamplingParams
 from protocol.work import Generate, Work
 from router.api.schemas import GenerationBody
@@ -29,7 +29,7 @@ class Pool:
 
     text: TextModel
     cluster: Cluster
-    metrics: RouterMetrics
+    metrics: ModelMetrics
     encoder: Encoder
 
     @property
@@ -122,24 +122,24 @@ class Pool:
 
 
 class Pools:
-    """All served models. Without a name the first is meant."""
+    """All served models; their names are distinct. Without a name the first model is meant."""
 
     def __init__(self, first: Pool, *others: Pool) -> None:
         self.first = first
-        self._pools = {pool.name: pool for pool in (first, *others)}
+        self._pools = (first, *others)
+        self._named = {name: pool for pool in self._pools for name in pool.text.called.all}
 
     def __iter__(self) -> Iterator[Pool]:
-        return iter(self._pools.values())
+        return iter(self._pools)
 
-    def ready(self) -> dict[str, int]:
-        """Nodes of each role that could take a request now, of all pools together."""
-        counts = [pool.cluster.ready() for pool in self]
-        return {role: sum(count[role] for count in counts) for role in ROLES}
+    def ready(self) -> dict[str, dict[str, int]]:
+        """By each model's first name: nodes of each role that could take a request now."""
+        return {pool.name: pool.cluster.ready() for pool in self}
 
     def pool(self, model: str | None) -> Pool:
         """Raises ModelNotFound."""
-        pool = self._pools.get(model) if model else self.first
+        pool = self._named.get(model) if model else self.first
         if pool is None:
-            served = ", ".join(map(repr, self._pools))
+            served = ", ".join(map(repr, self._named))
             raise ModelNotFound(f"the model {model!r} does not exist here; this server has {served}", param="model")
         return pool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,8 @@ from starlette.types import Send
 
 from process.refusal import retry_headers
 from protocol.errors import Cancelled, KvferryError
-from router.api.sse import dump, event
+from router.api.http_errors import shown
+from router.api.sse import dump
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream; charset=utf-8"
@@ -19,14 +20,16 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 @dataclass(slots=True)
 class Responder:
-    """After `begin_stream` errors can only be told in the stream."""
+    """Of a request to `path`. After `begin_stream` errors can only be told in the stream."""
 
     send: Send
+    path: str
     _started: bool = False
-    _streams: bool = False
+    _failing: Callable[[KvferryError], bytes] | None = None
 
-    async def begin_stream(self, headers: Mapping[str, str]) -> None:
-        self._streams = True
+    async def begin_stream(self, headers: Mapping[str, str], failing: Callable[[KvferryError], bytes]) -> None:
+        """`failing` makes the last events of a stream that an error ends."""
+        self._failing = failing
         await self._start(200, _EVENTS, {**_STREAM_HEADERS, **headers})
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
@@ -45,9 +48,9 @@ class Responder:
         if isinstance(error, Cancelled):
             return
         if not self._started:
-            await self.whole(error.status, error.body(), retry_headers(error.status, error.retry_after))
-        elif self._streams:
-            await self.write(event(error.body()), more=False)
+            await self.whole(error.status, shown(error, self.path), retry_headers(error.status, error.retry_after))
+        elif self._failing is not None:
+            await self.write(self._failing(error), more=False)
 
     async def _start(self, status: int, media_type: str, headers: Mapping[str, str]) -> None:
         self._started = True

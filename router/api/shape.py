@@ -1,11 +1,9 @@
-"""How one shape of the API shows a generation. Chat and completions say what differs; `Answer` folds the pieces."""
+"""How a choice looks in chunks and whole answers. Chat and completions say what differs; `ChunkAnswer` shows them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
-
-from pydantic import BaseModel
 
 from protocol.messages import TokenLogprobs
 from router.api.generation import Choice, Generation
@@ -32,18 +30,6 @@ class Collected:
         self.token_ids.extend(piece.token_ids)
         self.entries.extend(piece.entries)
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A generating endpoint: where it is, what it takes, and how it answers; `summary` and `answer`, the model of a
-    whole answer, are for its description."""
-
-    path: str
-    summary: str
-    body: type[GenerationBody]
-    shape: type[Shape[Any]]
-    answer: type[BaseModel]
 
 
 class Shape(Generic[AnyBody]):

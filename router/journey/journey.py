@@ -15,13 +15,14 @@ from dataclasses import replace
 from placement.terms import Demand, Placement
 from protocol.errors import Cancelled, DeadlineExceeded, GrantRefused, KvferryError, NoNodes, Overloaded
 from protocol.hashing import chain, root_hash
+from protocol.lease import NodeLease
 from protocol.messages import Job, TokenDelta
 from protocol.work import Generate
 from router.journey.attempt import Attempt, Event
 from router.journey.ladder import Failure, Ladder
 from router.journey.ports import Ground
 from router.journey.sequence import Sequence
-from router.journey.spec import Output, RequestSpec, Route
+from router.journey.spec import Fork, Output, RequestSpec, Route
 from router.nodes.entry import node_key
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,15 @@ class RouterJourney:
     def __aiter__(self) -> AsyncIterator[Output]:
         return self._outputs()
 
+    @property
+    def fork(self) -> Fork | None:
+        """Its prompt is where it decodes, or where it ended before that."""
+        if self.route is None:
+            return None
+        place = self._attempt.placement if self._attempt else None
+        node = place and (place.decode if self.route.decode else place.prefill)
+        return Fork(self._wire_id, node_key(node) if node else None)
+
     async def cancel(self) -> None:
         if not self._over:
             self._end(cancel=True)
@@ -63,12 +73,14 @@ class RouterJourney:
 
     def _demand(self) -> Demand:
         """What the next attempt needs."""
+        fork = self._spec.fork_of
         return Demand(
             total_len=len(self._spec.token_ids) + len(self._sequence.tokens),
             prompt_only=self._spec.work.ends_on_prompt(len(self._sequence.tokens)),
             excluded=frozenset(self._ladder.excluded),
             pinned=self._ladder.pinned,
             local_only=self._ladder.local_only,
+            beside=fork.node if fork and not self._sequence.tokens else None,
         )
 
     async def _outputs(self) -> AsyncIterator[Output]:
@@ -101,7 +113,8 @@ class RouterJourney:
     async def _launch(self) -> None:
         """Place and begin the next attempt. From the choice to the booking nothing is awaited."""
         token_ids = self._spec.token_ids + tuple(self._sequence.tokens)
-        reuse = await self._ground.reuse(self._hashes(token_ids))
+        group = self._ground.group.members
+        reuse = await self._ground.reuse(_hashes(self._spec, token_ids, group[0].lease) if group else ())
         while (placement := self._place(reuse)) is None:
             await self._pause()
         if self._over:
@@ -163,15 +176,8 @@ class RouterJourney:
             router_id=self._ground.router_id,
             namespace=self._spec.namespace,
             deadline_s=max(0.0, self._deadline_at - asyncio.get_running_loop().time()),
+            fork_of=self._spec.fork_of.request_id if self._spec.fork_of else "",
         )
-
-    def _hashes(self, token_ids: tuple[int, ...]) -> list[bytes]:
-        """Empty when nothing can be reused: some work needs the whole prompt computed."""
-        group = self._ground.nodes.group
-        if not group or (self._spec.work.whole_prompt and not self._sequence.tokens):
-            return []
-        lease = group[0].lease
-        return chain(root_hash(lease.fingerprint, self._spec.namespace), token_ids, lease.block_size)
 
     def _output(self, delta: TokenDelta) -> Output:
         loop = asyncio.get_running_loop()
@@ -231,3 +237,11 @@ class RouterJourney:
             self._timer.cancel()
         if self._attempt:
             self._attempt.close(cancel=cancel)
+
+
+def _hashes(spec: RequestSpec, token_ids: tuple[int, ...], lease: NodeLease) -> list[bytes]:
+    """Of the prompt and what was delivered; empty where nothing can be reused: some work needs the whole prompt
+    computed."""
+    if spec.work.whole_prompt and len(token_ids) == len(spec.token_ids):
+        return []
+    return chain(root_hash(lease.fingerprint, spec.namespace), token_ids, lease.block_size)

@@ -1,4 +1,4 @@
-"""What a journey acts on; `router.journey.cluster` has it."""
+"""What a journey acts on; `router.journey.model_cluster` has it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from protocol.lease import NodeLease
 from protocol.messages import Job, Reuse
 from protocol.metrics import RouterMetrics
 from router.journey.attempt import Attempt, Event
-from router.nodes.table import NodeTable
+from router.nodes.group import NodeGroup
 
 
 class Ground(Protocol):
-    """The nodes and what is known of them. `patience_s`: how long a request that already began waits for a node when
-    none can take it."""
+    """The nodes of a model and what is known of them. `patience_s`: how long a request that already began waits for a
+    node when none can take it."""
 
-    nodes: NodeTable
+    group: NodeGroup
     metrics: RouterMetrics
     router_id: str
     patience_s: float

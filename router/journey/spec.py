@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from placement.terms import NodeKey
 from protocol.messages import Reuse, TokenLogprobs
 from protocol.sampling import SamplingParams
 from protocol.work import Generate, Work
@@ -13,14 +14,24 @@ from router.call import Call
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """What another request may fork from: its name on the wire, and the node that has its blocks, as far as known."""
+
+    request_id: str
+    node: NodeKey | None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One sequence to work on for `call`. `request_id` begins with the call's id and tells its sequences apart."""
+    """One sequence to work on for `call`. `request_id` begins with the call's id and tells its sequences apart.
+    `fork_of`: one whose tokens these begin with; it is placed beside it while that costs least."""
 
     call: Call
     request_id: str
     token_ids: tuple[int, ...]
     work: Work
     namespace: str = ""
+    fork_of: Fork | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -62,9 +73,13 @@ class Route:
 
 class Journey(Protocol):
     """One request under way. Iterate it for Outputs; it raises a KvferryError if the request cannot be finished.
-    `route` is set before the first Output is yielded."""
+    `route` and `fork` are set before the first Output is yielded."""
 
     route: Route | None
+
+    @property
+    def fork(self) -> Fork | None:
+        """For those that fork from it."""
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
 
@@ -83,7 +98,7 @@ class ClusterInfo:
 
 
 class Cluster(Protocol):
-    """All nodes as the router sees them."""
+    """The nodes of one model as the router sees them."""
 
     def info(self) -> ClusterInfo | None:
         """None until a node that can decode (or any at all, for max_tokens=1) has been seen."""

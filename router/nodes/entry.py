@@ -48,10 +48,11 @@ class Part(NamedTuple):
 
 
 class Room:
-    """The sum of all nodes' parts, kept at every change: whether anything can be placed is known without asking each
-    node. `placed` counts the bookings ever made."""
+    """The sum of the parts of a model's nodes, kept at every change: whether anything can be placed is known without
+    asking each node. `placed` counts the bookings ever made."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        self.model = model
         self.total = Part()
         self.placed = 0
 
@@ -69,7 +70,7 @@ class Room:
     def refusal(self) -> KvferryError | None:
         """Why a request that needs a decode node cannot be placed whatever its length; None if it may be."""
         if not self.total.decodes:
-            return no_nodes()
+            return no_nodes(self.model)
         return None if self.total.spare_blocks else full(self.total.excess_blocks / self.total.freed_per_s)
 
 

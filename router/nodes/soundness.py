@@ -22,6 +22,8 @@ def is_sound(lease: NodeLease) -> bool:
         and lease.role in ("prefill", "decode")
         and lease.state in ("ready", "draining")
         and all(map(_is_count, _COUNTS(lease)))
+        and type(lease.served_names) is tuple
+        and all(type(name) is str for name in lease.served_names)
         and _is_count(lease.block_size)
         and lease.block_size > 0
         and isinstance(lease.load, Load)

@@ -12,14 +12,17 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Protocol
 
+from model_files.naming import ModelName
 from placement.terms import NodeKey
 from protocol.errors import NodeLost
 from protocol.lease import NodeLease
-from protocol.metrics import RouterMetrics
-from router.nodes.entry import NodeEntry, Room, node_key
+from protocol.metrics import NODE_STATES, ROLES, RouterMetrics
+from router.nodes.entry import NodeEntry, node_key
+from router.nodes.group import NodeGroup
 from router.nodes.soundness import is_same, is_sound
 
 log = logging.getLogger(__name__)
@@ -39,12 +42,10 @@ LONGEST_PAUSE_S = 2.0
 
 
 class NodeTable:
-    """Live nodes by (id, epoch). Only nodes of one fingerprint are placed on: the group with a decode node and the most
-    members; the present group wins a tie, then the one started last.
+    """Live nodes by (id, epoch).
 
-    entries   all live nodes, of any fingerprint and state
-    group     those that can work together, draining ones included
-    room      what the group could still take
+    entries   all live nodes of served models, of any fingerprint and state
+    groups    a model's each
     up        whether the registry answered the last question
     """
 
@@ -59,14 +60,14 @@ class NodeTable:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.entries: dict[NodeKey, NodeEntry] = {}
-        self.group: list[NodeEntry] = []
-        self.room = Room()
+        self.groups: list[NodeGroup] = []
+        self._groups: dict[NodeKey, NodeGroup] = {}
+        self._strangers: set[NodeKey] = set()
         self.up = False
         self.clock = clock
         self._source, self._metrics = source, metrics
         self._poll_s, self._grace_s, self._suspect_s = poll_s, grace_s, suspect_s
         self._listeners: list[Callable[[], None]] = []
-        self._fingerprint: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._failures = 0
         self._answered_at = clock()
@@ -82,6 +83,11 @@ class NodeTable:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+
+    def add(self, group: NodeGroup) -> NodeGroup:
+        """Follow the nodes of one more model; before `start`."""
+        self.groups.append(group)
+        return group
 
     def listen(self, changed: Callable[[], None]) -> None:
         """Call `changed` after every poll that added, removed or changed the state of a node."""
@@ -142,8 +148,10 @@ class NodeTable:
         for lease in newest.values():
             if entry := self.entries.get(node_key(lease)):
                 entry.renew(lease)
-            else:
-                self.entries[node_key(lease)] = NodeEntry(lease, self.room)
+            elif group := self._group(lease):
+                entry = NodeEntry(lease, group.room)
+                self.entries[entry.key], self._groups[entry.key] = entry, group
+        self._tell_strangers(newest.values())
         if self._states() != before:
             self._regroup()
             self._count()
@@ -178,30 +186,39 @@ class NodeTable:
 
     def _lose(self, key: NodeKey) -> None:
         log.warning("node %s (epoch %d) is lost", *key)
+        del self._groups[key]
         self.entries.pop(key).lose(NodeLost(f"{key[0]} lost its lease"))
 
+    def _group(self, lease: NodeLease) -> NodeGroup | None:
+        """Whose model the node runs, by what it is called; None: nobody's, or it cannot be told."""
+        name = _name(lease)
+        for alike in (ModelName.shares, ModelName.resembles):
+            if found := [group for group in self.groups if alike(group.name, name)]:
+                return found[0] if len(found) == 1 else None
+        return None
+
+    def _tell_strangers(self, leases: Iterable[NodeLease]) -> None:
+        """The log has a line for each node that runs none of the models."""
+        strangers = {node_key(lease): lease for lease in leases if node_key(lease) not in self.entries}
+        for key in strangers.keys() - self._strangers:
+            served = ", ".join(repr(name) for group in self.groups for name in group.name.all)
+            log.warning(
+                "node %s runs %r and this router serves %s: not used. If it is the same model, give both one "
+                "--served-model-name", key[0], _name(strangers[key]).first, served,
+            )  # fmt: skip
+        self._strangers = set(strangers)
+
     def _regroup(self) -> None:
-        sizes = Counter(entry.lease.fingerprint for entry in self.entries.values())
-
-        def worth(fingerprint: str) -> tuple[bool, int, bool, int]:
-            members = [entry.lease for entry in self.entries.values() if entry.lease.fingerprint == fingerprint]
-            decodes = any(lease.role == "decode" for lease in members)
-            newest = max(lease.epoch for lease in members)
-            return (decodes, sizes[fingerprint], fingerprint == self._fingerprint, newest)
-
-        self._fingerprint = max(sizes, key=worth, default=self._fingerprint)
-        self.group = [entry for entry in self.entries.values() if entry.lease.fingerprint == self._fingerprint]
-        for entry in self.entries.values():
-            fingerprint = entry.lease.fingerprint
-            entry.join(fingerprint == self._fingerprint)
-            if fingerprint != self._fingerprint:
-                log.warning("node %s has another fingerprint (%s): not used", entry.lease.node_id, fingerprint)
+        for group in self.groups:
+            group.keep(entry for entry in self.entries.values() if self._groups[entry.key] is group)
 
     def _count(self) -> None:
-        counts = Counter((entry.lease.role, self._state(entry.lease)) for entry in self.entries.values())
-        for role in ("prefill", "decode"):
-            for state in ("ready", "draining", "incompatible"):
-                self._metrics.nodes.labels(role, state).set(counts[role, state])
+        counts = Counter(
+            (entry.lease.role, self._groups[entry.key].state(entry.lease)) for entry in self.entries.values()
+        )
+        for role, state in product(ROLES, NODE_STATES):
+            self._metrics.nodes.labels(role, state).set(counts[role, state])
 
-    def _state(self, lease: NodeLease) -> str:
-        return lease.state if lease.fingerprint == self._fingerprint else "incompatible"
+
+def _name(lease: NodeLease) -> ModelName:
+    return ModelName(lease.model, lease.served_names)

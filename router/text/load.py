@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from model_files.gguf import read_gguf
+from model_files.naming import ModelName, require_distinct, split_names
 from model_files.source import ModelSource, read_facts, read_json, resolve
 from model_files.task import read_task
 from model_files.tokenizer import load_tokenizer
@@ -25,9 +26,28 @@ class _Templates:
     tool_use: str | None = None
 
 
+def load_text_models(settings: RouterSettings) -> list[TextModel]:
+    """Every model of `settings.model`, in their order. Raises ConfigError."""
+    served = split_names(settings.served_model_name, len(settings.model))
+    if settings.chat_template and len(settings.model) > 1:
+        raise ConfigError(
+            "--chat-template is for a single model; of several, each has its own among its files (chat_template.jinja)",
+            param="chat_template",
+        )
+    models = [_load(settings, model, names) for model, names in zip(settings.model, served, strict=True)]
+    require_distinct([text.called for text in models])
+    return models
+
+
 def load_text_model(settings: RouterSettings) -> TextModel:
-    """The model of `settings.model`, without its weights. Raises ConfigError."""
-    source = resolve(settings.model, weights=False)
+    """The only model of `settings.model`. Raises ConfigError."""
+    (text,) = load_text_models(settings)
+    return text
+
+
+def _load(settings: RouterSettings, model: str, served: tuple[str, ...]) -> TextModel:
+    """Without its weights."""
+    source = resolve(model, weights=False)
     special_tokens, templates = (_from_gguf if source.kind == "gguf" else _from_directory)(source)
     if settings.chat_template:
         templates = _Templates(_read_text(Path(settings.chat_template).expanduser()))
@@ -38,7 +58,7 @@ def load_text_model(settings: RouterSettings) -> TextModel:
     if settings.generation_config == "none":
         facts = replace(facts, sampling=())
     task = read_task(source, settings.pooling)
-    return TextModel(settings.served_model_name or source.name, load_tokenizer(source), template, facts, task)
+    return TextModel(ModelName(source.name, served), load_tokenizer(source), template, facts, task)
 
 
 def _from_gguf(source: ModelSource) -> tuple[dict[str, str], _Templates]:

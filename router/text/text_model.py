@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from model_files.naming import ModelName
 from model_files.source import ModelFacts
 from model_files.task import GENERATES, Task
 from model_files.tokenizer import TextTokenizer
@@ -22,14 +23,18 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """name: what clients call it. template: None when the model has none and none was given. Safe to use from several
+    """called: what clients call it. template: None when the model has none and none was given. Safe to use from several
     threads; encoding releases the GIL."""
 
-    name: str
+    called: ModelName
     tokenizer: TextTokenizer
     template: ChatTemplate | None
     facts: ModelFacts
     task: Task = GENERATES
+
+    @property
+    def name(self) -> str:
+        return self.called.first
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens spelled out in the text are recognised either way."""

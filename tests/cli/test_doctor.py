@@ -54,7 +54,7 @@ def test_threads_beyond_the_cores_are_a_warning(monkeypatch):
 
 
 def test_model():
-    assert one(doctor.model, model="/no/such/model.gguf").level == "fail"
+    assert one(doctor.model, model=("/no/such/model.gguf",)).level == "fail"
 
 
 def test_weights_and_pools_must_fit_together(monkeypatch):

@@ -37,7 +37,7 @@ def entry(monkeypatch, no_thread_variables):
 def test_router_gets_its_settings(entry):
     calls = entry("router.main", "serve_router")
     assert command.run(["router", "--port", "0", "--served-model-name", "m"]) == 0
-    assert calls == [(RouterSettings(port=0, served_model_name="m"), None)]
+    assert calls == [(RouterSettings(port=0, served_model_name=("m",)), None)]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

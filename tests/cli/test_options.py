@@ -38,8 +38,14 @@ def values(field: dataclasses.Field) -> st.SearchStrategy:
         return st.booleans()
     if isinstance(field.default, int):
         return st.integers(-(10**6) if least is None else int(least), 10**6 if most is None else int(most))
+    if isinstance(field.default, tuple):
+        return st.lists(words(), min_size=len(field.default)).map(tuple)
     if isinstance(field.default, float):
         return st.floats(least, most, allow_nan=False, allow_infinity=False)
+    return words()
+
+
+def words() -> st.SearchStrategy:
     return st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 
 
@@ -60,9 +66,10 @@ def test_every_setting_survives_the_command_line(settings):
 def test_every_setting_can_come_from_its_variable():
     for field in dataclasses.fields(WorkerSettings):
         kind = type(field.default)
-        value = {bool: not field.default, int: 1, float: 0.5, str: "x"}[kind]
+        value = {bool: not field.default, int: 1, float: 0.5, str: "x", tuple: ("x", "y")}[kind]
         value = field.metadata["choices"][0] if field.metadata["choices"] else value
-        settings = parse(WorkerSettings, [], {variable(field.name): str(value)})
+        text = " ".join(value) if isinstance(value, tuple) else str(value)
+        settings = parse(WorkerSettings, [], {variable(field.name): text})
         assert getattr(settings, field.name) == value
         assert settings == dataclasses.replace(WorkerSettings(), **{field.name: value})
 

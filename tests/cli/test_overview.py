@@ -31,6 +31,14 @@ def test_each_process_has_a_line_with_what_it_reported():
     ]
 
 
+def test_models_are_told_where_there_are_several():
+    def nodes(*models: str) -> list[Child]:
+        return [process(f"decode-{i}", i, "u", {"model": model}) for i, model in enumerate(models)]
+
+    assert "model" not in overview(nodes("m", "m"))[0]
+    assert overview(nodes("m", "n"))[2].split() == ["decode-1", "1", "u", "n"]
+
+
 def test_the_ready_line_is_a_command_to_paste():
     line = ready_line("http://127.0.0.1:1", "it's", "key")
     assert "\n" not in line

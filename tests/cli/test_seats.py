@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import types
 from collections.abc import Sequence
 
@@ -30,7 +31,7 @@ BLOCK = 16 * 16 * 2 * 8 * 128 * 2
 
 
 def seated(gpu_gib: Sequence[float] = (), **settings) -> list[Seat]:
-    return take_seats(ServeSettings(**settings), NEEDS, [int(size * GIB) for size in gpu_gib])
+    return take_seats(ServeSettings(**settings), [NEEDS], [int(size * GIB) for size in gpu_gib])
 
 
 @pytest.mark.parametrize(
@@ -94,20 +95,52 @@ def test_a_gpu_that_is_not_there_is_refused(device, count):
 def test_on_a_cpu_all_weights_and_pools_are_summed_up_first(monkeypatch, available, settings, remedy):
     monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=int(available * GIB)))
     wanted = ServeSettings(device="cpu", prefill=1, decode=1, **settings)
-    places = take_seats(wanted, NEEDS, [])
+    places = take_seats(wanted, [NEEDS], [])
     if remedy is None:
-        assert "2 times" in require_memory(wanted, NEEDS, places)
+        assert "2 times" in require_memory(wanted, [NEEDS], places)
         return
     with pytest.raises(ConfigError) as caught:
-        require_memory(wanted, NEEDS, places)
+        require_memory(wanted, [NEEDS], places)
     assert remedy in caught.value.message
     assert "\n" not in caught.value.message
+
+
+SMALL = dataclasses.replace(NEEDS, dense=Count(weights=GIB // 2, plain=GIB // 2, active=1.0))
+"""A model of 1 GiB."""
+
+
+def test_workers_of_several_models_sit_one_model_after_the_other():
+    settings = ServeSettings(prefill=1, decode=2)
+    places = take_seats(settings, [NEEDS, SMALL], [80 * GIB] * 4)
+    assert [seat.device for seat in places] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0", "cuda:1"]
+    assert {place.kv_cache_gib for place in places[2:4]} == {0}, "alone they take what is free"
+    shared = pytest.approx(0.8 * (80 - WEIGHTS_GIB - 1) / 2)
+    assert [place.kv_cache_gib for place in (places[0], places[4])] == [shared, shared]
+
+
+def test_a_large_model_may_share_a_gpu_with_a_small_one():
+    settings = ServeSettings(prefill=0, decode=1)
+    large, small = take_seats(settings, [NEEDS, SMALL], [6 * GIB])
+    assert large == small == Seat("cuda:0", 0.4)
+    with pytest.raises(ConfigError, match=r"4.00 GiB of weights, 1.00 GiB of weights do not fit the 4.9 GiB of cuda:0"):
+        take_seats(settings, [NEEDS, SMALL], [int(4.9 * GIB)])
+
+
+def test_on_a_cpu_all_models_are_summed_up(monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=int(14.1 * GIB)))
+    settings = ServeSettings(device="cpu")
+    places = take_seats(settings, [NEEDS, SMALL], [])
+    assert places == [Seat("cpu")] * 4
+    told = require_memory(settings, [NEEDS, SMALL], places)
+    assert "2 times 4.00 GiB of weights and 1 GiB of KV pool, 2 times 1.00 GiB of weights" in told
+    with pytest.raises(ConfigError, match=r"lower --kv-cache-gib to less than 1.0, or start fewer workers"):
+        require_memory(dataclasses.replace(settings, kv_cache_gib=1.1), [NEEDS, SMALL], places)
 
 
 def test_pools_on_gpus_take_no_memory_of_the_machine(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=GIB))
     settings = ServeSettings()
-    assert "on cuda:0, cuda:1" in require_memory(settings, NEEDS, take_seats(settings, NEEDS, [80 * GIB] * 2))
+    assert "on cuda:0, cuda:1" in require_memory(settings, [NEEDS], take_seats(settings, [NEEDS], [80 * GIB] * 2))
 
 
 def test_block_formats_are_smaller_only_where_they_run_as_stored():

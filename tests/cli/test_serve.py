@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -205,6 +206,8 @@ def test_mistakes_are_one_line_and_status_2_before_anything_starts(tmp_path):
             ("--port", "0", "--dtype", "int3"): "--dtype",
             ("--port", "0", "--device", "cpu", "--kv-cache-gib", "100000"): "--kv-cache-gib",
             ("--port", "0", "--model", str(tmp_path)): "name a model's own directory",
+            ("--port", "0", "--model", "smollm2", "--model", "smollm2"): "--served-model-name",
+            ("--port", "0", "--served-model-name", ","): "--served-model-name",
         }
         for flags, remedy in cases.items():
             cluster = Cluster(tmp_path, *flags)
@@ -255,6 +258,26 @@ def test_children_get_only_what_differs_from_their_defaults():
     assert prefill.niceness > 0, "running streams come before prompts"
     assert {router.niceness, first.niceness, second.niceness} == {0}
     assert second.argv[second.argv.index("--node-id") + 1] == "decode-1"
+
+
+def test_each_model_has_workers_of_its_own_and_the_router_all_models():
+    settings = ServeSettings(
+        redis_url="redis://127.0.0.1:1/0", model=("/m/a", "/m/b"), served_model_name=("a,first", "b"), decode=2
+    )
+    seats = [Seat(f"cuda:{index}") for index in range(6)]
+    router, *workers = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand])
+    models = ["--model", "/m/a", "--model", "/m/b"]
+    names = ["--served-model-name", "a,first", "--served-model-name", "b"]
+    assert [word for word in router.argv if word in {*models, *names}] == [*names, *models]
+    assert [worker.name for worker in workers] == [
+        "prefill-0", "decode-0", "decode-1", "prefill-1", "decode-2", "decode-3"
+    ]  # fmt: skip
+    for index, worker in enumerate(workers):
+        given = {flag: [b for a, b in pairwise(worker.argv) if a == flag] for flag in worker.argv if flag[0] == "-"}
+        assert given["--model"] == (["/m/a"] if index < 3 else ["/m/b"])
+        assert given["--served-model-name"] == (["a", "first"] if index < 3 else ["b"])
+        assert given["--device"] == [f"cuda:{index}"]
+        assert given["--node-id"] == [worker.name]
 
 
 def test_the_program_is_the_console_script_where_there_is_one(tmp_path, monkeypatch):

@@ -100,7 +100,7 @@ def test_the_doctor_asks_for_no_weights(monkeypatch, tmp_path):
     monkeypatch.setattr("model_files.source.download", download)
     monkeypatch.setattr("cli.speed.measure", lambda device, threads: LIMITS)
     monkeypatch.setattr(doctor, "gpus", list)
-    settings = ServeSettings(model="org/model", threads=1)
+    settings = ServeSettings(model=("org/model",), threads=1)
     results = list(all_checks(settings, [(name, getattr(doctor, name)) for name in ("model", "memory", "speed")]))
     assert [result.level for result in results] == ["ok"] * 3, results
     assert not any("*.safetensors" in patterns for patterns in asked)

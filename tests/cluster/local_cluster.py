@@ -64,6 +64,11 @@ class LocalCluster:
 
         return asyncio.run(read())
 
+    def worker(self, node_id: str) -> psutil.Process:
+        """The live process of this node."""
+        (found,) = [child for child in self.children(node_id) if "--node-id" in child.cmdline()]
+        return found
+
     def worker_urls(self, role: str) -> list[str]:
         return [lease.http_url for lease in self.leases() if lease.role == role]
 

@@ -88,7 +88,7 @@ def save_bert(path: Path, kind: str, **settings: Any) -> Path:
 @torch.inference_mode()
 def alone(path: Path, kind: str, *texts: str) -> Any:
     """transformers' own answer to one text or pair, in float32."""
-    text = load_text_model(RouterSettings(model=str(path)))
+    text = load_text_model(RouterSettings(model=(str(path),)))
     ids, second = (text.encode(*texts), 0) if len(texts) == 1 else text.encode_pair(*texts)
     types = [[int(bool(second) and at >= second) for at in range(len(ids))]]
     model = getattr(transformers_module(), kind).from_pretrained(path, dtype=torch.float32).eval()

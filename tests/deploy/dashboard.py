@@ -65,9 +65,16 @@ def metric_names(expression: str) -> set[str]:
     return set(_METRIC.findall(expression))
 
 
+def serving_router() -> RouterMetrics:
+    """Those of a router that serves a model."""
+    metrics = RouterMetrics()
+    metrics.of("m")
+    return metrics
+
+
 def known_names() -> set[str]:
     """Names of all samples that some process of a cluster serves."""
-    return sample_names(metrics.registry for metrics in (RouterMetrics(), WorkerMetrics("decode")))
+    return sample_names(metrics.registry for metrics in (serving_router(), WorkerMetrics("decode")))
 
 
 def sample_names(registries: Iterable[CollectorRegistry]) -> set[str]:

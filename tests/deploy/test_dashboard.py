@@ -8,9 +8,9 @@ import pytest
 from prometheus_client import start_http_server
 
 from docs.dashboard import made
-from protocol.metrics import RouterMetrics, WorkerMetrics
+from protocol.metrics import WorkerMetrics
 from tests.deploy import dashboard
-from tests.deploy.dashboard import failing_queries, known_names, metric_names, panel_queries
+from tests.deploy.dashboard import failing_queries, known_names, metric_names, panel_queries, serving_router
 from tests.deploy.prometheus import query, running_prometheus, wait_scraped
 
 PANELS = [panel for panel in dashboard.load()["panels"] if panel["type"] != "row"]
@@ -20,7 +20,7 @@ UNITS = {"short", "s", "reqps", "percentunit", "Bps"}
 @pytest.fixture(scope="module")
 def idle_cluster() -> Iterator[str]:
     """A Prometheus that scrapes the metrics of a router, a prefill and a decode process that did nothing yet."""
-    sets = [RouterMetrics(), WorkerMetrics("prefill"), WorkerMetrics("decode")]
+    sets = [serving_router(), WorkerMetrics("prefill"), WorkerMetrics("decode")]
     servers = [start_http_server(0, "127.0.0.1", metrics.registry) for metrics in sets]
     try:
         with running_prometheus([f"127.0.0.1:{server.server_port}" for server, _ in servers]) as url:

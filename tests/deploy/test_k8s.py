@@ -240,7 +240,8 @@ def test_gpu_processes_find_the_model_under_a_mount(monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patch:
             settings = parsed(process, "gpu", patch)
         mounts = [mount["mountPath"] for mount in pod_spec("gpu", process)["containers"][0]["volumeMounts"]]
-        assert any(settings["model"].startswith(mount + "/") for mount in mounts)
+        (model,) = [settings["model"]] if isinstance(settings["model"], str) else settings["model"]
+        assert any(model.startswith(mount + "/") for mount in mounts)
         assert settings.get("device", "cuda") == "cuda"
 
 

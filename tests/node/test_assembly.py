@@ -77,9 +77,13 @@ def test_a_node_tells_a_person_where_it_computes_and_how_large_its_pool_is() -> 
     engine = SimpleNamespace(
         runner=SimpleNamespace(model=SimpleNamespace(ops=None)), pool=SimpleNamespace(num_blocks=2**22)
     )
-    parts = SimpleNamespace(engine=engine, layout=LAYOUT, kv=torch.zeros(1))
+    parts = SimpleNamespace(engine=engine, layout=LAYOUT, kv=torch.zeros(1), info=SimpleNamespace(name="m"))
     facts = describe(cast(Assembled, parts))
-    assert facts == {"device": f"cpu, threads: {torch.get_num_threads()}", "kv_pool": "4.00 GiB, 16777216 tokens"}
+    assert facts == {
+        "model": "m",
+        "device": f"cpu, threads: {torch.get_num_threads()}",
+        "kv_pool": "4.00 GiB, 16777216 tokens",
+    }
 
 
 def test_a_gpu_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

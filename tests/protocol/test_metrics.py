@@ -9,8 +9,13 @@ from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
 from protocol.metrics import RouterMetrics, WorkerMetrics
 from tests.deploy.binaries import need, promtool_binary
+from tests.deploy.dashboard import serving_router
 
-SETS = {"router": RouterMetrics, "prefill": lambda: WorkerMetrics("prefill"), "decode": lambda: WorkerMetrics("decode")}
+SETS = {
+    "router": serving_router,
+    "prefill": lambda: WorkerMetrics("prefill"),
+    "decode": lambda: WorkerMetrics("decode"),
+}
 Metrics = RouterMetrics | WorkerMetrics
 
 
@@ -49,16 +54,19 @@ def test_worker_series_carry_the_role_and_known_labels() -> None:
 
 
 def test_router_series_exist_at_zero() -> None:
-    sample = RouterMetrics().registry.get_sample_value
+    metrics = RouterMetrics()
+    sample = metrics.registry.get_sample_value
     assert sample("kvferry_ladder_rungs_total", {"rung": "local_prefill"}) == 0
     assert sample("kvferry_nodes", {"role": "decode", "state": "draining"}) == 0
-    assert sample("kvferry_prompt_tokens_total", {"source": "reused_decode"}) == 0
+    metrics.of("m")
+    assert sample("kvferry_prompt_tokens_total", {"model_name": "m", "source": "reused_decode"}) == 0
 
 
 def test_two_sets_do_not_share_state() -> None:
     one, two = RouterMetrics(), RouterMetrics()
-    one.output_tokens.inc(5)
-    assert two.registry.get_sample_value("kvferry_output_tokens_total") == 0
+    one.of("m").output_tokens.inc(5)
+    two.of("m")
+    assert two.registry.get_sample_value("kvferry_output_tokens_total", {"model_name": "m"}) == 0
 
 
 def test_promtool_finds_no_lint(metrics: Metrics) -> None:

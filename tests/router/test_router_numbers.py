@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from api_parts import demo_text
+from api_parts import demo_text, pools_of
 from fake_workers import Bench, decode, prefill
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -34,7 +34,7 @@ class Door:
     """A router on fake workers, behind its application; every number that passes the door reaches the nodes' codec."""
 
     def __init__(self, bench: Bench) -> None:
-        app = create_app(RouterSettings(), bench.cluster, demo_text(), bench.metrics)
+        app = create_app(RouterSettings(), pools_of(bench.cluster, demo_text(), bench.metrics), bench.metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
 
     async def post(self, path: str, **body: Any) -> httpx.Response:

@@ -30,7 +30,7 @@ async def router(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, asyncio.Task[None]]]:
     """A router on the bench's registry, its client, and its run."""
     sock = bind("127.0.0.1", 0)
-    run = asyncio.create_task(run_router(RouterSettings(**settings), bench.store, sock, stop))
+    run = asyncio.create_task(run_router(RouterSettings(served_model_name=("m",), **settings), bench.store, sock, stop))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=10) as client:
         try:
@@ -107,4 +107,4 @@ async def test_mistakes_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         await serve_router(RouterSettings(port=0, redis_url="gopher://x"))
     with pytest.raises(ConfigError):
-        await serve_router(RouterSettings(port=0, model=str(tmp_path / "nothing")))
+        await serve_router(RouterSettings(port=0, model=(str(tmp_path / "nothing"),)))

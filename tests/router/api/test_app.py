@@ -34,13 +34,14 @@ from router.journey.spec import Output, RequestSpec, Route
 from router.text.load import load_text_model
 
 LONG = says("word " * 2000)
+NAME, NODES = "SmolLM2-135M-Instruct", {"prefill": 0, "decode": 1}
 
 
 async def test_operations() -> None:
     api = Api(FakeCluster(says("x")))
     assert (await api.http.get("/health")).json() == {"status": "ok"}
     ready = await api.http.get("/ready")
-    assert (ready.status_code, ready.json()) == (200, {"status": "ready", "nodes": {"prefill": 0, "decode": 1}})
+    assert (ready.status_code, ready.json()) == (200, {"status": "ready", "nodes": NODES, "models": {NAME: NODES}})
     api.cluster.is_ready = False
     assert (await api.http.get("/ready")).status_code == 503
     assert (await api.http.get("/health")).status_code == 200
@@ -165,7 +166,7 @@ async def test_a_model_without_a_template_says_so() -> None:
 def test_settings_name_the_model_and_replace_its_template(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("{{ messages[0].content }}!")
-    text = load_text_model(RouterSettings(served_model_name="mine", chat_template=str(file)))
+    text = load_text_model(RouterSettings(served_model_name=("mine",), chat_template=str(file)))
     assert text.name == "mine"
     assert text.render(MESSAGES) == "Hello!"
     with pytest.raises(ConfigError, match="chat template"):

@@ -150,7 +150,7 @@ async def test_many_short_prompts_together_are_encoded_off_the_loop() -> None:
             return demo_text().encode(text, add_special_tokens=add_special_tokens)
 
     demo = demo_text()
-    text = Watched(demo.name, demo.tokenizer, demo.template, demo.facts)
+    text = Watched(demo.called, demo.tokenizer, demo.template, demo.facts)
     api = Api(FakeCluster(echo_seed), text)
     await api.complete(prompt=["some words " * 50] * 3)
     assert threads == {threading.get_ident()}

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from api_parts import FakeCluster, demo_text, ids_of, says
 
+from model_files.naming import ModelName
 from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.metrics import RouterMetrics
 from router.api.pool import Pool, Pools
@@ -16,8 +17,8 @@ CALL = Call("c", arrival=1.0, deadline=2.0)
 
 
 def pool(name: str, max_model_len: int = 4096) -> Pool:
-    text = replace(demo_text(), name=name)
-    return Pool(text, FakeCluster(says("x"), max_model_len=max_model_len), RouterMetrics(), Encoder(text))
+    text = replace(demo_text(), called=ModelName(name))
+    return Pool(text, FakeCluster(says("x"), max_model_len=max_model_len), RouterMetrics().of(name), Encoder(text))
 
 
 def test_pools_are_found_by_name_and_the_first_is_meant_without_one() -> None:
@@ -28,7 +29,7 @@ def test_pools_are_found_by_name_and_the_first_is_meant_without_one() -> None:
     assert pools.pool(None) is pools.pool("") is pools.pool("small") is small
     with pytest.raises(ModelNotFound, match="'small', 'large'"):
         pools.pool("other")
-    assert pools.ready() == {"prefill": 0, "decode": 2}
+    assert pools.ready() == {"small": {"prefill": 0, "decode": 1}, "large": {"prefill": 0, "decode": 1}}
 
 
 def test_a_pool_is_as_long_as_its_nodes_and_its_model_allow() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-from api_parts import demo_text
+from api_parts import demo_text, pools_of
 from fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
 from walk import Walk
 
 from protocol.messages import PrefillRequest
-from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
 
@@ -20,7 +19,7 @@ API_HALF = {
     "router/api/pool.py",
     "router/api/generation.py",
     "router/text/text_model.py",
-    "router/journey/cluster.py",
+    "router/journey/model_cluster.py",
 }
 """Key and call; what the body asks for; its model; its sequences; its prompt; the nodes."""
 WORDS = "What does a ferry carry? " * 10
@@ -37,14 +36,16 @@ async def walked(path: str, body: dict[str, Any]) -> set[str]:
             yield answer
 
     async with Bench([prefill(prefill_script=arrived), decode()]) as bench:
-        app = create_app(RouterSettings(), bench.cluster, demo_text(), RouterMetrics())
+        app = create_app(RouterSettings(), pools_of(bench.cluster, demo_text(), bench.metrics), bench.metrics)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
             assert (await http.post(path, json={**body, "seed": 1})).status_code == 200
             with walk:
                 assert (await http.post(path, json={**body, "seed": 2})).status_code == 200
     assert "router/journey/journey.py" in walk.files
     assert len(walk.files) <= 12, walk.files
-    return {file for file in walk.files if file.startswith(("router/api/", "router/text/", "router/journey/cluster"))}
+    return {
+        file for file in walk.files if file.startswith(("router/api/", "router/text/", "router/journey/model_cluster"))
+    }
 
 
 async def test_a_chat_walks_through_six_files_before_its_journey() -> None:

@@ -156,7 +156,7 @@ async def test_reuse_known_to_the_index_decides_and_is_counted() -> None:
 
 
 async def test_a_slow_index_costs_little_and_no_request(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "router.journey.cluster")
+    caplog.set_level("INFO", "router.journey.model_cluster")
 
     class Slow:
         async def longest_prefix(self, hashes: Any, nodes: Any) -> dict[str, int]:
@@ -164,12 +164,13 @@ async def test_a_slow_index_costs_little_and_no_request(caplog: pytest.LogCaptur
             return {}
 
     async with Bench([prefill(), decode()]) as bench:
-        index, bench.cluster._index = bench.cluster._index, Slow()
+        asked = bench.cluster._index
+        index, asked._lookup = asked._lookup, Slow()
         began = asyncio.get_running_loop().time()
         for _ in range(3):
             assert ids(await collect(bench.start(3))) == expected(PROMPT, 3)
         assert asyncio.get_running_loop().time() - began < 2
-        bench.cluster._index = index
+        asked._lookup = index
         for _ in range(3):
             await collect(bench.start(3))
     assert ["block index" in message for message in caplog.messages].count(True) == 2

@@ -52,7 +52,7 @@ async def test_during_the_lookup(way: Any) -> None:
             return {}
 
     async with Bench([prefill(), decode()]) as bench:
-        bench.cluster._index = index = Slow()
+        bench.cluster._index._lookup = index = Slow()
         journey = bench.start(8)
         task = asyncio.create_task(collect(journey))
         await until(lambda: index.asked)

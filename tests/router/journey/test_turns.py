@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from fake_workers import Bench, collect, decode, prefill
 
-import router.journey.cluster
+import router.journey.model_cluster
 from placement.terms import Demand, NodeView, Placement
 from protocol.errors import Overloaded
 from protocol.lease import Load
@@ -63,8 +63,8 @@ async def test_a_request_is_placed_once(monkeypatch: pytest.MonkeyPatch) -> None
         placed.append(demand)
         return place(demand, nodes)
 
-    place = router.journey.cluster.place
-    monkeypatch.setattr(router.journey.cluster, "place", counted)
+    place = router.journey.model_cluster.place
+    monkeypatch.setattr(router.journey.model_cluster, "place", counted)
     async with cluster(2, 2) as bench:
         for count in range(1, 5):
             await collect(bench.start(2))
@@ -74,10 +74,10 @@ async def test_a_request_is_placed_once(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_a_full_cluster_refuses_without_placing_and_without_asking_its_nodes() -> None:
     full = Load(active_blocks=100, total_blocks=100, waiting_tokens=1400)
     async with Bench([decode(f"d{i}", changes={"load": full}) for i in range(3)]) as bench:
-        entries, group = bench.nodes.entries, bench.nodes.group
-        bench.nodes.entries, bench.nodes.group = {}, []
+        entries, members = bench.nodes.entries, bench.cluster.group.members
+        bench.nodes.entries, bench.cluster.group.members = {}, []
         try:
             with pytest.raises(Overloaded):
                 bench.start(2)
         finally:
-            bench.nodes.entries, bench.nodes.group = entries, group
+            bench.nodes.entries, bench.cluster.group.members = entries, members

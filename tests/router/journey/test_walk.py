@@ -25,7 +25,7 @@ async def test_six_files_from_a_spec_to_the_post_to_prefill() -> None:
             journey = bench.start(4)
             assert ids(await collect(journey)) == expected(PROMPT, 4)
     assert set(walk.files) == {
-        "router/journey/cluster.py",
+        "router/journey/model_cluster.py",
         "router/journey/journey.py",
         "router/journey/attempt.py",
         "router/nodes/entry.py",

@@ -68,7 +68,7 @@ CHANGES = st.lists(
 @given(CHANGES)
 def test_the_room_is_the_sum_over_all_nodes(changes: list[tuple[int, str, int]]) -> None:
     """Kept step by step it is what a new sum over all nodes would be, and it refuses when placing would."""
-    room = Room()
+    room = Room("m")
     entries = [NodeEntry(lease_of(f"d{i}", "decode"), room) for i in range(3)] + [
         NodeEntry(lease_of("p1", "prefill"), room)
     ]
@@ -107,7 +107,7 @@ def test_the_room_is_the_sum_over_all_nodes(changes: list[tuple[int, str, int]])
 
 
 def test_without_a_decode_node_clients_are_told_to_come_back_soon() -> None:
-    kept = Room().refusal()
+    kept = Room("m").refusal()
     with pytest.raises(NoNodes) as placed:
         place(Demand(9), ())
     assert isinstance(kept, NoNodes)
@@ -125,7 +125,7 @@ def test_without_a_decode_node_clients_are_told_to_come_back_soon() -> None:
 )
 def test_full_nodes_tell_how_long_what_is_too_much_takes(waiting: int, step_s: float, seconds: float) -> None:
     """The same from the kept sums as from placing a request of one block: only what exceeds four pools must go."""
-    room = Room()
+    room = Room("m")
     entry = serving(full(waiting, step_s), room)
     kept = room.refusal()
     with pytest.raises(Overloaded) as placed:
@@ -142,7 +142,7 @@ def test_frames_are_dealt_to_who_listens() -> None:
         def delta(self, delta: TokenDelta) -> None:
             heard.append(delta)
 
-    entry = serving(lease_of("d1", "decode"), Room())
+    entry = serving(lease_of("d1", "decode"), Room("m"))
     entry.listeners["r1"] = Listener()
     deltas = tuple(TokenDelta(request_id, 0, 0, (5,)) for request_id in ("r1", "r2"))
     entry.deal(StepFrame(deltas))

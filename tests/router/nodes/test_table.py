@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from fake_workers import lease_of
 
+from model_files.naming import ModelName
 from protocol.errors import NodeLost
 from protocol.lease import Load, NodeLease, Rates
 from protocol.metrics import RouterMetrics
 from router.nodes.entry import NodeEntry, Part
+from router.nodes.group import NodeGroup
 from router.nodes.table import NodeTable
 
 
@@ -39,6 +41,7 @@ class Table(NodeTable):
     def __init__(self, *leases: NodeLease) -> None:
         self.registry, self.clock, self.metrics, self.changes = Registry(*leases), Clock(), RouterMetrics(), 0
         super().__init__(self.registry, self.metrics, clock=self.clock)
+        self.group = self.add(NodeGroup(ModelName("m")))
         self.listen(self._heard)
 
     def _heard(self) -> None:
@@ -51,7 +54,7 @@ class Table(NodeTable):
         await self.refresh()
 
     def ids(self) -> set[str]:
-        return {entry.lease.node_id for entry in self.group}
+        return {entry.lease.node_id for entry in self.group.members}
 
     def __getitem__(self, lease: NodeLease) -> NodeEntry:
         return self.entries[(lease.node_id, lease.epoch)]
@@ -108,7 +111,7 @@ async def test_registry_away_keeps_the_nodes_and_forgets_their_load() -> None:
         await table.poll()
     assert not table.up
     assert table.metrics.registry_up._value.get() == 0
-    view = table.group[0].view
+    view = table.group.members[0].view
     assert (view.waiting_tokens, view.streams, view.lease.load.free_blocks) == (0, 0, 50)
 
 
@@ -242,7 +245,7 @@ async def test_a_lease_that_makes_no_sense_is_left_out_and_the_others_are_follow
     await table.poll(good, bad)
     await table.poll(replace(good, state="draining"), bad, lease_of("p1", "prefill"))
     assert table.ids() == {"d1", "p1"}
-    assert table.room.total == Part(prefills=1)
+    assert table.group.room.total == Part(prefills=1)
 
 
 async def test_a_node_whose_lease_makes_no_sense_any_more_stays_as_it_was_known(
@@ -261,6 +264,7 @@ async def test_a_node_whose_lease_makes_no_sense_any_more_stays_as_it_was_known(
 
 async def test_following_the_registry_outlives_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     table = NodeTable(Registry(lease_of("d1", "decode")), RouterMetrics(), poll_s=0.01)
+    table.add(NodeGroup(ModelName("m")))
     calls = []
 
     def changed() -> None:

@@ -63,7 +63,7 @@ class Node:
 
 def streams_to(node: Node) -> tuple[TokenStreams, NodeEntry]:
     streams = TokenStreams(cast(NodeClient, node), first_backoff_s=0.01, last_backoff_s=0.02)
-    return streams, NodeEntry(D1, Room())
+    return streams, NodeEntry(D1, Room("m"))
 
 
 def delta(request_id: str, index: int = 0) -> TokenDelta:

@@ -57,7 +57,7 @@ async def test_a_long_text_of_short_tokens_is_given_up_early(encoder: Encoder) -
             return super().encode(text, add_special_tokens=add_special_tokens)
 
     demo = demo_text()
-    counting = Encoder(Counting(demo.name, demo.tokenizer, demo.template, demo.facts))
+    counting = Encoder(Counting(demo.called, demo.tokenizer, demo.template, demo.facts))
     with pytest.raises(ContextLengthExceeded, match="maximum context length"):
         await counting.encode([text], BOUND, add_special_tokens=False)
     assert sum(counted) < 100_000

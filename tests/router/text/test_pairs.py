@@ -23,7 +23,7 @@ A = 5
 def text(tmp_path: Path) -> TextModel:
     config = {"model_type": "bert", "vocab_size": VOCAB_SIZE, "hidden_size": 8, "max_position_embeddings": 64}
     (save_wordpiece(tmp_path) / "config.json").write_text(json.dumps(config))
-    return load_text_model(RouterSettings(model=str(tmp_path)))
+    return load_text_model(RouterSettings(model=(str(tmp_path),)))
 
 
 def test_a_text_and_a_pair(text: TextModel) -> None:

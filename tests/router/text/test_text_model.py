@@ -39,7 +39,7 @@ def directory(path: Path, **tokenizer_config: Any) -> Path:
 
 
 def load(path: Path) -> TextModel:
-    return load_text_model(RouterSettings(model=str(path)))
+    return load_text_model(RouterSettings(model=(str(path),)))
 
 
 def rendered(path: Path, **options: Any) -> str:
@@ -88,11 +88,11 @@ def test_a_model_may_have_no_template(tmp_path: Path) -> None:
 def test_a_template_setting_in_json(tmp_path: Path) -> None:
     path, file = directory(tmp_path), tmp_path / "own.json"
     file.write_text('{"chat_template": "own"}')
-    text = load_text_model(RouterSettings(model=str(path), chat_template=str(file)))
+    text = load_text_model(RouterSettings(model=(str(path),), chat_template=str(file)))
     assert text.render(MESSAGES) == "own"
     file.write_text("{}")
     with pytest.raises(ConfigError, match="no chat_template"):
-        load_text_model(RouterSettings(model=str(path), chat_template=str(file)))
+        load_text_model(RouterSettings(model=(str(path),), chat_template=str(file)))
 
 
 def test_the_model_s_own_sampling_defaults_stand_in_for_what_a_request_leaves_out(tmp_path: Path) -> None:
@@ -102,11 +102,13 @@ def test_the_model_s_own_sampling_defaults_stand_in_for_what_a_request_leaves_ou
 
     def params(settings: RouterSettings, **body: Any) -> SamplingParams:
         asked = CompletionBody(model="m", prompt="p", max_tokens=9, **body)
-        pool = Pool(text := load_text_model(settings), FakeCluster(says("x")), RouterMetrics(), Encoder(text))
+        pool = Pool(
+            text := load_text_model(settings), FakeCluster(says("x")), RouterMetrics().of(text.name), Encoder(text)
+        )
         (spec,) = asyncio.run(pool.specs(Call("c", arrival=0.0, deadline=9.0), asked))
         return spec.params
 
-    own = params(RouterSettings(model=str(path)), top_p=0.5)
+    own = params(RouterSettings(model=(str(path),)), top_p=0.5)
     assert (own.temperature, own.top_k, own.top_p, own.max_tokens) == (0.6, 20, 0.5, 9)
-    plain = params(RouterSettings(model=str(path), generation_config="none"))
+    plain = params(RouterSettings(model=(str(path),), generation_config="none"))
     assert (plain.temperature, plain.top_k, plain.top_p) == (1.0, 0, 1.0)

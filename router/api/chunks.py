@@ -1,29 +1,37 @@
-"""The fold over the pieces of a generation: an answer's events or its whole body, the same for every shape."""
+"""Answers of chat and completions: chunks with `choices`, ended by [DONE], or a whole body. A Shape says how a choice
+looks in them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from typing import Any
 
+from router.api.fold import Answer
 from router.api.generation import Choice, Generation
-from router.api.responder import Responder
+from router.api.pool import Pool
 from router.api.schemas import GenerationBody
 from router.api.shape import Collected, Shape
 from router.api.sse import DONE, TextEvent, event
 from router.call import Call
 from router.text.transcript import Piece
 
-ChoicePiece = tuple[Choice, Piece]
+
+def chunks(shape: type[Shape[Any]]) -> Callable[[Call, Pool, Any, Generation], Answer]:
+    """An endpoint's `shape`, where choices look like that."""
+
+    def answer(call: Call, pool: Pool, body: GenerationBody, generation: Generation) -> Answer:
+        return ChunkAnswer(call, body, generation, shape(pool, body, generation))
+
+    return answer
 
 
-class Answer:
-    """`fold` takes all pieces, in the order in which they come; `finish` sends what then remains to be sent."""
+class ChunkAnswer(Answer):
+    """Nearly every piece of a stream is text alone: its event is made by filling the text into one made before."""
 
     def __init__(self, call: Call, body: GenerationBody, generation: Generation, shape: Shape[Any]) -> None:
+        super().__init__(generation, streams=bool(body.stream))
         options = body.stream_options
-        self._streams = bool(body.stream)
-        self._generation = generation
         self._shape = shape
         self._base = {"id": f"{shape.id_prefix}-{call.id}", "created": int(time.time()), "model": shape.model}
         self._usage = bool(options and options.include_usage)
@@ -33,28 +41,7 @@ class Answer:
         self._plain: dict[int, TextEvent] = {}
         self._collected = [Collected() for _ in generation.choices]
 
-    async def fold(self, first: ChoicePiece, rest: AsyncIterator[ChoicePiece], responder: Responder) -> None:
-        """Write the pieces as events, or collect them. Nothing is written before `first` is there."""
-        if not self._streams:
-            self.take(*first)
-            async for choice, piece in rest:
-                self.take(choice, piece)
-            return
-        await responder.begin_stream(self._route())
-        await responder.write(self.chunk(*first))
-        async for choice, piece in rest:
-            data = self.chunk(choice, piece)
-            if data:
-                await responder.write(data)
-
-    async def finish(self, responder: Responder) -> None:
-        if self._streams:
-            await responder.write(self.closing(), more=False)
-        else:
-            await responder.whole(200, self.body(), self._route())
-
-    def chunk(self, choice: Choice, piece: Piece) -> bytes:
-        """Events for a piece; empty when it has nothing to tell. Nearly every piece of a stream is text alone."""
+    def events(self, choice: Choice, piece: Piece) -> bytes:
         plain = self._plain.get(choice.index)
         if plain is None:
             return self._first(choice, piece)
@@ -63,30 +50,24 @@ class Answer:
         return self._event(choice, piece) if self._tells(piece) else b""
 
     def closing(self) -> bytes:
-        """Last events of a stream: usage if asked for, then [DONE]."""
+        """Usage if asked for, then [DONE]."""
         if not self._usage:
             return DONE
-        return event({**self._chunk(), "choices": [], "usage": self._generation.usage()}) + DONE
+        return event({**self._chunk(), "choices": [], "usage": self.generation.usage()}) + DONE
 
     def take(self, choice: Choice, piece: Piece) -> None:
         self._note_prompt(choice, piece)
         self._collected[choice.index].add(piece)
 
     def body(self) -> dict[str, Any]:
-        """The whole answer, after the last piece."""
-        pairs = zip(self._generation.choices, self._collected, strict=True)
+        pairs = zip(self.generation.choices, self._collected, strict=True)
         return {
             **self._base,
             "object": self._shape.whole,
             "choices": [self._shape.whole_choice(choice, found) for choice, found in pairs],
-            "usage": self._generation.usage(),
+            "usage": self.generation.usage(),
             **self._shape.whole_fields(),
         }
-
-    def _route(self) -> dict[str, str]:
-        """The header that tells where the first choice went."""
-        route = self._generation.route
-        return {} if route is None else {"x-kvferry-route": str(route)}
 
     def _first(self, choice: Choice, piece: Piece) -> bytes:
         """The choice's first piece, behind what the shape opens a choice with."""
@@ -113,7 +94,7 @@ class Answer:
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
         """The chunk with the field `usage`, if the client asked for it."""
         if self._usage:
-            chunk["usage"] = self._generation.usage() if self._running_usage else None
+            chunk["usage"] = self.generation.usage() if self._running_usage else None
         return chunk
 
     def _note_prompt(self, choice: Choice, piece: Piece) -> None:

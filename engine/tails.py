@@ -1,0 +1,67 @@
+"""The last blocks of prompts, found by the tokens in them: a request that forks from another copies what both share of
+such a block, since it will write behind it, where full blocks are shared as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+TRIED = 8
+"""Of the blocks behind one parent, the newest that are compared."""
+
+
+class Tail(NamedTuple):
+    """The K/V of the next `length` tokens stand at the beginning of this block."""
+
+    block_id: int
+    length: int
+
+
+class Tails:
+    """A block is known from when the K/V of its tokens is in it until it is taken for another chain: whoever holds it
+    writes only behind them, and freed it stays as it is. At most one entry a block. Owned by the engine thread."""
+
+    def __init__(self) -> None:
+        self._by_parent: dict[bytes, dict[tuple[int, ...], int]] = {}
+        self._places: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def put(self, parent: bytes, token_ids: Sequence[int], block_id: int) -> None:
+        """The block begins with the K/V of these tokens, which follow the block that hashes to `parent`."""
+        self.forget(block_id)
+        tokens = tuple(token_ids)
+        tails = self._by_parent.setdefault(parent, {})
+        older = tails.pop(tokens, None)
+        if older is not None:
+            del self._places[older]
+        tails[tokens] = block_id
+        self._places[block_id] = (parent, tokens)
+
+    def match(self, parent: bytes, token_ids: Sequence[int]) -> Tail | None:
+        """The block, of the newest few, that has most of these tokens in front; None if none has any."""
+        tails = self._by_parent.get(parent, {})
+        newest = [tokens for tokens, _ in zip(reversed(tails), range(TRIED), strict=False)]
+        best = max(newest, key=lambda tokens: _shared(tokens, token_ids), default=())
+        length = _shared(best, token_ids)
+        return Tail(tails[best], length) if length else None
+
+    def forget(self, block_id: int) -> None:
+        """The block is taken, to be written anew."""
+        parent, tokens = self._places.pop(block_id, (b"", ()))
+        tails = self._by_parent.get(parent)
+        if tails is not None and tails.get(tokens) == block_id:
+            del tails[tokens]
+            if not tails:
+                del self._by_parent[parent]
+
+
+def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of what both begin with."""
+    length = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

@@ -1,0 +1,65 @@
+"""What a model is called: after its files, and by those who serve it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelName:
+    """own: derived from where the files are (`ModelSource.name`). served: what clients are to call it; with none, its
+    own name is the one."""
+
+    own: str
+    served: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return self.served or (self.own,)
+
+    @property
+    def first(self) -> str:
+        """The one that answers carry."""
+        return self.all[0]
+
+    def shares(self, other: ModelName) -> bool:
+        """Whether clients may mean both by one name."""
+        return not set(self.all).isdisjoint(other.all)
+
+    def resembles(self, other: ModelName) -> bool:
+        """Whether both are called alike after their files, and not each by names of its own."""
+        return self.own == other.own and not (self.served and other.served)
+
+
+def split_names(given: Sequence[str], models: int) -> list[tuple[str, ...]]:
+    """The served names of each model, from the values of --served-model-name: one for each model in order, with commas
+    between the names of one; all of them are the names of a single model. Without any there are none. Raises
+    ConfigError."""
+    if not given:
+        return [()] * models
+    if models == 1:
+        given = [",".join(given)]
+    if len(given) != models:
+        raise ConfigError(
+            f"there are {models} models and {len(given)} values of --served-model-name; give one for each, with commas "
+            "between the names of one model",
+            param="served_model_name",
+        )
+    names = [tuple(dict.fromkeys(filter(None, map(str.strip, value.split(","))))) for value in given]
+    if not all(names):
+        raise ConfigError("a --served-model-name names nothing", param="served_model_name")
+    return names
+
+
+def require_distinct(names: Sequence[ModelName]) -> None:
+    """Raises ConfigError if two models have a name in common."""
+    counts = Counter(name for model in names for name in model.all)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ConfigError(
+            f"two models are called {twice[0]!r}; tell them apart with a --served-model-name for each",
+            param="served_model_name",
+        )

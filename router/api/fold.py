@@ -1,0 +1,101 @@
+"""The fold over the pieces of a generation, the same for every shape of the API, and what an endpoint is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from protocol.errors import KvferryError
+from router.api.answers import ErrorAnswer
+from router.api.generation import Choice, Generation
+from router.api.pool import Pool, Pools
+from router.api.responder import Responder
+from router.api.schemas import GenerationBody, RequestBody
+from router.api.sse import event
+from router.call import Call
+from router.text.transcript import Piece
+
+ChoicePiece = tuple[Choice, Piece]
+
+
+class Answer:
+    """What a client gets for a generation: events as the pieces come, or one body after the last. Kinds of answers say
+    how either looks; `fold` takes all pieces, in the order in which they come, and `finish` sends what then remains."""
+
+    def __init__(self, generation: Generation, *, streams: bool) -> None:
+        self.generation = generation
+        self._streams = streams
+
+    async def fold(self, first: ChoicePiece, rest: AsyncIterator[ChoicePiece], responder: Responder) -> None:
+        """Write the pieces as events, or collect them. Nothing is written before `first` is there."""
+        if not self._streams:
+            self.take(*first)
+            async for choice, piece in rest:
+                self.take(choice, piece)
+            return
+        await responder.begin_stream(self._route(), self.failing)
+        await responder.write(self.opening() + self.events(*first))
+        async for choice, piece in rest:
+            data = self.events(choice, piece)
+            if data:
+                await responder.write(data)
+
+    async def settle(self) -> None:
+        """What must have happened before the client hears of the end, after the last piece. Never raises."""
+
+    async def finish(self, responder: Responder) -> None:
+        if self._streams:
+            await responder.write(self.closing(), more=False)
+        else:
+            await responder.whole(200, self.body(), self._route())
+
+    def opening(self) -> bytes:
+        """First events of a stream."""
+        return b""
+
+    def events(self, choice: Choice, piece: Piece) -> bytes:
+        """Events for a piece; empty when it has nothing to tell."""
+        raise NotImplementedError
+
+    def closing(self) -> bytes:
+        """Last events of a stream."""
+        raise NotImplementedError
+
+    def failing(self, error: KvferryError) -> bytes:
+        """Last events of a stream that ends by an error."""
+        return event(error.body())
+
+    def take(self, choice: Choice, piece: Piece) -> None:
+        """Collect a piece of an answer that does not stream."""
+        raise NotImplementedError
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer, after the last piece."""
+        raise NotImplementedError
+
+    def _route(self) -> dict[str, str]:
+        """The header that tells where the first choice went."""
+        route = self.generation.route
+        return {} if route is None else {"x-kvferry-route": str(route)}
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A generating endpoint: where it is, what it takes, and how it answers.
+
+    summary, answer, error  for its description: the models of a whole answer and of an error
+    body     the request as it comes
+    shape    makes what shows the answer, once there is something to show
+    asked    what the request asks of the model, where the body does not say it by itself. Raises KvferryError
+    """
+
+    path: str
+    summary: str
+    body: type[RequestBody]
+    shape: Callable[[Call, Pool, Any, Generation], Answer]
+    answer: type[BaseModel]
+    error: type[BaseModel] = ErrorAnswer
+    asked: Callable[[Call, Any, Pools], Awaitable[GenerationBody]] | None = None

@@ -1,0 +1,114 @@
+"""Nodes of several models in one registry: each in the group of its model, or in none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fake_workers import lease_of
+from test_table import Clock, Registry
+
+from model_files.naming import ModelName
+from protocol.lease import Load, NodeLease
+from protocol.metrics import RouterMetrics
+from router.nodes.entry import Part
+from router.nodes.group import NodeGroup
+from router.nodes.table import NodeTable
+
+
+def node(node_id: str, role: str, model: str, *names: str, **changes: object) -> NodeLease:
+    return lease_of(node_id, role, model=model, served_names=names, fingerprint=f"fp-{model}", **changes)
+
+
+class Groups(NodeTable):
+    def __init__(self, *names: ModelName) -> None:
+        self.registry, self.clock, self.metrics = Registry(), Clock(), RouterMetrics()
+        super().__init__(self.registry, self.metrics, clock=self.clock)
+        for name in names:
+            self.add(NodeGroup(name))
+
+    async def see(self, *leases: NodeLease) -> list[set[str]]:
+        """Ids by group."""
+        self.clock.now += 0.5
+        self.registry.leases = list(leases)
+        await self.refresh()
+        return [{entry.lease.node_id for entry in group.members} for group in self.groups]
+
+
+A, B = ModelName("a"), ModelName("b")
+
+
+async def test_each_model_has_its_nodes_and_a_room_of_its_own() -> None:
+    table = Groups(A, B)
+    load = Load(free_blocks=10, total_blocks=10)
+    leases = [node("p1", "prefill", "a"), node("d1", "decode", "a"), node("d2", "decode", "b", load=load)]
+    assert await table.see(*leases) == [{"p1", "d1"}, {"d2"}]
+    for entry in table.entries.values():
+        entry.opened()
+    first, second = (group.room for group in table.groups)
+    assert (first.total.prefills, first.total.decodes) == (1, 1)
+    assert second.total == Part(0, 1, second.total.spare_blocks, 0, second.total.freed_per_s)
+    spare = first.total.spare_blocks
+    table.entries[("d2", 1)].promise(0, 10_000, lambda lost: None)
+    assert "full" in str(second.refusal())
+    assert first.total.spare_blocks == spare
+    assert first.refusal() is None
+
+
+async def test_a_model_whose_nodes_leave_is_named_and_the_other_goes_on() -> None:
+    table = Groups(A, B)
+    one, other = node("d1", "decode", "a"), node("d2", "decode", "b")
+    await table.see(one, other)
+    table.entries[("d1", 1)].opened()
+    assert await table.see(one) == [{"d1"}, set()]
+    refusal = table.groups[1].room.refusal()
+    assert refusal is not None
+    assert (refusal.status, refusal.retry_after) == (503, 2.0)
+    assert "'b' has no decode node" in refusal.message
+    assert table.groups[0].room.refusal() is None
+
+
+async def test_fingerprints_are_compared_within_a_model() -> None:
+    table = Groups(A, B)
+    odd = replace(node("d3", "decode", "b"), fingerprint="other")
+    ids = await table.see(node("d1", "decode", "a"), node("p2", "prefill", "b"), node("d2", "decode", "b"), odd)
+    assert ids == [{"d1"}, {"p2", "d2"}]
+    states = {state: table.metrics.nodes.labels("decode", state)._value.get() for state in ("ready", "incompatible")}
+    assert states == {"ready": 2, "incompatible": 1}
+
+
+async def test_served_names_tell_models_of_one_name_apart() -> None:
+    table = Groups(ModelName("ckpt", ("x", "also-x")), ModelName("ckpt", ("y",)))
+    leases = [node("d1", "decode", "ckpt", "y"), node("d2", "decode", "elsewhere", "also-x")]
+    assert await table.see(*leases) == [{"d2"}, {"d1"}]
+
+
+async def test_a_served_name_on_one_side_only_is_enough_where_the_files_are_called_alike() -> None:
+    table = Groups(ModelName("a", ("mine",)), B)
+    assert await table.see(node("d1", "decode", "a"), node("d2", "decode", "b", "nice")) == [{"d1"}, {"d2"}]
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        node("s", "decode", "c"),
+        node("s", "decode", "ckpt"),
+        node("s", "decode", "ckpt", "z"),
+        node("s", "decode", "q", "x", "y"),
+    ],
+    ids=["unknown", "either of two", "neither of two", "both"],
+)
+async def test_a_node_of_no_model_is_left_alone_and_told_of_once(
+    stranger: NodeLease, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = Groups(ModelName("ckpt", ("x",)), ModelName("ckpt", ("y",)))
+    for _ in range(3):
+        assert await table.see(stranger, node("d1", "decode", "ckpt", "x")) == [{"d1"}, set()]
+    assert list(table.entries) == [("d1", 1)]
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(
+        f"node s runs '{(*stranger.served_names, stranger.model)[0]}' and this router serves 'x', 'y'"
+    )
+    await table.see(node("d1", "decode", "ckpt", "x"))
+    await table.see(stranger, node("d1", "decode", "ckpt", "x"))
+    assert len(caplog.records) == 2, "it left and came back"
