@@ -7,6 +7,7 @@
 # make bench-accuracy  perplexity and greedy agreement of each weight format against transformers in float32
 # make bench-router  measure the router alone, in front of mock nodes: CPU per request and per token
 # make bench-cpu measure the CPU kernels against the limits of this machine and against PyTorch
+# make bench-embed  embeddings a second, against one batch of transformers
 # make bench-gpu measure the kernels on the GPU of this machine
 # make clean     remove the virtual environment and all caches
 #
@@ -36,7 +37,7 @@ EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-avx512 lint docs bench bench-accuracy bench-router bench-cpu bench-gpu clean FORCE
+.PHONY: help serve test test-avx512 lint docs bench bench-accuracy bench-router bench-cpu bench-embed bench-gpu clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -76,6 +77,9 @@ bench-router: $(VENV)/bench.done $(VENV)/model.done
 
 bench-cpu: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python benchmarks/cpu_kernels.py $(ARGS)
+
+bench-embed: $(VENV)/test.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.embedding $(ARGS)
 
 bench-gpu: $(VENV)/test.done
 	$(BIN)/python benchmarks/gpu_kernels.py $(ARGS)

@@ -39,7 +39,8 @@ class EncoderModel(Computing):
         self.classifies = classifies
         self._module = module
         self._padding = int(getattr(module.config, "pad_token_id", None) or 0)
-        self._typed = "token_type_ids" in inspect.signature(module.forward).parameters
+        types = int(getattr(module.config, "type_vocab_size", None) or 0)
+        self._typed = types > 1 and "token_type_ids" in inspect.signature(module.forward).parameters
 
     def hidden(self, texts: Sequence[Text]) -> torch.Tensor:
         """Last hidden states [text, longest, hidden] of a padded batch; rows behind a text's end mean nothing."""
