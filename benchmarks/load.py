@@ -86,7 +86,7 @@ def parse(began: float, events: Sequence[tuple[float, bytes]], max_tokens: int) 
 
 
 def _request(
-    host: str, model: str, prompt: str | Sequence[int], max_tokens: int, seed: int | None, last: bool
+    host: str, model: str, prompt: str | Sequence[int], max_tokens: int, seed: int | None, last: bool, key: str
 ) -> bytes:
     body = {
         "model": model,
@@ -98,22 +98,26 @@ def _request(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return post(host, "/v1/completions", json.dumps(body).encode(), last=last)
+    return post(host, "/v1/completions", json.dumps(body).encode(), last=last, key=key)
 
 
-def post(host: str, path: str, content: bytes, *, kind: str = "application/json", last: bool = False) -> bytes:
+def post(
+    host: str, path: str, content: bytes, *, kind: str = "application/json", last: bool = False, key: str = ""
+) -> bytes:
     """The bytes of a POST; the server closes the connection after the `last` one."""
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n"
+    head += f"Authorization: Bearer {key}\r\n" if key else ""
     return f"{head}{'Connection: close' if last else 'Connection: keep-alive'}\r\n\r\n".encode() + content
 
 
 @asynccontextmanager
-async def connected(url: str) -> AsyncIterator[Connection]:
-    """A connection to a server, closed at exit. Raises LoadError, also for what breaks in the block."""
+async def connected(url: str, key: str = "") -> AsyncIterator[Connection]:
+    """A connection to a server, closed at exit, whose completions present the API key. Raises LoadError, also for what
+    breaks in the block."""
     address = urlsplit(url)
     try:
         transport, connection = await asyncio.get_running_loop().create_connection(
-            lambda: Connection(address.netloc), address.hostname or "127.0.0.1", address.port or 80
+            lambda: Connection(address.netloc, key), address.hostname or "127.0.0.1", address.port or 80
         )
         try:
             yield connection
@@ -126,8 +130,8 @@ async def connected(url: str) -> AsyncIterator[Connection]:
 class Connection(asyncio.Protocol):
     """One request after another, and their responses."""
 
-    def __init__(self, host: str) -> None:
-        self.host = host
+    def __init__(self, host: str, key: str = "") -> None:
+        self.host, self._key = host, key
         self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answer.set_result(None)
         self._events: list[tuple[float, bytes]] = []
@@ -144,7 +148,7 @@ class Connection(asyncio.Protocol):
         last: bool = False,
     ) -> Completion:
         """As the function `complete`; timed from `began` on, or from now."""
-        request = _request(self.host, model, prompt, max_tokens, seed, last)
+        request = _request(self.host, model, prompt, max_tokens, seed, last, self._key)
         began = began or time.perf_counter()
         return parse(began, await self.send(request), max_tokens)
 

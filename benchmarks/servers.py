@@ -55,7 +55,8 @@ def running(launch: Launch, port: int, log: Path) -> Iterator[Server]:
         url = f"http://127.0.0.1:{port}"
         _until_ready(popen, url + launch.ready, log)
         ready_s = time.perf_counter() - began
-        model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
+        headers = {"authorization": f"Bearer {launch.key}"} if launch.key else {}
+        model = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).json()["data"][0]["id"]
         yield Server(Target(url, model), ready_s, process)
     finally:
         _end(popen, process)

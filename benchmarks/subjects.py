@@ -43,11 +43,12 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A command line that serves on `port`, and the path that answers 200 once it does."""
+    """A command line that serves on `port`, and the path that answers 200 once it does; `key`: what clients present."""
 
     argv: tuple[str, ...]
     ready: str
     env: Mapping[str, str] = field(default_factory=dict)
+    key: str = ""
 
 
 TOGETHER, APART = ("--prefill", "0", "--decode", "1"), ("--prefill", "1", "--decode", "1")

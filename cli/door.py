@@ -1,11 +1,10 @@
-"""What a process does at its door, before it imports anything large: threads, log, one line per mistake.
+"""What a process does at its door, before it imports anything large: threads, one line per mistake.
 
 Everything that comes from the environment or goes into it passes here or through `cli.options`.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
@@ -41,15 +40,6 @@ def set_threads(threads: int) -> None:
     for name in _THREAD_VARIABLES:
         os.environ[name] = str(threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def set_up_log(level: str) -> None:
-    """One line per record on stderr."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", stream=sys.stderr, force=True
-    )
-    for noisy in ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock", "uvicorn"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def complain(message: str) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import click
 
-from cli.door import GivenUp, complain, set_threads, set_up_log, worker_threads
+from cli.door import GivenUp, complain, set_threads, worker_threads
 from cli.options import settings_options
+from process.log import set_up_log
 from protocol.errors import ConfigError, KvferryError
 from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 
@@ -32,7 +33,7 @@ def kvferry() -> None:
 @settings_options(ServeSettings, SERVE_FIXED)
 def serve(settings: ServeSettings) -> None:
     """Run a whole cluster on this machine: Valkey, router, prefill and decode."""
-    set_up_log(settings.log_level)
+    set_up_log(settings.log_level, settings.log_format)
     from cli.serve import check, serve_cluster
 
     gc.enable()
@@ -43,7 +44,7 @@ def serve(settings: ServeSettings) -> None:
 @settings_options(RouterSettings)
 def router(settings: RouterSettings) -> None:
     """Run one router: the OpenAI API in front of a cluster."""
-    set_up_log(settings.log_level)
+    set_up_log(settings.log_level, settings.log_format)
     from router.main import serve_router
 
     _run(serve_router(settings))
@@ -81,6 +82,21 @@ def doctor(settings: ServeSettings) -> int:
     from cli.doctor import all_checks, report
 
     return report(all_checks(settings))
+
+
+@kvferry.command()
+@click.argument("tenant")
+def key(tenant: str) -> None:
+    """Make an API key for a tenant: the key, and its lines for the file that --api-keys names.
+
+    The lines go to stdout and hold only the key's hash, so that they can be appended to the file; the key goes to
+    stderr and is kept nowhere."""
+    from router.tenants.keys import entry, new_key
+
+    made = new_key()
+    lines = entry(tenant, made)
+    click.echo(f"The key of {tenant}, which is shown only now: {made}", err=True)
+    click.echo(lines, nl=False)
 
 
 @kvferry.command()
@@ -133,7 +149,7 @@ def _command_of(error: click.ClickException) -> str:
 def _enter_worker(settings: WorkerSettings) -> WorkerSettings:
     settings = dataclasses.replace(settings, threads=worker_threads(settings.threads))
     set_threads(settings.threads)
-    set_up_log(settings.log_level)
+    set_up_log(settings.log_level, settings.log_format)
     return settings
 
 

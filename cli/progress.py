@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -10,7 +11,11 @@ from typing import Protocol, TextIO
 
 from tqdm import tqdm
 
+from process.log import json_line
+
 LINE_S = 10.0
+_CHILDS = re.compile(r"\[([\w-]+)\] (.*)")
+"""A line that a child printed, behind the child's name."""
 
 
 class Progress(Protocol):
@@ -91,6 +96,14 @@ class Lines:
         pass
 
 
+class Objects(Lines):
+    """As Lines, each an object of JSON; what a child printed as one is passed on with the child's name."""
+
+    def echo(self, line: str) -> None:
+        found = _CHILDS.fullmatch(line)
+        super().echo(json_line(found[2], found[1]) if found else json_line(line))
+
+
 class EchoHandler(logging.Handler):
     """Log records as lines of output that leave the drawing alone."""
 
@@ -113,7 +126,9 @@ def log_through(progress: Progress) -> None:
             root.addHandler(echoing)
 
 
-def progress_on(stream: TextIO | None = None) -> Progress:
-    """The fitting one for this stream (default: stderr)."""
+def progress_on(stream: TextIO | None = None, form: str = "text") -> Progress:
+    """The fitting one for this stream (default: stderr) and this form of the log."""
     stream = stream or sys.stderr
+    if form == "json":
+        return Objects(stream)
     return Bars(stream) if stream.isatty() else Lines(stream)

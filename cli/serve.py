@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import ssl
 import sys
 import time
 import urllib.request
@@ -69,7 +70,8 @@ def check(settings: ServeSettings) -> Checked:
 
     port = preflight.free_port(settings.host, settings.port)
     preflight.worker_packages()
-    preflight.readable(settings.chat_template, "chat-template")
+    for name in ("chat_template", "api_keys", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        preflight.readable(getattr(settings, name), name.replace("_", "-"))
     if settings.redis_url:
         preflight.redis_answers(settings.redis_url)
     else:
@@ -122,7 +124,7 @@ def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Pr
 async def serve_cluster(checked: Checked, program: Program = kvferry_program) -> None:
     """Run the cluster that `check` allowed until SIGINT, SIGTERM or SIGHUP. When this returns or raises, no child runs.
     Raises ConfigError or KvferryError when the cluster cannot be had."""
-    progress = progress_on()
+    progress = progress_on(form=checked.settings.log_format)
     log_through(progress)
     supervisor = Supervisor(progress.echo, lambda child: _show(progress, child))
     ending = asyncio.Event()
@@ -156,13 +158,12 @@ async def _live(supervisor: Supervisor, checked: Checked, program: Program, prog
     if not given:
         await _until_redis_answers(port)
     await supervisor.ready(children)
-    url = children[0].url
-    assert url is not None
-    model = await _until_router_serves(url, settings)
+    await _until_router_serves(children[0], settings)
+    model = children[0].facts.get("model", "")
     progress.close()
     for line in overview(supervisor.children):
         progress.echo(line)
-    print(ready_line(_dialable(settings), model, settings.api_key), flush=True)
+    print(ready_line(_dialable(settings), model, settings.api_key or settings.api_keys), flush=True)
     progress.echo(stop_line(os.getpid()))
     await asyncio.Event().wait()
 
@@ -181,24 +182,27 @@ async def _until_redis_answers(port: int, tries: int = 100) -> None:
     raise ConfigError("the embedded Valkey does not answer; give --redis-url")
 
 
-async def _until_router_serves(url: str, settings: ServeSettings) -> str:
+async def _until_router_serves(router: Child, settings: ServeSettings) -> None:
     """Wait until the router would place requests on every node, or, where it cannot (in a registry shared with larger
-    clusters), on any. Returns the name of the first model it serves."""
-    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    clusters), on any. One that asks for certificates cannot be asked, and is believed when it says that it serves."""
+    if settings.ssl_ca_certs:
+        return
     models = len(settings.model)
     wanted = {"prefill": models * settings.prefill, "decode": models * settings.decode}
     enough = time.monotonic() + ALL_NODES_S
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    unverified = ssl._create_unverified_context()  # our own child, on this machine, under whatever name
+    handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=unverified))
+    opener = urllib.request.build_opener(*handlers)
 
-    def get(path: str) -> bytes:
-        with opener.open(urllib.request.Request(url + path, headers=headers), timeout=2.0) as response:
+    def ready() -> bytes:
+        with opener.open(f"{router.url}/ready", timeout=2.0) as response:
             return bytes(response.read())
 
     while True:
         try:
-            nodes = json.loads(await asyncio.to_thread(get, "/ready"))["nodes"]
+            nodes = json.loads(await asyncio.to_thread(ready))["nodes"]
             if all(nodes[role] >= count for role, count in wanted.items()) or time.monotonic() > enough:
-                return str(json.loads(await asyncio.to_thread(get, "/v1/models"))["data"][0]["id"])
+                return
         except (OSError, http.client.HTTPException) as error:
             log.debug("the router does not answer yet: %s", error)
         await asyncio.sleep(0.1)
@@ -218,7 +222,7 @@ def _command(name: str, subcommand: str, settings: CommonSettings, program: Prog
 
 def _dialable(settings: ServeSettings) -> str:
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(settings.host, settings.host)
-    return f"http://{host_port(host, settings.port)}"
+    return f"{'https' if settings.ssl_certfile else 'http'}://{host_port(host, settings.port)}{settings.root_path}"
 
 
 def _show(progress: Progress, child: Child) -> None:

@@ -68,6 +68,7 @@ class Request:
     first_block   of a ship or a grant: decode holds the blocks before it
     shipped       index behind the last block handed to the sender
     prefill_only  ends with its first output token
+    generates     tokens are drawn; if not, a vector is read from its prompt
     expected_tokens  while queued: tokens it will compute, as far as the cache told when it was queued
     sample_row    what is kept for drawing its tokens, from the first one on
     pooled        float32 [hidden], what its pooling keeps of the tokens computed so far, if it reads and draws nothing
@@ -97,8 +98,10 @@ class Request:
     expected_tokens: int = 0
     sample_row: SampleRow | None = None
     pooled: torch.Tensor | None = None
+    generates: bool = True
 
     def __post_init__(self) -> None:
+        self.generates = isinstance(self.job.work, Generate)
         self.token_ids = list(self.job.token_ids)
         self.extend_hashes()
 
@@ -125,33 +128,18 @@ class Request:
         return len(self.token_ids) - self.job.prompt_len
 
     @property
-    def generates(self) -> bool:
-        """Whether tokens are drawn; if not, a vector is read from its prompt."""
-        return isinstance(self.job.work, Generate)
-
-    @property
-    def grows(self) -> bool:
-        """Whether it will need blocks for output."""
-        return self.generates and not self.prefill_only
-
-    @property
     def output_here(self) -> int:
         """Output tokens that were drawn since it came here, or handed over to it."""
         return len(self.token_ids) - len(self.job.token_ids)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        return self.generates and self.wants_whole_prompt
-
-    @property
-    def wants_whole_prompt(self) -> bool:
-        """Whether none of it may come from the cache."""
-        return self.job.work.whole_prompt and self.output_len == 0
+        return self.generates and self.job.work.whole_prompt and self.output_len == 0
 
     @property
     def reusable_hashes(self) -> list[bytes]:
         """Hashes of the blocks that may come from the cache: one token at least is always computed."""
-        if self.wants_whole_prompt:
+        if self.job.work.whole_prompt and self.output_len == 0:
             return []
         return self.hashes[: self.last_start // self.block_size]
 

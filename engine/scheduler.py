@@ -128,7 +128,7 @@ class Scheduler:
             return begun
         seated = self.roster.seated
         seats = self.limits.max_num_seqs - len(self.roster.running) - len(seated)
-        kept = len(seated) + sum(r.grows for r in self.roster.running)
+        kept = len(seated) + sum(map(_grows, self.roster.running))
         passed = 0
         while passed < min(len(waiting), seats):
             request = waiting[passed]
@@ -140,7 +140,7 @@ class Scheduler:
                 break
             self.roster.admit(passed)
             seats -= 1
-            kept += request.grows
+            kept += _grows(request)
             self._note_admission(request)
             if request.state is State.RUNNING:
                 begun.append(request)
@@ -163,7 +163,7 @@ class Scheduler:
 
     def _tail(self, request: Request, start: int) -> Tail | None:
         """A block that has what a fork shares with the prompts of others behind its `start` tokens in full blocks."""
-        if not request.job.fork_of or request.grant is not None or request.wants_whole_prompt:
+        if not request.job.fork_of or request.grant is not None or request.job.work.whole_prompt:
             return None
         upto = min(start + self.block_size, len(request.token_ids) - 1)
         return self.pool.tails.match(request.parent_of(start), request.token_ids[start:upto])
@@ -198,3 +198,8 @@ class Scheduler:
         if request.grant is None:
             cached = len(self.pool.match(request.reusable_hashes)) * self.block_size
             request.expected_tokens = len(request.token_ids) - cached
+
+
+def _grows(request: Request) -> bool:
+    """Whether it will need blocks for output."""
+    return request.generates and not request.prefill_only

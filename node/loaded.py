@@ -116,6 +116,7 @@ class Loaded:
             load=self.engine.load,
             rates=self._rates.rates,
             served_names=self._served_names,
+            max_num_seqs=self._settings.max_num_seqs,
         )
 
     @property

@@ -42,7 +42,8 @@ class NodeLease:
     """A node's row in the registry, renewed every second and gone five seconds after the last renewal.
 
     role is prefill or decode; state is ready or draining; http_url and link_address are what other processes dial.
-    model is the model's name after its files, served_names are what the node was told to call it.
+    model is the model's name after its files, served_names are what the node was told to call it. max_num_seqs is how
+    many requests it runs at once, 0: not told.
     """
 
     node_id: str
@@ -59,6 +60,7 @@ class NodeLease:
     load: Load = field(default_factory=Load)
     rates: Rates = field(default_factory=Rates)
     served_names: tuple[str, ...] = ()
+    max_num_seqs: int = 0
 
     @property
     def target(self) -> DecodeTarget:

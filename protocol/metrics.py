@@ -20,6 +20,8 @@ SOURCES = ("computed", "reused_prefill", "reused_decode", "fetched")
 PLACEMENT_KINDS = ("remote", "local")
 RUNGS = ("same_prefill", "another_prefill", "local_prefill", "another_decode", "wait_for_room")
 MISS_REASONS = ("evicted", "failover")
+REFUSALS = ("rate", "queue", "limit")
+TOKEN_KINDS = ("prompt", "cached", "output")
 ROLES = ("prefill", "decode")
 NODE_STATES = ("ready", "draining", "incompatible")
 PHASES = ("prefill", "decode")
@@ -97,12 +99,34 @@ class RouterMetrics:
         self.index_seconds = Histogram(
             "kvferry_index_lookup_seconds", "Seconds per longest-prefix lookup.", registry=r, buckets=STEP_BUCKETS
         )
+        self.queued = Gauge("kvferry_requests_queued", "Requests that wait at the router for their turn.", registry=r)
+        self.turn_wait = Histogram(
+            "kvferry_turn_wait_seconds",
+            "Seconds that requests waited at the router for their turn, of those that had to.",
+            registry=r,
+            buckets=LATENCY_BUCKETS,
+        )
+        self.refused = Counter(
+            "kvferry_requests_refused",
+            "Requests answered 429 by the router itself: rate (its tenant's limits), queue (its turn would come too "
+            "late), limit (too many in progress).",
+            ["reason"],
+            registry=r,
+        )
+        self.tenant_tokens = Counter(
+            "kvferry_tenant_tokens",
+            "Tokens by tenant (empty: of no tenant's key) and kind: prompt, cached (of the prompt), output.",
+            ["tenant", "kind"],
+            registry=r,
+        )
         self.registry_up = Gauge("kvferry_registry_up", "1 while Redis answers.", registry=r)
         _exist(self.requests, ENDPOINTS, ("200",))
         _exist(self.reuse_misses, MISS_REASONS)
         _exist(self.placements, PLACEMENT_KINDS)
         _exist(self.ladder, RUNGS)
         _exist(self.nodes, ROLES, NODE_STATES)
+        _exist(self.refused, REFUSALS)
+        _exist(self.tenant_tokens, ("",), TOKEN_KINDS)
 
     def of(self, model: str) -> ModelMetrics:
         """What is counted by model."""

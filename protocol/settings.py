@@ -49,6 +49,7 @@ class CommonSettings:
     cluster: str = setting("default", "name that separates clusters sharing one Redis")
     host: str = setting("127.0.0.1", "address to listen on")
     log_level: str = setting("info", "how much to log", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "a line per record: of text, or an object of JSON", choices=("text", "json"))
     status_fd: int = setting(-1, "descriptor on which to report loading and readiness; -1: none", hidden=True)
 
 
@@ -64,6 +65,23 @@ class RouterSettings(CommonSettings):
         choices=("auto", "last", "cls", "mean"),
     )
     api_key: str = setting("", "bearer token clients must present; empty: none")
+    api_keys: str = setting(
+        "", "file with the hashes of API keys, their tenants and limits, read again when it changes; see kvferry key"
+    )
+    share_prefixes: bool = setting(
+        False, "let tenants reuse each other's cached prefixes, which their timing then shows"
+    )
+    max_queued: int = setting(512, "requests of one tenant that may wait for a turn before new ones get 429", least=1)
+    allowed_origins: str = setting(
+        "", "origins, separated by commas, whose pages browsers let talk to this server (CORS); *: any; empty: none"
+    )
+    allowed_methods: str = setting("*", "methods that those pages may use, separated by commas; *: any")
+    allowed_headers: str = setting("*", "headers that those pages may send, separated by commas; *: any")
+    allow_credentials: bool = setting(False, "let those pages send cookies and HTTP authentication of the browser")
+    root_path: str = setting("", "path under which a proxy shows this server, such as /llm, and may take away")
+    ssl_keyfile: str = setting("", "PEM file with the private key of --ssl-certfile; default: in that file")
+    ssl_certfile: str = setting("", "PEM file with this server's certificate and its chain: turns TLS on")
+    ssl_ca_certs: str = setting("", "PEM file of authorities; clients must present a certificate of one of them")
     chat_template: str = setting("", "file with a Jinja chat template that replaces the model's own; of a single model")
     generation_config: str = setting(
         "auto",

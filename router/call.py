@@ -17,6 +17,7 @@ class Call:
     arrival   when the request's head was read
     deadline  when its last token must be out
     tenant    who asks; the empty string while there is one key for all
+    realm     whose cached blocks it may use: its tenant's, or the empty string where prefixes are shared
     priority  lower is served earlier; 0 for all that say nothing
     trace     the client's W3C `traceparent`, empty without one
     """
@@ -25,5 +26,6 @@ class Call:
     arrival: float
     deadline: float
     tenant: str = ""
+    realm: str = ""
     priority: int = 0
     trace: str = ""

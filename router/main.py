@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import socket
-from typing import Protocol
+import ssl
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -16,14 +17,15 @@ from process.connections import Limits, guarded
 from process.http import Server, bind
 from process.signals import Stop
 from process.status import Status
+from protocol.errors import ConfigError, reason
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
-from router.api.pool import Pool, Pools
+from router.api.pool import Pools, pool_of
 from router.journey.cluster import RouterCluster
 from router.journey.model_cluster import BlockLookup
 from router.nodes.table import NodeSource
-from router.text.encoding import Encoder
+from router.tenants.tenancy import Tenancy
 from router.text.load import load_text_models
 
 log = logging.getLogger(__name__)
@@ -55,13 +57,15 @@ async def serve_router(settings: RouterSettings) -> None:
 async def run_router(settings: RouterSettings, store: Store, sock: socket.socket, stop: Stop) -> None:
     """Serve on a bound socket until `stop`."""
     status = Status.from_fd(settings.status_fd)
+    tenancy = Tenancy(settings)
     texts = await asyncio.to_thread(load_text_models, settings)
     metrics = RouterMetrics()
     nodes = RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens)
-    pools = Pools(*(Pool(text, nodes.pool(text.called), metrics.of(text.name), Encoder(text)) for text in texts))
-    async with nodes:
+    pools = Pools(*(pool_of(text, nodes.pool(text.called), metrics, settings, tenancy) for text in texts))
+    async with tenancy.keyring.followed(), nodes:
         config = uvicorn.Config(
-            create_app(settings, pools, metrics),
+            create_app(settings, pools, metrics, tenancy),
+            **tls(settings),
             http=guarded(connection_limits(settings)),
             ws="none",
             lifespan="off",
@@ -71,14 +75,37 @@ async def run_router(settings: RouterSettings, store: Store, sock: socket.socket
             timeout_keep_alive=int(IDLE_S),
             timeout_graceful_shutdown=int(settings.request_timeout) + 1,
         )
+        load(config)
         server = Server(config)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.01)
-        url = f"http://{host_port(settings.host, sock.getsockname()[1])}"
+        url = f"{'https' if config.is_ssl else 'http'}://{host_port(settings.host, sock.getsockname()[1])}"
         log.info("router ready at %s", url)
-        status.ready(url)
+        status.ready(url, model=texts[0].name)
         await _until_ended(server, serving, stop)
+
+
+def tls(settings: RouterSettings) -> dict[str, Any]:
+    """What uvicorn takes for it. Raises ConfigError for files without a certificate."""
+    if not settings.ssl_certfile:
+        if given := [name for name in ("ssl_keyfile", "ssl_ca_certs") if getattr(settings, name)]:
+            raise ConfigError(f"--{given[0].replace('_', '-')} needs --ssl-certfile", param=given[0])
+        return {}
+    return {
+        "ssl_certfile": settings.ssl_certfile,
+        "ssl_keyfile": settings.ssl_keyfile or None,
+        "ssl_ca_certs": settings.ssl_ca_certs or None,
+        "ssl_cert_reqs": ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
+    }
+
+
+def load(config: uvicorn.Config) -> None:
+    """Read what the configuration names. Raises ConfigError."""
+    try:
+        config.load()
+    except OSError as error:
+        raise ConfigError(f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs: {reason(error)}") from error
 
 
 def connection_limits(settings: RouterSettings) -> Limits:

@@ -12,15 +12,17 @@ from typing import Any
 
 import httpx
 import uvicorn
+from starlette.types import ASGIApp
 
+from placement.capacity import Capacity
 from protocol.errors import KvferryError
 from protocol.messages import Reuse, TokenLogprobs
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
-from router.api.pool import Pool, Pools
+from router.api.pool import Pools, pool_of
 from router.journey.spec import Cluster, ClusterInfo, Fork, Output, RequestSpec, Route
-from router.text.encoding import Encoder
+from router.tenants.tenancy import Tenancy
 from router.text.load import load_text_model
 from router.text.text_model import TextModel
 
@@ -70,9 +72,13 @@ class FakeCluster:
         self.journeys: list[FakeJourney] = []
         self.refusal: KvferryError | None = None
         self.is_ready = True
+        self.takes = Capacity()
 
     def info(self) -> ClusterInfo:
         return ClusterInfo("demo", self.max_model_len, 16, "f" * 32)
+
+    def capacity(self) -> Capacity:
+        return self.takes
 
     def ready(self) -> dict[str, int]:
         return {"prefill": 0, "decode": int(self.is_ready)}
@@ -133,9 +139,13 @@ def prompt_logprobs_of(spec: RequestSpec) -> tuple[TokenLogprobs | None, ...] | 
     return None if found is None else (None, *found)
 
 
-def pools_of(cluster: Cluster, text: TextModel, metrics: RouterMetrics) -> Pools:
+def app_of(
+    cluster: Cluster, text: TextModel, metrics: RouterMetrics, settings: RouterSettings | None = None
+) -> ASGIApp:
     """A single model, served by this cluster."""
-    return Pools(Pool(text, cluster, metrics.of(text.name), Encoder(text)))
+    settings = settings or RouterSettings()
+    tenancy = Tenancy(settings)
+    return create_app(settings, Pools(pool_of(text, cluster, metrics, settings, tenancy)), metrics, tenancy)
 
 
 class Api:
@@ -145,7 +155,7 @@ class Api:
         self.cluster = cluster
         self.metrics = RouterMetrics()
         self.settings = RouterSettings(**settings)
-        self.app = create_app(self.settings, pools_of(cluster, text or demo_text(), self.metrics), self.metrics)
+        self.app = app_of(cluster, text or demo_text(), self.metrics, self.settings)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://router")
 
     async def chat(self, **body: Any) -> httpx.Response:

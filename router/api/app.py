@@ -27,17 +27,20 @@ from router.api.answers import (
     Tokens,
     Version,
 )
+from router.api.body_reader import BodyReader
 from router.api.chat import ChatShape
 from router.api.chunks import chunks
 from router.api.completions import CompletionShape
 from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
-from router.api.door import Admission, BodyReader, Door, Exchange, Generating
+from router.api.door import Admission, Door, Exchange, Generating
 from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
+from router.api.origins import across_origins
 from router.api.pool import Pool, Pools
 from router.api.reading import READINGS, Reading
 from router.api.schemas import ChatBody, CompletionBody, RequestBody
 from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from router.tenants.tenancy import Tenancy
 
 ENDPOINTS = (
     Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, chunks(ChatShape), ChatAnswer),
@@ -55,19 +58,23 @@ GENERATING = {**STREAMED, **ENCODING, **errors(503, 504)}
 READ = {**ENCODING, **errors(503, 504)}
 
 
-def create_app(settings: RouterSettings, pools: Pools, metrics: RouterMetrics) -> ASGIApp:
-    """The application that serves the models of `pools`. It neither starts nor stops their clusters."""
+def create_app(
+    settings: RouterSettings, pools: Pools, metrics: RouterMetrics, tenancy: Tenancy | None = None
+) -> ASGIApp:
+    """The application that serves the models of `pools` to those in `tenancy`, or in the settings as they are now. It
+    starts and stops none of them. Raises ConfigError for keys that cannot be read."""
+    tenancy = tenancy or Tenancy(settings)
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
-    shared = (pools, admission, reader, metrics)
+    shared = (pools, admission, reader, tenancy, metrics)
     exchanges: dict[str, Exchange] = {each.path: Generating(each, *shared) for each in ENDPOINTS}
     exchanges |= {each.path: Reading(each, *shared) for each in READINGS}
     app = Application(BODIES, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
-    guarded = _guarded() if settings.api_key else {"responses": ANSWERED}
+    guarded = _guarded() if tenancy.keyring.guards else {"responses": ANSWERED}
     for router in (_generation(exchanges), _text(pools, reader), _about(pools)):
         app.include_router(router, **guarded)
     app.include_router(_probes(pools, metrics), responses=ANSWERED)
-    return Door(app, settings, exchanges)
+    return across_origins(Door(app, settings, tenancy, exchanges), settings)
 
 
 def _guarded() -> dict[str, Any]:

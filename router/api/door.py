@@ -5,64 +5,70 @@
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from process.disconnect import disconnected
-from protocol.errors import Cancelled, KvferryError, Overloaded, RequestTooLarge, Unauthorized
+from process.disconnect import until_disconnect
+from process.log import REQUEST
+from protocol.errors import KvferryError, Overloaded, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
+from router.api.body_reader import BodyReader
 from router.api.fold import Answer, Endpoint
 from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
 from router.api.responder import Responder
 from router.api.schemas import GenerationBody, RequestBody, parse
+from router.api.visit import Visit
 from router.call import CALL, Call
+from router.tenants.tenancy import Tenancy
+from router.tenants.tenant import NOBODY, Tenant
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
-AT_ONCE = 32
-"""As many of the longest bodies may be arriving at the same time."""
-AGAIN_S = 0.1
-"""Until work that ignored a cancellation is cancelled again."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class Door:
     """ASGI middleware: what it wraps finds the request's Call in the scope, under CALL; its id goes on every response.
-    With an API key in the settings clients must present it outside OPEN_PATHS. A POST to one of `exchanges` goes there
-    directly: what routing and its layers cost, they would cost for every token."""
+    Where there are API keys clients must present one outside OPEN_PATHS; it tells whose request it is. A POST to one of
+    `exchanges` goes there directly: what routing and its layers cost, they would cost for every token."""
 
-    def __init__(self, app: ASGIApp, settings: RouterSettings, exchanges: Mapping[str, ASGIApp]) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: RouterSettings, tenancy: Tenancy, exchanges: Mapping[str, ASGIApp]
+    ) -> None:
         self._app = app
         self._exchanges = exchanges
-        self._key = settings.api_key.encode()
+        self._tenancy = tenancy
         self._timeout_s = settings.request_timeout
+        self._root = "/" + settings.root_path.strip("/") if settings.root_path.strip("/") else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        path = self._local_path(scope)
         headers = Headers(scope=scope)
+        tenant = self._tenant(headers)
+        name = tenant.name if tenant else ""
         given, arrival = headers.get("x-request-id", ""), time.monotonic()
         call = scope[CALL] = Call(
             given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex,
             arrival=arrival,
             deadline=arrival + self._timeout_s,
+            tenant=name,
+            realm=self._tenancy.realm(name),
             trace=headers.get("traceparent", ""),
         )
 
@@ -71,19 +77,34 @@ class Door:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.id.encode())]
             await send(message)
 
-        if self._key and scope["path"] not in OPEN_PATHS and not self._known(headers.get("authorization", "")):
+        REQUEST.set(call.id)
+        if tenant is None and path not in OPEN_PATHS:
             refused = Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
-            response = error_response(refused, scope["path"])
+            response = error_response(refused, path)
             response.headers["www-authenticate"] = "Bearer"
             await response(scope, receive, stamped)
             return
-        exchange = self._exchanges.get(scope["path"]) if scope["method"] == "POST" else None
+        exchange = self._exchanges.get(path) if scope["method"] == "POST" else None
         await (exchange or self._app)(scope, receive, stamped)
 
-    def _known(self, authorization: str) -> bool:
-        """Header values arrive decoded as latin-1; the key is compared in bytes, in constant time."""
-        scheme, _, token = authorization.partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode("latin-1"), self._key)
+    def _local_path(self, scope: Scope) -> str:
+        """The path below the root that a proxy shows; in the scope it has the root in front, whether or not the proxy
+        took it away."""
+        path: str = scope["path"]
+        if not self._root:
+            return path
+        local = path.removeprefix(self._root) if path.startswith(f"{self._root}/") else path
+        scope["root_path"], scope["path"] = self._root, self._root + local
+        return local
+
+    def _tenant(self, headers: Headers) -> Tenant | None:
+        """Whose request it is; None where it had to tell and did not. Header values arrive decoded as latin-1."""
+        keyring = self._tenancy.keyring
+        if not keyring.guards:
+            return NOBODY
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else ""
+        return keyring.tenant(key.encode("latin-1")) if key else None
 
 
 class Admission:
@@ -94,51 +115,19 @@ class Admission:
         self._limit = limit
         self.count = 0
 
-    def check(self) -> None:
-        """Raises Overloaded when there is no place: before a body, nobody need send it."""
-        if self.count >= self._limit:
+    def check(self, own: int = 0) -> None:
+        """Raises Overloaded when there is no place: before a body, nobody need send it. `own`: requests of the same
+        tenant, of which there may be no more than places are left: one tenant alone never takes all."""
+        if self.count >= self._limit or own > self._limit - self.count:
             raise Overloaded(f"{self.count} requests are in progress, the limit of this router", retry_after=1.0)
 
-    def enter(self) -> None:
+    def enter(self, own: int = 0) -> None:
         """Raises Overloaded; otherwise `leave` must follow."""
-        self.check()
+        self.check(own)
         self.count += 1
 
     def leave(self) -> None:
         self.count -= 1
-
-
-class BodyReader:
-    """Of one router; `longest` is in bytes."""
-
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
-        self._held = 0
-
-    async def read(self, request: Request) -> bytes:
-        """The request's body. Raises RequestTooLarge, as soon as the header says so; Overloaded when too much is
-        arriving; Cancelled when the client leaves meanwhile."""
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._longest:
-            raise self._too_large()
-        parts, size = [], 0
-        try:
-            async for part in request.stream():
-                size += len(part)
-                self._held += len(part)
-                if size > self._longest:
-                    raise self._too_large()
-                if self._held > AT_ONCE * self._longest:
-                    raise Overloaded("too many long bodies are arriving", retry_after=1.0)
-                parts.append(part)
-            return b"".join(parts)
-        except ClientDisconnect as error:
-            raise Cancelled("the client went away") from error
-        finally:
-            self._held -= size
-
-    def _too_large(self) -> RequestTooLarge:
-        return RequestTooLarge(f"the request body is longer than {self._longest} bytes")
 
 
 class Finishing(Protocol):
@@ -152,23 +141,32 @@ class Exchange:
     journeys then. Headers wait for the first output: errors before it have a status."""
 
     def __init__(
-        self, path: str, pools: Pools, admission: Admission, reader: BodyReader, metrics: RouterMetrics
+        self,
+        path: str,
+        pools: Pools,
+        admission: Admission,
+        reader: BodyReader,
+        tenancy: Tenancy,
+        metrics: RouterMetrics,
     ) -> None:
         self._path = path
         self._pools = pools
         self._admission = admission
         self._reader = reader
+        self._tenancy = tenancy
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call, metrics, responder, status = scope[CALL], self._metrics, Responder(send, self._path), 500
+        call, metrics, status = scope[CALL], self._metrics, 500
+        visit = Visit(call, self._tenancy, metrics)
+        responder = Responder(send, self._path, visit.headers)
         try:
-            self._admission.check()
-            with metrics.inflight.track_inprogress():
+            with metrics.inflight.track_inprogress(), visit:
+                self._admission.check(visit.running)
                 data = await self._reader.read(Request(scope, receive))
-                self._admission.enter()
+                self._admission.enter(visit.running)
                 try:
-                    answer = await until_disconnect(receive, self._work(call, data, responder))
+                    answer = await until_disconnect(receive, self._work(visit, data, responder))
                     status = 200
                     metrics.e2e.observe(time.monotonic() - call.arrival)
                     await answer.finish(responder)
@@ -176,6 +174,7 @@ class Exchange:
                     self._admission.leave()
         except KvferryError as error:
             status = error.status
+            visit.refused(error)
             await responder.fail(error)
         except Exception:
             logger.exception("%s: %s failed", call.id, self._path)
@@ -183,7 +182,7 @@ class Exchange:
         finally:
             metrics.requests.labels(self._path, str(status)).inc()
 
-    async def _work(self, call: Call, data: bytes, responder: Responder) -> Finishing:
+    async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Finishing:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
         raise NotImplementedError
 
@@ -192,20 +191,29 @@ class Generating(Exchange):
     """Of an endpoint that generates."""
 
     def __init__(
-        self, endpoint: Endpoint, pools: Pools, admission: Admission, reader: BodyReader, metrics: RouterMetrics
+        self,
+        endpoint: Endpoint,
+        pools: Pools,
+        admission: Admission,
+        reader: BodyReader,
+        tenancy: Tenancy,
+        metrics: RouterMetrics,
     ) -> None:
-        super().__init__(endpoint.path, pools, admission, reader, metrics)
+        super().__init__(endpoint.path, pools, admission, reader, tenancy, metrics)
         self._endpoint = endpoint
 
-    async def _work(self, call: Call, data: bytes, responder: Responder) -> Answer:
+    async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Answer:
         request = parse(self._endpoint.body, data)
-        body = await self._asked(call, request)
+        body = await self._asked(visit.call, request)
         pool = self._pools.pool(body.model)
-        generation = Generation(pool, await pool.specs(call, body, len(data)), body.text_options(), n=body.n or 1)
+        specs = await pool.specs(visit.prefer(body.priority), body, len(data))
+        generation = Generation(pool, specs, body.text_options(), n=body.n or 1)
+        await visit.turn(pool.turns, generation.size)
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)
-                answer = self._endpoint.shape(call, pool, request, generation)
+                visit.began(generation.used)
+                answer = self._endpoint.shape(visit.call, pool, request, generation)
                 await answer.fold(first, pieces, responder)
                 await answer.settle()
         finally:
@@ -217,28 +225,3 @@ class Generating(Exchange):
             return await self._endpoint.asked(call, request, self._pools)
         assert isinstance(request, GenerationBody)
         return request
-
-
-async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away; raises Cancelled then. The request's body
-    must have been read."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(disconnected(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise Cancelled("the client went away")
-    finally:
-        leaving.cancel()
-        await _ended(working)
-
-
-async def _ended(work: asyncio.Future[T]) -> None:
-    """Cancel until it ends: a library below may swallow a cancellation (asyncio.wait_for did before Python 3.12), and
-    work that nobody waits for any more would run on to its last token."""
-    while not work.done():
-        work.cancel()
-        await asyncio.wait((work,), timeout=AGAIN_S)
-    if not work.cancelled():
-        work.exception()

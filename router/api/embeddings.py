@@ -18,7 +18,7 @@ from router.api.pool import Pool
 from router.api.readings import Readings, WholeAnswer, encoded, names_of
 from router.api.schemas import RequestBody
 from router.api.sse import dump
-from router.call import Call
+from router.api.visit import Visit
 
 MAX_INPUTS = 2048
 PAUSE_EVERY = 16
@@ -45,13 +45,13 @@ class EmbeddingBody(RequestBody):
             raise InvalidRequest("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
 
 
-async def embeddings(pool: Pool, call: Call, body: EmbeddingBody) -> WholeAnswer:
+async def embeddings(pool: Pool, visit: Visit, body: EmbeddingBody) -> WholeAnswer:
     """Raises InvalidRequest, and what a journey raises."""
     work = embedding_work(pool, body.dimensions, body.normalize)
     prompts = await encoded(pool, body.input, "input", body.truncate_prompt_tokens)
-    names = names_of(call.id, len(prompts))
-    specs = [pool.spec(call, *each, work, body.cache_salt) for each in zip(names, prompts, strict=True)]
-    readings = Readings(pool, specs)
+    names = names_of(visit.call.id, len(prompts))
+    specs = [pool.spec(visit.call, *each, work, body.cache_salt) for each in zip(names, prompts, strict=True)]
+    readings = Readings(pool, visit, specs)
     data = []
     for index, vector in enumerate(await readings.vectors()):
         shown = _base64(vector) if body.encoding_format == "base64" else vector.tolist()

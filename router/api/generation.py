@@ -18,7 +18,9 @@ from protocol.metrics import ModelMetrics
 from protocol.sampling import SamplingParams
 from protocol.work import Generate
 from router.api.pool import Pool
+from router.api.visit import Used
 from router.journey.spec import Journey, RequestSpec, Route
+from router.tenants.turns import Size
 from router.text.transcript import Piece, TextOptions, Transcript
 
 _SEEDS = 2**64
@@ -99,17 +101,29 @@ class Generation:
         journey = self.choices[0].journey
         return journey.route if journey is not None else None
 
-    def usage(self) -> dict[str, Any]:
-        """The API's usage object so far; each prompt counts once."""
+    @property
+    def size(self) -> Size:
+        """What it asks of the nodes."""
         prompt = sum(len(spec.token_ids) for spec in self.prompts)
-        completion = sum(choice.transcript.completion_tokens for choice in self.choices if choice.transcript)
+        works = [spec.work for spec in self.prompts]
+        longest = max(work.params.max_tokens for work in works if isinstance(work, Generate))
+        return Size(len(self.choices), prompt, longest)
+
+    def used(self) -> Used:
+        """So far; each prompt counts once."""
+        prompt = sum(len(spec.token_ids) for spec in self.prompts)
+        output = sum(choice.transcript.completion_tokens for choice in self.choices if choice.transcript)
         routes = (leader.journey.route for leader in self._leaders if leader.journey is not None)
-        cached = sum(route.reuse.cached_len for route in routes if route is not None)
+        return Used(prompt, sum(route.reuse.cached_len for route in routes if route is not None), output)
+
+    def usage(self) -> dict[str, Any]:
+        """The API's usage object so far."""
+        used = self.used()
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens": used.prompt,
+            "completion_tokens": used.output,
+            "total_tokens": used.prompt + used.output,
+            "prompt_tokens_details": {"cached_tokens": used.cached},
         }
 
     def _pump(self, choice: Choice, queue: asyncio.Queue[tuple[Choice, Piece | Exception]]) -> None:
@@ -149,7 +163,8 @@ class Generation:
         raise KvferryError("the request ended without a finish reason")
 
     def _transcript(self, spec: RequestSpec) -> Transcript:
-        return Transcript(self._pool.text.tokenizer, spec.token_ids, spec.params, self._options)
+        assert isinstance(spec.work, Generate)
+        return Transcript(self._pool.text.tokenizer, spec.token_ids, spec.work.params, self._options)
 
     async def _cancel(self, choice: Choice) -> None:
         if choice.journey is not None and not choice.ended:
@@ -177,7 +192,7 @@ def choice_seed(seed: int, choice: int) -> int:
 def _specs(first: RequestSpec, n: int) -> list[RequestSpec]:
     """Specs of a prompt's choices. Log-probabilities of the prompt are the same for all: only the first asks."""
     assert isinstance(first.work, Generate)
-    works = [replace(first.work, params=_later(first.params, i)) for i in range(1, n)]
+    works = [replace(first.work, params=_later(first.work.params, i)) for i in range(1, n)]
     return [first] + [
         replace(first, request_id=f"{first.request_id}-{i}", work=work) for i, work in enumerate(works, start=1)
     ]

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from protocol.metrics import ModelMetrics
+from protocol.metrics import ModelMetrics, RouterMetrics
 from protocol.sampling import SamplingParams
+from protocol.settings import RouterSettings
 from protocol.work import Generate, Work
 from router.api.schemas import GenerationBody
 from router.call import Call
 from router.journey.spec import Cluster, RequestSpec
+from router.tenants.tenancy import Tenancy
+from router.tenants.tenant import namespace
+from router.tenants.turns import Turns
 from router.text.encoding import LONG_CHARS, Bound, Encoder
 from router.text.text_model import TextModel
 
@@ -25,12 +29,14 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Everything behind one served model: its text side, its limits, and the nodes that compute it."""
+    """Everything behind one served model: its text side, its limits, the nodes that compute it, and the queue of those
+    that want them."""
 
     text: TextModel
     cluster: Cluster
     metrics: ModelMetrics
     encoder: Encoder
+    turns: Turns = field(default_factory=Turns)
 
     @property
     def name(self) -> str:
@@ -68,7 +74,7 @@ class Pool:
         self, call: Call, request_id: str, token_ids: Sequence[int], work: Work, cache_salt: str | None
     ) -> RequestSpec:
         """Of one prompt that was checked."""
-        return RequestSpec(call, request_id, tuple(token_ids), work, cache_salt or "")
+        return RequestSpec(call, request_id, tuple(token_ids), work, namespace(call.realm, cache_salt or ""))
 
     def check_ids(self, token_ids: Sequence[int], field: str) -> None:
         """Raise InvalidRequest unless the model's vocabulary has all of them."""
@@ -119,6 +125,14 @@ class Pool:
         )
         params.validate(facts.vocab_size)
         return params
+
+
+def pool_of(
+    text: TextModel, cluster: Cluster, metrics: RouterMetrics, settings: RouterSettings, tenancy: Tenancy
+) -> Pool:
+    """What serves one model to those tenants."""
+    turns = Turns(cluster.capacity, metrics, shared=tenancy.several, most_queued=settings.max_queued)
+    return Pool(text, cluster, metrics.of(text.name), Encoder(text), turns)
 
 
 class Pools:

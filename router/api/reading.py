@@ -9,7 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from protocol.metrics import RouterMetrics
-from router.api.door import Admission, BodyReader, Exchange
+from router.api.body_reader import BodyReader
+from router.api.door import Admission, Exchange
 from router.api.embeddings import EmbeddingBody, embeddings
 from router.api.pool import Pool, Pools
 from router.api.reading_answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
@@ -17,7 +18,8 @@ from router.api.readings import WholeAnswer
 from router.api.responder import Responder
 from router.api.schemas import RequestBody, parse
 from router.api.scoring import ClassifyBody, RerankBody, ScoreBody, classify, rerank, score
-from router.call import Call
+from router.api.visit import Visit
+from router.tenants.tenancy import Tenancy
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class ReadingEndpoint:
     path: str
     summary: str
     body: type[RequestBody]
-    work: Callable[[Pool, Call, Any], Awaitable[WholeAnswer]]
+    work: Callable[[Pool, Visit, Any], Awaitable[WholeAnswer]]
     answer: type[BaseModel]
 
 
@@ -55,11 +57,17 @@ class Reading(Exchange):
     """Of an endpoint that generates nothing."""
 
     def __init__(
-        self, endpoint: ReadingEndpoint, pools: Pools, admission: Admission, reader: BodyReader, metrics: RouterMetrics
+        self,
+        endpoint: ReadingEndpoint,
+        pools: Pools,
+        admission: Admission,
+        reader: BodyReader,
+        tenancy: Tenancy,
+        metrics: RouterMetrics,
     ) -> None:
-        super().__init__(endpoint.path, pools, admission, reader, metrics)
+        super().__init__(endpoint.path, pools, admission, reader, tenancy, metrics)
         self._endpoint = endpoint
 
-    async def _work(self, call: Call, data: bytes, responder: Responder) -> WholeAnswer:
+    async def _work(self, visit: Visit, data: bytes, responder: Responder) -> WholeAnswer:
         body = parse(self._endpoint.body, data)
-        return await self._endpoint.work(self._pools.pool(body.model), call, body)
+        return await self._endpoint.work(self._pools.pool(body.model), visit, body)

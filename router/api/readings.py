@@ -15,7 +15,9 @@ from router.api.generation import count_prompt
 from router.api.pool import Pool
 from router.api.responder import Responder
 from router.api.sse import dump
+from router.api.visit import Used, Visit
 from router.journey.spec import RequestSpec, Route
+from router.tenants.turns import Size
 from router.text.encoding import Bound
 
 AT_ONCE = 64
@@ -34,17 +36,18 @@ class WholeAnswer:
 
 
 class Readings:
-    """Of one HTTP request: `vectors` starts a journey for each spec, AT_ONCE at a time. When one fails, or the client
-    leaves, all end. route: of the first prompt, once its vector is there."""
+    """Of one HTTP request: `vectors` waits for its turn and starts a journey for each spec, AT_ONCE at a time. When one
+    fails, or the client leaves, all end. route: of the first prompt, once its vector is there."""
 
-    def __init__(self, pool: Pool, specs: Sequence[RequestSpec]) -> None:
+    def __init__(self, pool: Pool, visit: Visit, specs: Sequence[RequestSpec]) -> None:
         self.route: Route | None = None
-        self._pool, self._specs = pool, specs
+        self._pool, self._visit, self._specs = pool, visit, specs
         self._found: list[array[float]] = [array("f")] * len(specs)
-        self._cached = 0
+        self._used = Used()
 
     async def vectors(self) -> list[array[float]]:
         """What each prompt's nodes said, in the order of the specs. Raises the KvferryError of the first that fails."""
+        await self._visit.turn(self._pool.turns, Size(1, sum(len(spec.token_ids) for spec in self._specs), 0))
         open_specs = iter(enumerate(self._specs))
         workers = [asyncio.create_task(self._read(open_specs)) for _ in self._specs[:AT_ONCE]]
         try:
@@ -56,8 +59,7 @@ class Readings:
         return self._found
 
     def usage(self) -> dict[str, Any]:
-        tokens = sum(len(spec.token_ids) for spec in self._specs)
-        details = {"cached_tokens": self._cached}
+        tokens, details = self._used.prompt, {"cached_tokens": self._used.cached}
         return {"prompt_tokens": tokens, "total_tokens": tokens, "prompt_tokens_details": details}
 
     def answer(self, body: Mapping[str, Any]) -> WholeAnswer:
@@ -77,10 +79,19 @@ class Readings:
             if vector is None:
                 raise KvferryError("a node ended the request without a vector")
             self._found[index] = floats(vector)
-            if journey.route is not None:
-                count_prompt(self._pool.metrics, journey.route)
-                self._cached += journey.route.reuse.cached_len
-                self.route = journey.route if index == 0 else self.route
+            self._count(spec, journey.route)
+            if index == 0:
+                self.route = journey.route
+
+    def _count(self, spec: RequestSpec, route: Route | None) -> None:
+        """A vector has come; the first one tells the visit."""
+        begins, cached = not self._used.prompt, 0
+        if route is not None:
+            count_prompt(self._pool.metrics, route)
+            cached = route.reuse.cached_len
+        self._used = Used(self._used.prompt + len(spec.token_ids), self._used.cached + cached)
+        if begins:
+            self._visit.began(lambda: self._used)
 
 
 def floats(vector: bytes) -> array[float]:

@@ -20,10 +20,12 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 @dataclass(slots=True)
 class Responder:
-    """Of a request to `path`. After `begin_stream` errors can only be told in the stream."""
+    """Of a request to `path`. After `begin_stream` errors can only be told in the stream. `more` are headers of every
+    answer, asked for as it begins."""
 
     send: Send
     path: str
+    more: Callable[[], Mapping[str, str]] = dict
     _started: bool = False
     _failing: Callable[[KvferryError], bytes] | None = None
 
@@ -55,5 +57,7 @@ class Responder:
     async def _start(self, status: int, media_type: str, headers: Mapping[str, str]) -> None:
         self._started = True
         pairs = [(b"content-type", media_type.encode())]
-        pairs += [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        pairs += [
+            (name.encode(), value.encode("latin-1", "replace")) for name, value in {**headers, **self.more()}.items()
+        ]
         await self.send({"type": "http.response.start", "status": status, "headers": pairs})

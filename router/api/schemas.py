@@ -68,6 +68,7 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
+    priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     best_of: Number | None = None

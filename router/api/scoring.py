@@ -24,7 +24,7 @@ from router.api.fields import Prompts
 from router.api.pool import Pool
 from router.api.readings import Readings, WholeAnswer, encoded, encoded_pairs, names_of
 from router.api.schemas import RequestBody
-from router.call import Call
+from router.api.visit import Visit
 
 PAUSE_EVERY = 64
 """Scores computed here before other requests get a turn."""
@@ -107,73 +107,73 @@ class ClassifyBody(_ReadingBody):
             raise InvalidRequest(f"input must hold 1 to {MAX_INPUTS} items, got {len(self.input)}", param="input")
 
 
-async def score(pool: Pool, call: Call, body: ScoreBody) -> WholeAnswer:
+async def score(pool: Pool, visit: Visit, body: ScoreBody) -> WholeAnswer:
     """Raises InvalidRequest, and what a journey raises."""
     firsts, seconds = body.sides()
     pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
-    readings, scores = await _scores(pool, call, pairs, body, body.fields[1])
+    readings, scores = await _scores(pool, visit, pairs, body, body.fields[1])
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
-    return readings.answer({**_head("score", pool, call), "data": data, "usage": readings.usage()})
+    return readings.answer({**_head("score", pool, visit), "data": data, "usage": readings.usage()})
 
 
-async def rerank(pool: Pool, call: Call, body: RerankBody) -> WholeAnswer:
+async def rerank(pool: Pool, visit: Visit, body: RerankBody) -> WholeAnswer:
     """Raises InvalidRequest, and what a journey raises."""
     pairs = [(body.query, document) for document in body.documents]
-    readings, scores = await _scores(pool, call, pairs, body, "documents")
+    readings, scores = await _scores(pool, visit, pairs, body, "documents")
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     shown = [
         {"index": index, "relevance_score": scores[index]}
         | ({} if body.return_documents is False else {"document": {"text": body.documents[index]}})
         for index in order[: body.top_n or None]
     ]
-    head = {"id": f"rerank-{call.id}", "model": pool.name}
+    head = {"id": f"rerank-{visit.call.id}", "model": pool.name}
     return readings.answer({**head, "results": shown, "usage": readings.usage()})
 
 
-async def classify(pool: Pool, call: Call, body: ClassifyBody) -> WholeAnswer:
+async def classify(pool: Pool, visit: Visit, body: ClassifyBody) -> WholeAnswer:
     """Raises InvalidRequest, and what a journey raises."""
     task = pool.text.task
     if task.kind != "classify":
         raise InvalidRequest(f"the model {pool.name!r} does not classify: {task.told}", param="model")
     prompts = await encoded(pool, body.input, "input", body.truncate_prompt_tokens)
-    names = names_of(call.id, len(prompts))
-    specs = [pool.spec(call, *each, Classify(), body.cache_salt) for each in zip(names, prompts, strict=True)]
-    readings = Readings(pool, specs)
+    names = names_of(visit.call.id, len(prompts))
+    specs = [pool.spec(visit.call, *each, Classify(), body.cache_salt) for each in zip(names, prompts, strict=True)]
+    readings = Readings(pool, visit, specs)
     data = []
     for index, logits in enumerate(await readings.vectors()):
         probs = activated(logits, "sigmoid" if task.activation == "none" and len(logits) == 1 else task.activation)
         label = task.labels[max(range(len(probs)), key=probs.__getitem__)]
         data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
-    return readings.answer({**_head("classify", pool, call), "data": data, "usage": readings.usage()})
+    return readings.answer({**_head("classify", pool, visit), "data": data, "usage": readings.usage()})
 
 
 async def _scores(
-    pool: Pool, call: Call, pairs: Sequence[tuple[str, str]], body: _ReadingBody, field: str
+    pool: Pool, visit: Visit, pairs: Sequence[tuple[str, str]], body: _ReadingBody, field: str
 ) -> tuple[Readings, list[float]]:
     """The score of each pair. field: where the second texts are, for errors."""
     task = pool.text.task
     if task.kind == "classify" and not task.scores_pairs:
         raise InvalidRequest(f"the model {pool.name!r} does not score pairs: {task.told}", param="model")
     if task.kind != "classify":
-        return await _cosines(pool, call, pairs, body, field)
+        return await _cosines(pool, visit, pairs, body, field)
     found = await encoded_pairs(pool, pairs, field, body.truncate_prompt_tokens)
     specs = [
-        pool.spec(call, name, ids, Classify(second if task.typed else 0), body.cache_salt)
-        for name, (ids, second) in zip(names_of(call.id, len(found)), found, strict=True)
+        pool.spec(visit.call, name, ids, Classify(second if task.typed else 0), body.cache_salt)
+        for name, (ids, second) in zip(names_of(visit.call.id, len(found)), found, strict=True)
     ]
-    readings = Readings(pool, specs)
+    readings = Readings(pool, visit, specs)
     return readings, [activated(logits, task.activation)[0] for logits in await readings.vectors()]
 
 
 async def _cosines(
-    pool: Pool, call: Call, pairs: Sequence[tuple[str, str]], body: _ReadingBody, field: str
+    pool: Pool, visit: Visit, pairs: Sequence[tuple[str, str]], body: _ReadingBody, field: str
 ) -> tuple[Readings, list[float]]:
     work = embedding_work(pool, normalize=True)
     places = {text: place for place, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
     prompts = await encoded(pool, list(places), field, body.truncate_prompt_tokens)
-    names = names_of(call.id, len(prompts))
-    specs = [pool.spec(call, *each, work, body.cache_salt) for each in zip(names, prompts, strict=True)]
-    readings, scores = Readings(pool, specs), []
+    names = names_of(visit.call.id, len(prompts))
+    specs = [pool.spec(visit.call, *each, work, body.cache_salt) for each in zip(names, prompts, strict=True)]
+    readings, scores = Readings(pool, visit, specs), []
     vectors = await readings.vectors()
     for number, (first, second) in enumerate(pairs):
         scores.append(sum(map(mul, vectors[places[first]], vectors[places[second]])))
@@ -195,5 +195,5 @@ def _sigmoid(logit: float) -> float:
     return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
 
 
-def _head(kind: str, pool: Pool, call: Call) -> dict[str, Any]:
-    return {"id": f"{kind}-{call.id}", "object": "list", "created": int(time.time()), "model": pool.name}
+def _head(kind: str, pool: Pool, visit: Visit) -> dict[str, Any]:
+    return {"id": f"{kind}-{visit.call.id}", "object": "list", "created": int(time.time()), "model": pool.name}

@@ -186,14 +186,7 @@ class RouterJourney:
             self._take_route(delta)
         if delta.finish_reason is not None:
             self._end(cancel=False)
-        return Output(
-            delta.token_ids,
-            delta.logprobs,
-            delta.finish_reason,
-            delta.stop_token,
-            delta.prompt_logprobs,
-            delta.vector,
-        )
+        return _output_of(delta)
 
     def _take_route(self, delta: TokenDelta) -> None:
         assert self._attempt
@@ -245,3 +238,8 @@ def _hashes(spec: RequestSpec, token_ids: tuple[int, ...], lease: NodeLease) -> 
     if spec.work.whole_prompt and len(token_ids) == len(spec.token_ids):
         return []
     return chain(root_hash(lease.fingerprint, spec.namespace), token_ids, lease.block_size)
+
+
+def _output_of(delta: TokenDelta) -> Output:
+    told = (delta.logprobs, delta.finish_reason, delta.stop_token, delta.prompt_logprobs, delta.vector)
+    return Output(delta.token_ids, *told)

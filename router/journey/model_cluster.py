@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from placement.capacity import Capacity, capacity
 from placement.place import place
 from placement.terms import Demand, NodeKey, Placement
 from protocol.lease import NodeLease
@@ -24,6 +25,9 @@ from router.nodes.group import NodeGroup
 from router.nodes.table import NodeTable
 
 log = logging.getLogger(__name__)
+
+CAPACITY_S = 0.5
+"""How long what the nodes take at once is taken for what it was."""
 
 
 class BlockLookup(Protocol):
@@ -83,6 +87,7 @@ class ModelCluster:
         self.router_id = shared.client.router_id
         self._client, self._index, self._local_tokens = shared.client, shared.index, shared.local_tokens
         self._info: ClusterInfo | None = None
+        self._capacity, self._capacity_until = Capacity(), 0.0
         self.nodes.listen(self._follow)
 
     def info(self) -> ClusterInfo | None:
@@ -90,6 +95,13 @@ class ModelCluster:
 
     def ready(self) -> dict[str, int]:
         return {role: len(self.able(role)) for role in ("prefill", "decode")}
+
+    def capacity(self) -> Capacity:
+        now = self.nodes.clock()
+        if now >= self._capacity_until:
+            leases = (entry.lease for entry in self.group.members)
+            self._capacity, self._capacity_until = capacity(leases), now + CAPACITY_S
+        return self._capacity
 
     def start(self, spec: RequestSpec) -> RouterJourney:
         """The work begins with the first iteration. What is refused here is what no node could take, whatever its

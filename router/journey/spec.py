@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from placement.capacity import Capacity
 from placement.terms import NodeKey
 from protocol.messages import Reuse, TokenLogprobs
 from protocol.sampling import SamplingParams
@@ -99,6 +100,9 @@ class ClusterInfo:
 
 class Cluster(Protocol):
     """The nodes of one model as the router sees them."""
+
+    def capacity(self) -> Capacity:
+        """What they take at once, as of less than a second ago. Asked for at every request."""
 
     def info(self) -> ClusterInfo | None:
         """None until a node that can decode (or any at all, for max_tokens=1) has been seen."""

@@ -64,7 +64,8 @@ def main() -> None:
     print(f"{name} says hello", flush=True)
     report(status="loading", progress=0.5)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", int(value("--port") or 0)), Router)
-    facts = {"device": "abacus, 3 beads", "kv_pool": "0.50 GiB", "link": "127.0.0.1:7"} if name != "router" else {}
+    facts = {"device": "abacus, 3 beads", "kv_pool": "0.50 GiB", "link": "127.0.0.1:7"}
+    facts = facts if name != "router" else {"model": "fake-model"}
     report(status="ready", url=f"http://127.0.0.1:{server.server_port}", facts=facts)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     while True:

@@ -10,14 +10,12 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from api_parts import demo_text, pools_of
+from api_parts import app_of, demo_text
 from fake_workers import Bench, decode, prefill
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import KvferryError
-from protocol.settings import RouterSettings
-from router.api.app import create_app
 
 ANSWER_S = 4.0
 EDGES = [e + d for e in (0, 2**31, 2**32, 2**53, 2**63, 2**64, 10**30, 10**400) for d in (-1, 0, 1)]
@@ -34,7 +32,7 @@ class Door:
     """A router on fake workers, behind its application; every number that passes the door reaches the nodes' codec."""
 
     def __init__(self, bench: Bench) -> None:
-        app = create_app(RouterSettings(), pools_of(bench.cluster, demo_text(), bench.metrics), bench.metrics)
+        app = app_of(bench.cluster, demo_text(), bench.metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
 
     async def post(self, path: str, **body: Any) -> httpx.Response:

@@ -196,7 +196,7 @@ async def test_sampling_fields_reach_the_nodes() -> None:
     spec = api.cluster.journeys[0].spec
     assert {name: getattr(spec.params, name) for name in fields} == fields
     assert spec.params.logit_bias == ((5, -100.0),)
-    assert spec.namespace == "tenant"
+    assert spec.namespace == "0:tenant"
 
 
 async def test_null_means_default() -> None:

@@ -43,7 +43,7 @@ async def test_a_spec_for_each_prompt_and_a_name_for_each_spec() -> None:
     assert (first.token_ids, second.token_ids) == (tuple(ids_of("one")), (5, 6))
     assert (first.request_id, second.request_id) == ("c-p0", "c-p1")
     assert {first.call, second.call} == {CALL}
-    assert {first.namespace, second.namespace} == {"salt"}
+    assert {first.namespace, second.namespace} == {"0:salt"}
     assert (first.params.seed, first.params.max_tokens) == (9, 3)
 
 

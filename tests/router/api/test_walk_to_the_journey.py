@@ -5,23 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-from api_parts import demo_text, pools_of
+from api_parts import app_of, demo_text
 from fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
 from walk import Walk
 
 from protocol.messages import PrefillRequest
-from protocol.settings import RouterSettings
-from router.api.app import create_app
 
 API_HALF = {
     "router/api/door.py",
+    "router/api/body_reader.py",
     "router/api/schemas.py",
     "router/api/pool.py",
     "router/api/generation.py",
+    "router/api/visit.py",
     "router/text/text_model.py",
     "router/journey/model_cluster.py",
 }
-"""Key and call; what the body asks for; its model; its sequences; its prompt; the nodes."""
+"""Key and call; its bytes; what the body asks for; its model; its sequences; its limits and turn; its prompt; the nodes."""
+TENANTS = {f"router/tenants/{name}.py" for name in ("tenancy", "limits", "tenant", "turns", "fair_queue")}
 WORDS = "What does a ferry carry? " * 10
 CHAT = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 4}
 
@@ -36,19 +37,20 @@ async def walked(path: str, body: dict[str, Any]) -> set[str]:
             yield answer
 
     async with Bench([prefill(prefill_script=arrived), decode()]) as bench:
-        app = create_app(RouterSettings(), pools_of(bench.cluster, demo_text(), bench.metrics), bench.metrics)
+        app = app_of(bench.cluster, demo_text(), bench.metrics)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
             assert (await http.post(path, json={**body, "seed": 1})).status_code == 200
             with walk:
                 assert (await http.post(path, json={**body, "seed": 2})).status_code == 200
     assert "router/journey/journey.py" in walk.files
-    assert len(walk.files) <= 12, walk.files
+    assert {file for file in walk.files if file.startswith("router/tenants/")} <= TENANTS
+    assert len(set(walk.files) - TENANTS) <= 14, sorted(walk.files)
     return {
         file for file in walk.files if file.startswith(("router/api/", "router/text/", "router/journey/model_cluster"))
     }
 
 
-async def test_a_chat_walks_through_six_files_before_its_journey() -> None:
+async def test_a_chat_walks_through_eight_files_before_its_journey() -> None:
     assert await walked("/v1/chat/completions", CHAT) == API_HALF
 
 

@@ -1,0 +1,34 @@
+"""Pages of other origins: what a browser lets them do with this server (CORS)."""
+
+from __future__ import annotations
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from protocol.settings import RouterSettings
+
+SHOWN = (
+    "x-request-id", "x-kvferry-route", "retry-after",
+    *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
+)  # fmt: skip
+"""Headers of answers that pages may read."""
+
+
+def across_origins(app: ASGIApp, settings: RouterSettings) -> ASGIApp:
+    """The application, with preflights answered and origins named where the settings allow any. It stands before the
+    door: a preflight carries no key."""
+    origins = _listed(settings.allowed_origins)
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=_listed(settings.allowed_methods),
+        allow_headers=_listed(settings.allowed_headers),
+        allow_credentials=settings.allow_credentials,
+        expose_headers=SHOWN,
+    )
+
+
+def _listed(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]

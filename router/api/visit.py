@@ -1,0 +1,90 @@
+"""One request's way past its tenant's limits and through the queue, and what it leaves in the accounts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from protocol.errors import KvferryError, Overloaded
+from protocol.metrics import TOKEN_KINDS, RouterMetrics
+from router.call import Call
+from router.tenants.fair_queue import FIRST_OUTPUT, Turn
+from router.tenants.limits import RateLimited
+from router.tenants.tenancy import Tenancy
+from router.tenants.turns import Size, Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Tokens of a request so far: of its prompts, those of them that were cached, and those put out."""
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+class Visit:
+    """Of one request that takes the nodes' time. It lasts as long as the block that it is the context of, which raises
+    RateLimited at its beginning. In there `turn` waits for the nodes, and `began` tells that the first token is out."""
+
+    def __init__(self, call: Call, tenancy: Tenancy, metrics: RouterMetrics) -> None:
+        self.call = call
+        self._tenancy, self._metrics = tenancy, metrics
+        self._meter = tenancy.meter(call.tenant)
+        self._turns: Turns | None = None
+        self._turn: Turn | None = None
+        self._used: Callable[[], Used] = Used
+        self._charged = 0
+
+    def __enter__(self) -> Visit:
+        self._meter.enter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        used = self._used()
+        self._meter.leave()
+        if self._charged:
+            self._meter.settle(used.prompt + used.output - self._charged)
+        if self._turns and self._turn:
+            self._turns.end(self._turn, used.prompt - used.cached, used.output)
+        if used.prompt:
+            for kind, tokens in zip(TOKEN_KINDS, (used.prompt, used.cached, used.output), strict=True):
+                self._metrics.tenant_tokens.labels(self.call.tenant, kind).inc(tokens)
+
+    @property
+    def running(self) -> int:
+        """The tenant's requests in progress, where there are other tenants."""
+        return self._meter.running if self._tenancy.several() else 0
+
+    def headers(self) -> Mapping[str, str]:
+        """What is left of the tenant's limits."""
+        return self._meter.headers()
+
+    def prefer(self, priority: int | None) -> Call:
+        """The call, which asks for this priority among its tenant's."""
+        if priority:
+            self.call = replace(self.call, priority=priority)
+        return self.call
+
+    async def turn(self, turns: Turns, size: Size) -> None:
+        """Wait until the nodes have room. Raises RateLimited when the tenant's tokens are used up; Overloaded when the
+        turn would come too late."""
+        charge = size.prompt + size.sequences * min(size.most_output, int(FIRST_OUTPUT))
+        self._meter.charge(charge)
+        self._charged = charge
+        self._turn = await turns.take(self._meter.tenant, self.call, size)
+        self._turns = turns
+
+    def began(self, used: Callable[[], Used]) -> None:
+        """The first token is out; `used` tells what was used, then and in the end."""
+        self._used = used
+        if self._turns and self._turn:
+            now = used()
+            self._turns.began(self._turn, 1 - now.cached / max(1, now.prompt))
+
+    def refused(self, error: KvferryError) -> None:
+        """Count it, if it is the router itself that sends the request away."""
+        if isinstance(error, RateLimited):
+            self._metrics.refused.labels("rate").inc()
+        elif isinstance(error, Overloaded) and not self._turn:
+            self._metrics.refused.labels("queue" if self._charged else "limit").inc()

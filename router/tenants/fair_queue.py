@@ -1,0 +1,224 @@
+"""Whose request goes next: start-time fair queuing over tenants, by tokens of work.
+
+Every request has a start tag: what its tenant had used before it, or what tenants are at now if that is more, so that
+whoever comes after a pause has no credit and no debt. The least tag goes first. Between two tenants that both wait, the
+work they were given differs by no more than their largest requests, whatever they ask for (Goyal, Vin and Cheng, 1996).
+Work is guessed when a request begins, by what the tenant's last ones took, and put right when it ends. Pure: no clock,
+no I/O.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from router.tenants.tenant import Tenant
+
+OUTPUT_WEIGHT = 4.0
+"""An output token counts as so many prompt tokens: prompts are computed many tokens at a time."""
+FIRST_OUTPUT = 128.0
+"""Output tokens expected of a tenant's first sequence."""
+LEARN = 0.2
+"""Weight of the newest request in what is expected of the next."""
+SMALLEST_PROMPT = 16
+"""Tokens: less than a step computes anyway counts as this."""
+FEW_LEFT = 32
+"""Turns that left while they waited are dropped once there are more than this and half of all."""
+CROWD = 2
+"""Tenants with nothing under way may begin until this multiple of the window is full."""
+
+
+class Window(NamedTuple):
+    """What may be under way at the nodes: sequences, and prompt tokens whose first output token is not out. `shared`:
+    leave some of it to tenants that have nothing under way."""
+
+    sequences: float = inf
+    prompt: float = inf
+    shared: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One tenant's: what waits, by priority and arrival, as turns and as work; what of the window it has; the tag at
+    which its next request starts; and what to expect of it: the share of a prompt that is not cached, output tokens of
+    a sequence."""
+
+    tenant: Tenant
+    finish: float = 0.0
+    waiting: list[Turn] = field(default_factory=list)
+    queued: int = 0
+    work: float = 0.0
+    sequences: float = 0.0
+    prompt: float = 0.0
+    fresh: float = 1.0
+    output: float = FIRST_OUTPUT
+
+    def head(self) -> Turn | None:
+        """The next to begin; those that left while they waited are dropped here."""
+        while self.waiting and self.waiting[0].over:
+            heapq.heappop(self.waiting)
+        return self.waiting[0] if self.waiting else None
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A request's place in the queue, then among those under way.
+
+    sequences, prompt, output  what it brings: sequences, prompt tokens expected to be computed, output tokens expected
+    work                       the same in tokens of work
+    """
+
+    lane: Lane
+    order: tuple[int, int]
+    sequences: int
+    prompt: int
+    output: float
+    begun: bool = False
+    computed: bool = False
+    over: bool = False
+    counted: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def work(self) -> float:
+        return self.prompt + OUTPUT_WEIGHT * self.output
+
+    def __lt__(self, other: Turn) -> bool:
+        return self.order < other.order
+
+
+class FairQueue:
+    """`enter` makes a turn, `next` says whose begins, `compute` that its first token is out, `leave` ends it, begun or
+    not. `queued` counts those that wait. A tenant's lane is kept once it has one."""
+
+    def __init__(self) -> None:
+        self.queued = 0
+        self._lanes: dict[str, Lane] = {}
+        self._now = self._latest = 0.0
+        self._entered = self._running = 0
+        self._sequences = self._prompt = 0.0
+
+    def enter(self, tenant: Tenant, sequences: int, prompt: int, most_output: int, priority: int = 0) -> Turn:
+        """A request of so many sequences and prompt tokens, with at most `most_output` output tokens for each sequence.
+        Lower priorities go first within a tenant."""
+        lane = self._lanes.get(tenant.name)
+        if lane is None:
+            lane = self._lanes[tenant.name] = Lane(tenant)
+        lane.tenant = tenant
+        self._entered += 1
+        expected = max(SMALLEST_PROMPT, round(prompt * lane.fresh))
+        turn = Turn(lane, (priority, self._entered), sequences, expected, sequences * min(most_output, lane.output))
+        if len(lane.waiting) > 2 * lane.queued + FEW_LEFT:
+            lane.waiting = sorted(other for other in lane.waiting if not other.over)
+        heapq.heappush(lane.waiting, turn)
+        lane.queued += 1
+        lane.work += turn.work
+        self.queued += 1
+        return turn
+
+    def next(self, window: Window) -> Turn | None:
+        """The turn that begins now; None while nobody's may. O(tenants)."""
+        if not self.queued:
+            return None
+        for lane in self._in_order():
+            turn = lane.head()
+            if turn is not None and self._fits(turn, window):
+                self._begin(turn, window)
+                return turn
+        return None
+
+    def compute(self, turn: Turn, share: float) -> None:
+        """The first token is out, and this share of the prompt's tokens was computed for it."""
+        if not turn.computed:
+            turn.computed = True
+            turn.lane.fresh += LEARN * (share - turn.lane.fresh)
+            self._uncount_prompt(turn)
+
+    def leave(self, turn: Turn, prompt: float = 0.0, output: float = 0.0) -> None:
+        """It ended, or gave up its place: so many tokens were computed and put out. May be called again."""
+        if turn.over:
+            return
+        turn.over = True
+        lane = turn.lane
+        if not turn.begun:
+            self._unqueue(turn)
+        else:
+            if turn.computed:
+                lane.output += LEARN * (output / turn.sequences - lane.output)
+            else:
+                self._uncount_prompt(turn)
+            lane.sequences -= turn.counted[0]
+            self._sequences -= turn.counted[0]
+            lane.finish += (prompt + OUTPUT_WEIGHT * output - turn.work) / lane.tenant.share
+            self._running -= 1
+            self._latest = max(self._latest, lane.finish)
+        if not self._running and not self.queued:
+            self._now = self._latest
+
+    def ahead(self, turn: Turn) -> float:
+        """Tokens of work that are likely to begin before a turn that waits. O(tenants + turns of its own)."""
+        own = turn.lane
+        before = sum(other.work for other in own.waiting if other < turn and not other.over)
+        per_share = (before + turn.work) / own.tenant.share
+        for lane in self._lanes.values():
+            if lane is not own and lane.tenant.priority < own.tenant.priority:
+                before += lane.work
+            elif lane is not own and lane.tenant.priority == own.tenant.priority:
+                before += min(lane.work, per_share * lane.tenant.share)
+        return before
+
+    def _in_order(self) -> Iterator[Lane]:
+        lanes = [lane for lane in self._lanes.values() if lane.queued]
+        if len(lanes) > 1:
+            lanes.sort(key=lambda lane: (lane.tenant.priority, max(lane.finish, self._now), lane.waiting[0].order[1]))
+        yield from lanes
+
+    def _fits(self, turn: Turn, window: Window) -> bool:
+        """Whether there is room for it: for its tenant's next beside what that has under way, and for the first of one
+        that has nothing under way nearly always."""
+        lane = turn.lane
+        sequences, prompt = _counted(turn, window)
+        return _roomy(window.sequences, lane.sequences, self._sequences, sequences, window.shared) and _roomy(
+            window.prompt, lane.prompt, self._prompt, prompt, window.shared
+        )
+
+    def _begin(self, turn: Turn, window: Window) -> None:
+        lane = turn.lane
+        heapq.heappop(lane.waiting)
+        self._unqueue(turn)
+        turn.begun, turn.counted = True, _counted(turn, window)
+        self._now = max(self._now, lane.finish)
+        lane.finish = self._now + turn.work / lane.tenant.share
+        self._latest = max(self._latest, lane.finish)
+        self._running += 1
+        lane.sequences += turn.counted[0]
+        lane.prompt += turn.counted[1]
+        self._sequences += turn.counted[0]
+        self._prompt += turn.counted[1]
+
+    def _unqueue(self, turn: Turn) -> None:
+        turn.lane.queued -= 1
+        turn.lane.work -= turn.work
+        self.queued -= 1
+
+    def _uncount_prompt(self, turn: Turn) -> None:
+        turn.lane.prompt -= turn.counted[1]
+        self._prompt -= turn.counted[1]
+
+
+def _counted(turn: Turn, window: Window) -> tuple[float, float]:
+    """What it takes of the window: never more than one tenant may have, or it would never begin."""
+    part = 2 if window.shared else 1
+    return min(turn.sequences, window.sequences / part), min(turn.prompt, window.prompt / part)
+
+
+def _roomy(window: float, own: float, all_: float, more: float, shared: bool) -> bool:
+    """Where it is shared a tenant takes at most half of what the others leave, so that of any number something is left
+    for one more; with k tenants that want all, each has 1 / (k + 1)."""
+    others = all_ - own
+    if own <= 0 and shared:
+        return others < CROWD * window
+    left = window - others
+    return own + more <= (left / 2 if shared else left)

@@ -1,0 +1,121 @@
+"""What a tenant may take in a minute and at once, and how its answers tell what is left of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from protocol.errors import Overloaded
+from router.tenants.tenant import Tenant
+
+MINUTE_S = 60.0
+
+
+class RateLimited(Overloaded):
+    """A tenant took what it may. `kind` is "requests" or "tokens", as in OpenAI's errors."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, kind: str, retry_after: float) -> None:
+        super().__init__(f"{message}; try again in {shown_seconds(retry_after)}", retry_after=retry_after)
+        self.type = kind
+
+
+class Bucket:
+    """`limit` tokens that come back over a minute, without steps. It may owe: what was taken for a request is known
+    only when the request ends. A limit of 0 is none."""
+
+    def __init__(self, limit: int, now: float) -> None:
+        self.limit = limit
+        self._held, self._at = float(limit), now
+
+    def held(self, now: float) -> float:
+        self._held = min(self.limit, self._held + (now - self._at) * self.limit / MINUTE_S)
+        self._at = now
+        return self._held
+
+    def until_s(self, wanted: float, now: float) -> float:
+        """Seconds until so much is there; of more than the limit, until it is full: such a request goes into debt."""
+        lacking = min(wanted, self.limit) - self.held(now)
+        return max(0.0, lacking * MINUTE_S / self.limit) if self.limit else 0.0
+
+    def take(self, amount: float, now: float) -> None:
+        """Below 0: give back."""
+        self._held = self.held(now) - amount
+
+    def resize(self, limit: int, now: float) -> None:
+        """The limit changed: what was taken of the old one is taken of the new one."""
+        if limit != self.limit:
+            taken = self.limit - self.held(now)
+            self.limit, self._held = limit, float(limit) - taken
+
+
+class Meter:
+    """One tenant's requests in progress and its two buckets. `running` counts the former."""
+
+    def __init__(self, tenant: Tenant, clock: Callable[[], float] = time.monotonic) -> None:
+        now = clock()
+        self.tenant = tenant
+        self.running = 0
+        self._clock = clock
+        self._requests = Bucket(tenant.requests_per_minute, now)
+        self._tokens = Bucket(tenant.tokens_per_minute, now)
+
+    def become(self, tenant: Tenant) -> None:
+        """The tenant's limits changed."""
+        now = self._clock()
+        self.tenant = tenant
+        self._requests.resize(tenant.requests_per_minute, now)
+        self._tokens.resize(tenant.tokens_per_minute, now)
+
+    def enter(self) -> None:
+        """A request came; `leave` must follow. Raises RateLimited, and then counts nothing."""
+        tenant, now = self.tenant, self._clock()
+        if 0 < tenant.concurrent <= self.running:
+            said = f"{self.running} requests of {tenant.name} are in progress, its limit"
+            raise RateLimited(said, "requests", 1.0)
+        if wait_s := self._requests.until_s(1, now):
+            said = f"{tenant.name} may make {tenant.requests_per_minute} requests a minute"
+            raise RateLimited(said, "requests", wait_s)
+        if wait_s := self._tokens.until_s(1, now):
+            raise self._short(wait_s)
+        self._requests.take(1, now)
+        self.running += 1
+
+    def leave(self) -> None:
+        self.running -= 1
+
+    def charge(self, tokens: int) -> None:
+        """A request's prompt, and the least of its output. Raises RateLimited."""
+        now = self._clock()
+        if wait_s := self._tokens.until_s(tokens, now):
+            raise self._short(wait_s, f", and this request takes {tokens}")
+        self._tokens.take(tokens, now)
+
+    def settle(self, tokens: int) -> None:
+        """It took so many more than it was charged for."""
+        self._tokens.take(tokens, self._clock())
+
+    def headers(self) -> Mapping[str, str]:
+        """OpenAI's `x-ratelimit-*`, of the limits that there are."""
+        found: dict[str, str] = {}
+        now = self._clock()
+        for kind, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket.limit:
+                found[f"x-ratelimit-limit-{kind}"] = str(bucket.limit)
+                found[f"x-ratelimit-remaining-{kind}"] = str(max(0, int(bucket.held(now))))
+                found[f"x-ratelimit-reset-{kind}"] = shown_seconds(bucket.until_s(bucket.limit, now))
+        return found
+
+    def _short(self, wait_s: float, more: str = "") -> RateLimited:
+        said = f"{self.tenant.name} may use {self.tenant.tokens_per_minute} tokens a minute{more}"
+        return RateLimited(said, "tokens", wait_s)
+
+
+def shown_seconds(seconds: float) -> str:
+    """As OpenAI writes durations: 120ms, 1.5s, 6m0s."""
+    if seconds < 1:
+        return f"{round(seconds * 1000)}ms"
+    if seconds < 60:
+        return f"{seconds:.3g}s"
+    return f"{int(seconds // 60)}m{int(seconds % 60)}s"

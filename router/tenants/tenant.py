@@ -1,0 +1,36 @@
+"""A tenant: a name for whoever presents one of its keys, and what it may take of a router."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""A tenant's name stands in logs, labels and headers as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Limits are of each router; 0 turns one off.
+
+    requests_per_minute, tokens_per_minute  tokens: of prompts and outputs together
+    concurrent                              generating requests in progress
+    priority                                class: as long as a tenant of a lower number waits, those of higher wait too
+    share                                   weight in the fair queue among tenants of its class
+    """
+
+    name: str
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    concurrent: int = 0
+    priority: int = 0
+    share: float = 1.0
+
+
+NOBODY = Tenant("")
+"""Who asks where there are no tenants: clients of a router without keys, or with the one key of its settings."""
+
+
+def namespace(tenant: str, salt: str) -> str:
+    """What roots the block hashes beside the model: no two pairs have the same, and the empty pair has none."""
+    return f"{len(tenant)}:{tenant}{salt}" if tenant or salt else ""

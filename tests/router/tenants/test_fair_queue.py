@@ -1,0 +1,207 @@
+"""The fair queue, without a clock: who is next."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from math import inf
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.tenants.fair_queue import FairQueue, Turn, Window
+from router.tenants.tenant import Tenant
+
+A, B = Tenant("a"), Tenant("b")
+ONE = Window(1, inf)
+
+
+def serve(queue: FairQueue, count: int, window: Window = ONE) -> list[Turn]:
+    """One after another, each as large as it was thought to be."""
+    served = []
+    while len(served) < count and (turn := queue.next(window)) is not None:
+        queue.compute(turn, 1.0)
+        queue.leave(turn, turn.prompt, turn.output)
+        served.append(turn)
+    return served
+
+
+def names(turns: list[Turn]) -> list[str]:
+    return [turn.lane.tenant.name for turn in turns]
+
+
+def test_who_comes_alone_begins_at_once() -> None:
+    queue = FairQueue()
+    turn = queue.enter(A, 1, 100, 10)
+    assert queue.next(Window()) is turn
+    assert queue.queued == 0
+
+
+def test_two_that_wait_take_turns_however_many_one_has() -> None:
+    queue = FairQueue()
+    for _ in range(20):
+        queue.enter(A, 1, 100, 10)
+    serve(queue, 3)
+    for _ in range(3):
+        queue.enter(B, 1, 100, 10)
+    assert names(serve(queue, 6)).count("b") == 3
+
+
+def test_work_is_what_counts_not_requests() -> None:
+    queue = FairQueue()
+    for _ in range(60):
+        queue.enter(A, 1, 1000, 1)
+        queue.enter(B, 1, 100, 1)
+    served = Counter(names(serve(queue, 44)))
+    assert 7 <= served["b"] / served["a"] <= 11
+
+
+def test_a_share_weighs() -> None:
+    queue = FairQueue()
+    heavy = Tenant("h", share=3.0)
+    for _ in range(40):
+        queue.enter(heavy, 1, 100, 10)
+        queue.enter(A, 1, 100, 10)
+    served = Counter(names(serve(queue, 40)))
+    assert 28 <= served["h"] <= 32
+
+
+def test_a_class_goes_before_the_next() -> None:
+    queue = FairQueue()
+    late = Tenant("late", priority=1)
+    queue.enter(late, 1, 10, 1)
+    for _ in range(5):
+        queue.enter(A, 1, 1000, 100)
+    assert names(serve(queue, 6)) == ["a"] * 5 + ["late"]
+
+
+def test_priority_orders_a_tenants_own() -> None:
+    queue = FairQueue()
+    turns = [queue.enter(A, 1, 10, 1, priority) for priority in (5, 0, 5, -1)]
+    assert serve(queue, 4) == [turns[3], turns[1], turns[0], turns[2]]
+
+
+def test_a_pause_earns_no_credit() -> None:
+    queue = FairQueue()
+    for _ in range(30):
+        queue.enter(A, 1, 100, 10)
+    queue.enter(B, 1, 100, 10)
+    serve(queue, 21)
+    for _ in range(10):
+        queue.enter(B, 1, 100, 10)
+    assert 4 <= names(serve(queue, 10)).count("b") <= 6
+
+
+def test_what_was_underestimated_is_paid_later() -> None:
+    queue = FairQueue()
+    for _ in range(10):
+        queue.enter(A, 1, 10, 10_000)
+        queue.enter(B, 1, 10, 10_000)
+    first = queue.next(ONE)
+    assert first is not None
+    assert first.lane.tenant is A
+    queue.compute(first, 1.0)
+    queue.leave(first, 10, 5000)
+    assert "a" not in names(serve(queue, 5))
+
+
+def test_a_flood_leaves_half_of_a_shared_window_and_newcomers_begin_at_once() -> None:
+    queue = FairQueue()
+    window = Window(16, inf, True)
+    for _ in range(64):
+        queue.enter(A, 1, 100, 100)
+    flood = [turn for _ in range(64) if (turn := queue.next(window))]
+    assert len(flood) == 8
+    newcomer = queue.enter(B, 1, 100, 100)
+    assert queue.next(window) is newcomer
+    assert queue.next(window) is None
+
+
+def test_prompts_are_held_back_until_the_ones_before_are_computed() -> None:
+    queue = FairQueue()
+    window = Window(100, 200, True)
+    for _ in range(3):
+        queue.enter(A, 1, 1000, 100)
+    first = queue.next(window)
+    assert first is not None
+    assert queue.next(window) is None
+    other = queue.enter(B, 1, 1000, 100)
+    assert queue.next(window) is other
+    queue.compute(first, 1.0)
+    assert queue.next(window) is not None
+
+
+def test_one_larger_than_the_window_begins_alone() -> None:
+    queue = FairQueue()
+    small = queue.enter(A, 1, 10, 1)
+    large = queue.enter(A, 500, 10, 1)
+    window = Window(8, inf)
+    assert queue.next(window) is small
+    assert queue.next(window) is None
+    queue.leave(small, 10, 1)
+    assert queue.next(window) is large
+
+
+def test_who_leaves_while_it_waits_is_passed_over() -> None:
+    queue = FairQueue()
+    turns = [queue.enter(A, 1, 10, 1) for _ in range(200)]
+    for turn in turns[:-1]:
+        queue.leave(turn)
+        queue.leave(turn)
+    assert queue.queued == 1
+    queue.enter(A, 1, 10, 1)
+    assert len(turns[0].lane.waiting) == 2
+    assert queue.next(ONE) is turns[-1]
+
+
+def test_a_cached_prompt_counts_for_what_is_computed_of_it() -> None:
+    queue = FairQueue()
+    for _ in range(30):
+        turn = queue.enter(A, 1, 1000, 1)
+        assert queue.next(Window()) is turn
+        queue.compute(turn, 0.05)
+        queue.leave(turn, 50, 1)
+    assert queue.enter(A, 1, 1000, 1).prompt < 100
+
+
+def test_work_ahead_of_a_turn() -> None:
+    queue = FairQueue()
+    running = queue.enter(A, 1, 16, 1)
+    assert queue.next(ONE) is running
+    for _ in range(10):
+        queue.enter(A, 1, 96, 1)
+    assert queue.ahead(queue.enter(B, 1, 96, 1)) == 100
+    assert queue.ahead(queue.enter(A, 1, 96, 1)) == 1000 + 100
+    assert queue.ahead(queue.enter(A, 1, 96, 1, priority=-1)) == 100
+
+
+requests = st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.integers(1, 2000), st.integers(1, 300))
+
+
+@given(st.lists(requests, min_size=1, max_size=80), st.booleans(), st.randoms(use_true_random=False))
+def test_nothing_is_lost_and_the_books_balance(wanted: list, shared: bool, chance: Random) -> None:
+    """Whatever comes, begins, gives up and ends in whatever order: all are served, and nothing stays counted."""
+    queue, window = FairQueue(), Window(6, 700, shared)
+    waiting, running, left = [], [], deque(wanted)
+    served = 0
+    while left or waiting or running:
+        if left and chance.random() < 0.5:
+            name, sequences, prompt, output = left.popleft()
+            waiting.append(queue.enter(Tenant(name), sequences, prompt, output))
+        if waiting and chance.random() < 0.1:
+            queue.leave(waiting.pop())
+            served += 1
+        while (turn := queue.next(window)) is not None:
+            waiting.remove(turn)
+            running.append(turn)
+        assert running or not waiting
+        if running and (not left or chance.random() < 0.5):
+            turn = running.pop(chance.randrange(len(running)))
+            if chance.random() < 0.5:
+                queue.compute(turn, chance.random())
+            queue.leave(turn, turn.prompt, 3)
+            served += 1
+    assert served == len(wanted)
+    assert (queue.queued, queue._running, queue._sequences, queue._prompt) == (0, 0, 0, 0)
+    for lane in queue._lanes.values():
+        assert (lane.queued, lane.sequences, lane.prompt, round(lane.work)) == (0, 0, 0, 0)

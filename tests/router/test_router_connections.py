@@ -1,0 +1,169 @@
+"""The router's connections as clients hold them: kept, closed, of HTTP/1.0, and over TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_workers import Bench, decode, prefill
+from test_router_process import BODY, router
+
+from process.http import bind
+from process.signals import Stop
+from protocol.errors import ConfigError
+from protocol.settings import RouterSettings
+from router.main import connection_limits, run_router, tls
+
+
+async def spoken(port: int, sent: bytes, answers: int, context: ssl.SSLContext | None = None) -> list[str]:
+    """Heads of so many answers to these bytes, in lower case; then the connection must be closed or be open still."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    writer.write(sent)
+    heads = []
+    for _ in range(answers):
+        head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).decode().lower()
+        length = next(int(line.split(":")[1]) for line in head.splitlines() if line.startswith("content-length"))
+        await reader.readexactly(length)
+        heads.append(head)
+    try:
+        rest = await asyncio.wait_for(reader.read(1), 0.3)
+        heads.append("closed" if rest == b"" else "more")
+    except TimeoutError:
+        heads.append("open")
+    writer.close()
+    return heads
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    async with Bench([prefill(), decode()]) as bench, router(bench, Stop()) as (client, _):
+        assert client.base_url.port
+        yield client.base_url.port
+
+
+async def test_a_connection_is_kept_unless_one_side_closes_it(port: int) -> None:
+    get = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+    *heads, end = await spoken(port, (get + b"\r\n") * 2, 2)
+    assert (len(heads), end) == (2, "open")
+    assert not any("connection: close" in head for head in heads)
+    head, end = await spoken(port, get + b"connection: close\r\n\r\n", 1)
+    assert ("connection: close" in head, end) == (True, "closed")
+    head, end = await spoken(port, b"GET /health HTTP/1.0\r\n\r\n", 1)
+    assert (head.startswith("http/1.1 200"), end) == (True, "closed")
+    head, end = await spoken(port, b"GET /health HTTP/1.0\r\nconnection: keep-alive\r\n\r\n", 1)
+    assert head.startswith("http/1.1 200")
+
+
+async def test_answers_of_a_router_that_drains_close_their_connections() -> None:
+    stop = Stop()
+    async with Bench([prefill(), decode(step_s=0.02)]) as bench, router(bench, stop) as (client, run):
+        port = client.base_url.port
+        assert port
+        body = httpx.Request("POST", client.base_url, json=BODY | {"max_tokens": 20, "stream": False}).content
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        writer.write(head + body)
+        await asyncio.sleep(0.15)
+        stop.ask(15)
+        answer = (await asyncio.wait_for(reader.read(), 5)).decode().lower()
+        assert answer.startswith("http/1.1 200")
+        assert "connection: close" in answer
+        writer.close()
+        await asyncio.wait_for(asyncio.shield(run), 5)
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[str, str]:
+    """A key and a certificate of 127.0.0.1, signed by itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes a certificate, is not installed")
+    key, pem = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", pem, "-days", "2")
+    subprocess.run(
+        ["openssl", *made, "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    return key, pem
+
+
+async def _served(bench: Bench, settings: RouterSettings, ask: object) -> None:
+    stop, sock = Stop(), bind("127.0.0.1", 0)
+    run = asyncio.create_task(run_router(settings, bench.store, sock, stop))
+    try:
+        await asyncio.wait_for(ask(sock.getsockname()[1]), 30)  # type: ignore[operator]
+    finally:
+        stop.ask(2)
+        await run
+        sock.close()
+
+
+async def test_tls_and_its_deadlines(certificate: tuple[str, str]) -> None:
+    key, pem = certificate
+    settings = RouterSettings(ssl_keyfile=key, ssl_certfile=pem, header_timeout=0.3)
+    context = ssl.create_default_context(cafile=pem)
+
+    async def ask(port: int) -> None:
+        async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=context, trust_env=False) as client:
+            while True:
+                try:
+                    if (await client.get("/ready")).status_code == 200:
+                        break
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(0.05)
+            answer = await client.post("/v1/completions", json=BODY | {"max_tokens": 4})
+            assert answer.text.endswith("data: [DONE]\n\n")
+            with pytest.raises(httpx.TransportError):
+                await httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False).get("/health")
+        head, end = await spoken(port, b"GET /health HTTP/1.1\r\nhost", 1, context)
+        assert (head.startswith("http/1.1 408"), end) == (True, "closed")
+
+    async with Bench([prefill(), decode()]) as bench:
+        await _served(bench, settings, ask)
+
+
+async def test_clients_show_certificates_where_an_authority_is_named(certificate: tuple[str, str]) -> None:
+    key, pem = certificate
+    settings = RouterSettings(ssl_keyfile=key, ssl_certfile=pem, ssl_ca_certs=pem)
+
+    async def status(port: int, own: bool) -> int:
+        context = ssl.create_default_context(cafile=pem)
+        if own:
+            context.load_cert_chain(pem, key)
+        async with httpx.AsyncClient(verify=context, trust_env=False) as client:
+            return (await client.get(f"https://127.0.0.1:{port}/health")).status_code
+
+    async def ask(port: int) -> None:
+        while True:
+            try:
+                assert await status(port, own=True) == 200
+                break
+            except httpx.ConnectError:
+                await asyncio.sleep(0.05)
+        with pytest.raises(httpx.TransportError):
+            await status(port, own=False)
+
+    async with Bench([prefill(), decode()]) as bench:
+        await _served(bench, settings, ask)
+
+
+def test_mistakes_in_tls_settings_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--ssl-keyfile needs --ssl-certfile"):
+        tls(RouterSettings(ssl_keyfile="x"))
+    assert tls(RouterSettings()) == {}
+    assert connection_limits(RouterSettings()).header_s == 10.0
+    empty = tmp_path / "empty.pem"
+    empty.write_text("")
+    import uvicorn
+
+    from router.main import load
+
+    config = uvicorn.Config("x", **tls(RouterSettings(ssl_certfile=str(empty))))
+    with pytest.raises(ConfigError, match="--ssl-certfile"):
+        load(config)
