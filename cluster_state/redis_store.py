@@ -1,4 +1,4 @@
-"""Node registry and block index in Redis or Valkey. All errors of the client library become RegistryUnavailable here.
+"""Node registry and block index in Redis or Valkey.
 
 kvferry:<cluster>:nodes         hash  node id → epoch: the members
 kvferry:<cluster>:node:<id>     string, the packed NodeLease, expires with the lease
@@ -12,22 +12,15 @@ import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-import redis.asyncio as redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
-
-from cluster_state import redis_scripts
+from cluster_state import redis_client, redis_scripts
 from cluster_state.index import ROW_TTL_S
+from cluster_state.redis_client import run, translated
 from cluster_state.registry import LEASE_S, Announced
-from protocol.errors import ConfigError, RegistryUnavailable
+from protocol.errors import RegistryUnavailable
 from protocol.lease import NodeLease
 from protocol.wire import WireError, pack, unpack
 
 log = logging.getLogger("kvferry.redis")
-
-_MAX_CONNECTIONS = 16
 
 
 class RedisStore:
@@ -53,19 +46,7 @@ class RedisStore:
         self._lookup_s = lookup_s
         self._told_unreadable = False
         self._lease_ms, self._row_ttl_ms = int(lease_s * 1000), int(row_ttl_s * 1000)
-        try:
-            pool = redis.BlockingConnectionPool.from_url(
-                url,
-                max_connections=_MAX_CONNECTIONS,
-                timeout=timeout_s,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
-                # One more try: a pooled connection may belong to a server that has restarted since.
-                retry=Retry(NoBackoff(), 1, (RedisConnectionError,)),
-            )
-        except ValueError as error:
-            raise ConfigError(f"redis_url cannot be read: {error}", param="redis_url") from error
-        self._client = redis.Redis(connection_pool=pool)
+        self._client = redis_client.connected(url, timeout_s)
         register = self._client.register_script
         self._announce, self._withdraw = register(redis_scripts.ANNOUNCE), register(redis_scripts.WITHDRAW)
         self._nodes, self._publish = register(redis_scripts.NODES), register(redis_scripts.PUBLISH)
@@ -73,28 +54,24 @@ class RedisStore:
 
     async def close(self) -> None:
         """Close all connections. Never raises."""
-        try:
-            await self._client.aclose()
-            await self._client.connection_pool.disconnect()
-        except (RedisError, OSError) as error:
-            log.debug("closing: %s", error)
+        await redis_client.close(self._client)
 
     async def ping(self) -> None:
         """Raise RegistryUnavailable unless the server answers."""
-        await _translated(self._client.ping())
+        await translated(self._client.ping())
 
     async def announce(self, lease: NodeLease) -> Announced:
         keys = [self._members, self._leases + lease.node_id]
-        answer = await _run(self._announce, keys, [lease.node_id, lease.epoch, pack(lease), self._lease_ms])
+        answer = await run(self._announce, keys, [lease.node_id, lease.epoch, pack(lease), self._lease_ms])
         return Announced(answer.decode())
 
     async def withdraw(self, node_id: str, epoch: int) -> None:
-        await _run(self._withdraw, [self._members, self._leases + node_id], [node_id, epoch])
+        await run(self._withdraw, [self._members, self._leases + node_id], [node_id, epoch])
 
     async def nodes(self) -> list[NodeLease]:
         """Leases that this version cannot read are left out: an incompatible node may share the registry."""
         leases, unreadable = [], ""
-        for packed in await _run(self._nodes, [self._members, self._leases], []):
+        for packed in await run(self._nodes, [self._members, self._leases], []):
             try:
                 lease = unpack(packed)
             except WireError as error:
@@ -109,17 +86,17 @@ class RedisStore:
 
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         args = [node_id, epoch, self._row_ttl_ms, b"".join(stored), b"".join(removed)]
-        await _run(self._publish, [self._rows], args)
+        await run(self._publish, [self._rows], args)
 
     async def refresh(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> None:
         args = [node_id, epoch, self._row_ttl_ms, b"".join(hashes)]
-        await _run(self._refresh, [self._rows, self._leases], args)
+        await run(self._refresh, [self._rows, self._leases], args)
 
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         if not hashes or not nodes:
             return {}
         asked: list[str | int] = [part for node in nodes.items() for part in node]
-        answer = await self._cancellable(_run(self._longest, [self._rows], [b"".join(hashes), *asked]))
+        answer = await self._cancellable(run(self._longest, [self._rows], [b"".join(hashes), *asked]))
         return {node.decode(): length for node, length in zip(answer[::2], answer[1::2], strict=True)}
 
     async def _cancellable(self, lookup: Coroutine[Any, Any, Any]) -> Any:
@@ -134,15 +111,3 @@ class RedisStore:
         if not done or task.cancelled():
             raise RegistryUnavailable(f"no answer from Redis within {self._lookup_s} s")
         return task.result()
-
-
-async def _run(script: Any, keys: list[str], args: list[Any]) -> Any:
-    return await _translated(script(keys=keys, args=args))
-
-
-async def _translated(answer: Any) -> Any:
-    """Await an answer of the client; its errors become RegistryUnavailable."""
-    try:
-        return await answer
-    except (RedisError, OSError) as error:
-        raise RegistryUnavailable(f"Redis: {error or type(error).__name__}") from error

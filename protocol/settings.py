@@ -96,6 +96,8 @@ class RouterSettings(CommonSettings):
     max_connections_per_address: int = setting(
         4096, "open connections of one address; 0: any. Behind a proxy all clients have the proxy's address", least=0
     )
+    response_ttl: float = setting(3600.0, "seconds for which /v1/responses keeps a response; 0: none is kept", least=0)
+    response_store_mib: int = setting(64, "MiB of kept responses of one tenant; the oldest leave first", least=1)
     local_prefill_tokens: int = setting(
         0, "prompts with at most this many uncached tokens always prefill on decode", least=0
     )

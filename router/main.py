@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import uvicorn
 
+from cluster_state.redis_responses import RedisResponses
 from cluster_state.redis_store import RedisStore
+from cluster_state.responses import ResponseStore
 from process.address import host_port
 from process.connections import Limits, guarded
 from process.http import Server, bind
@@ -47,14 +49,27 @@ async def serve_router(settings: RouterSettings) -> None:
     stop = Stop()
     stop.listen()
     store = RedisStore(settings.redis_url, settings.cluster)
+    kept = kept_responses(settings)
     try:
         with contextlib.closing(bind(settings.host, settings.port)) as sock:
-            await run_router(settings, store, sock, stop)
+            await run_router(settings, store, sock, stop, kept)
     finally:
         await store.close()
+        if kept is not None:
+            await kept.close()
 
 
-async def run_router(settings: RouterSettings, store: Store, sock: socket.socket, stop: Stop) -> None:
+def kept_responses(settings: RouterSettings) -> RedisResponses | None:
+    """Where responses are kept; None where none are."""
+    if not settings.response_ttl:
+        return None
+    share = settings.response_store_mib * 2**20
+    return RedisResponses(settings.redis_url, settings.cluster, ttl_s=settings.response_ttl, share=share)
+
+
+async def run_router(
+    settings: RouterSettings, store: Store, sock: socket.socket, stop: Stop, kept: ResponseStore | None = None
+) -> None:
     """Serve on a bound socket until `stop`."""
     status = Status.from_fd(settings.status_fd)
     tenancy = Tenancy(settings)
@@ -64,7 +79,7 @@ async def run_router(settings: RouterSettings, store: Store, sock: socket.socket
     pools = Pools(*(pool_of(text, nodes.pool(text.called), metrics, settings, tenancy) for text in texts))
     async with tenancy.keyring.followed(), nodes:
         config = uvicorn.Config(
-            create_app(settings, pools, metrics, tenancy),
+            create_app(settings, pools, metrics, tenancy, kept),
             **tls(settings),
             http=guarded(connection_limits(settings)),
             ws="none",

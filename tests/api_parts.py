@@ -14,6 +14,7 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
+from cluster_state.responses import MemoryResponses, ResponseStore
 from placement.capacity import Capacity
 from protocol.errors import KvferryError
 from protocol.messages import Reuse, TokenLogprobs
@@ -140,12 +141,16 @@ def prompt_logprobs_of(spec: RequestSpec) -> tuple[TokenLogprobs | None, ...] | 
 
 
 def app_of(
-    cluster: Cluster, text: TextModel, metrics: RouterMetrics, settings: RouterSettings | None = None
+    cluster: Cluster,
+    text: TextModel,
+    metrics: RouterMetrics,
+    settings: RouterSettings | None = None,
+    kept: ResponseStore | None = None,
 ) -> ASGIApp:
     """A single model, served by this cluster."""
     settings = settings or RouterSettings()
     tenancy = Tenancy(settings)
-    return create_app(settings, Pools(pool_of(text, cluster, metrics, settings, tenancy)), metrics, tenancy)
+    return create_app(settings, Pools(pool_of(text, cluster, metrics, settings, tenancy)), metrics, tenancy, kept)
 
 
 class Api:
@@ -155,7 +160,8 @@ class Api:
         self.cluster = cluster
         self.metrics = RouterMetrics()
         self.settings = RouterSettings(**settings)
-        self.app = app_of(cluster, text or demo_text(), self.metrics, self.settings)
+        self.kept = MemoryResponses()
+        self.app = app_of(cluster, text or demo_text(), self.metrics, self.settings, self.kept)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://router")
 
     async def chat(self, **body: Any) -> httpx.Response:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response, Security
 from fastapi.responses import PlainTextResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster_state.responses import ResponseStore
 from process.refusal import retry_headers
 from protocol.metrics import ROLES, RouterMetrics
 from protocol.settings import RouterSettings
@@ -35,46 +37,82 @@ from router.api.documentation import ANSWERED, STREAMED, Application, answers, e
 from router.api.door import Admission, Door, Exchange, Generating
 from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
+from router.api.messages.answer import MessageAnswer
+from router.api.messages.answers import MessageErrorAnswer, MessageObject
+from router.api.messages.body import CountBody, MessagesBody
+from router.api.messages.chat import asked
+from router.api.messages.errors import PLACE
+from router.api.messages.routes import counting
 from router.api.origins import across_origins
 from router.api.pool import Pool, Pools
 from router.api.reading import READINGS, Reading
-from router.api.schemas import ChatBody, CompletionBody, RequestBody
+from router.api.responses.answer import ResponseAnswer
+from router.api.responses.answers import ResponseObject
+from router.api.responses.background import Background
+from router.api.responses.body import ResponsesBody
+from router.api.responses.kept import Responses
+from router.api.responses.routes import kept_responses
+from router.api.schemas import ChatBody, CompletionBody
 from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.tenants.tenancy import Tenancy
 
-ENDPOINTS = (
-    Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, chunks(ChatShape), ChatAnswer),
-    Endpoint("/v1/completions", "Continue texts", CompletionBody, chunks(CompletionShape), CompletionAnswer),
-)
-BODIES: tuple[type[RequestBody], ...] = (
-    ChatBody,
-    CompletionBody,
-    TokenizeBody,
-    DetokenizeBody,
-    *(each.body for each in READINGS),
-)
-ENCODING = errors(400, 404, 413, 429, 500)
-GENERATING = {**STREAMED, **ENCODING, **errors(503, 504)}
-READ = {**ENCODING, **errors(503, 504)}
+ENCODING = (400, 404, 413, 429, 500)
+GENERATING = (*ENCODING, 503, 504)
+"""Statuses of errors, by what a route does."""
+
+
+def endpoints(responses: Responses, background: Background) -> tuple[Endpoint, ...]:
+    """All that generate: a line each."""
+    return (
+        Endpoint("/v1/chat/completions", "Answer a chat", ChatBody, chunks(ChatShape), ChatAnswer),
+        Endpoint("/v1/completions", "Continue texts", CompletionBody, chunks(CompletionShape), CompletionAnswer),
+        Endpoint(
+            "/v1/responses",
+            "Answer, and keep it",
+            ResponsesBody,
+            ResponseAnswer,
+            ResponseObject,
+            asked=responses.asked,
+            later=background.begin,
+        ),
+        Endpoint(
+            PLACE, "Answer in Anthropic's words", MessagesBody, MessageAnswer, MessageObject, MessageErrorAnswer, asked
+        ),
+    )
 
 
 def create_app(
-    settings: RouterSettings, pools: Pools, metrics: RouterMetrics, tenancy: Tenancy | None = None
+    settings: RouterSettings,
+    pools: Pools,
+    metrics: RouterMetrics,
+    tenancy: Tenancy | None = None,
+    kept: ResponseStore | None = None,
 ) -> ASGIApp:
-    """The application that serves the models of `pools` to those in `tenancy`, or in the settings as they are now. It
-    starts and stops none of them. Raises ConfigError for keys that cannot be read."""
+    """The application that serves the models of `pools` to those in `tenancy`, or in the settings as they are now, and
+    keeps responses in `kept`. It starts and stops none of them. Raises ConfigError for keys that cannot be read."""
     tenancy = tenancy or Tenancy(settings)
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
-    shared = (pools, admission, reader, tenancy, metrics)
-    exchanges: dict[str, Exchange] = {each.path: Generating(each, *shared) for each in ENDPOINTS}
-    exchanges |= {each.path: Reading(each, *shared) for each in READINGS}
-    app = Application(BODIES, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
-    guarded = _guarded() if tenancy.keyring.guards else {"responses": ANSWERED}
-    for router in (_generation(exchanges), _text(pools, reader), _about(pools)):
+    responses = Responses(kept)
+    background = Background(responses, admission)
+    offered, shared = endpoints(responses, background), (pools, admission, reader, tenancy, metrics)
+    generating = {each.path: Generating(each, *shared) for each in offered}
+    reading = {each.path: Reading(each, *shared) for each in READINGS}
+    bodies: list[type[BaseModel]] = [*(each.body for each in offered), *dict.fromkeys(each.body for each in READINGS)]
+    bodies += [CountBody, TokenizeBody, DetokenizeBody]
+    app = Application(bodies, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
+    guarded, refusals = (_guarded(), (401,)) if tenancy.keyring.guards else ({"responses": ANSWERED}, ())
+    for router in (
+        _generation(generating, refusals),
+        _readings(reading, refusals),
+        kept_responses(responses, background),
+        counting(pools, reader, (*ENCODING, *refusals)),
+        _text(pools, reader),
+        _about(pools),
+    ):
         app.include_router(router, **guarded)
     app.include_router(_probes(pools, metrics), responses=ANSWERED)
-    return across_origins(Door(app, settings, tenancy, exchanges), settings)
+    return across_origins(Door(app, settings, tenancy, {**generating, **reading}), settings)
 
 
 def _guarded() -> dict[str, Any]:
@@ -83,24 +121,31 @@ def _guarded() -> dict[str, Any]:
     return {"dependencies": [Security(bearer)], "responses": {**ANSWERED, **errors(401)}}
 
 
-def _generation(exchanges: dict[str, Exchange]) -> APIRouter:
+def _generation(exchanges: dict[str, Generating], refusals: Sequence[int]) -> APIRouter:
     router = APIRouter()
-    for endpoint in ENDPOINTS:
+    for exchange in exchanges.values():
+        endpoint = exchange.endpoint
         router.post(
             endpoint.path,
             summary=endpoint.summary,
             response_model=endpoint.answer,
-            responses=GENERATING,
+            responses={**STREAMED, **errors(*GENERATING, *refusals, model=endpoint.error)},
             openapi_extra=takes(endpoint.body),
-        )(_exchanged(exchanges[endpoint.path]))
-    for reading in READINGS:
+        )(_exchanged(exchange))
+    return router
+
+
+def _readings(exchanges: dict[str, Reading], refusals: Sequence[int]) -> APIRouter:
+    router = APIRouter()
+    for exchange in exchanges.values():
+        endpoint = exchange.endpoint
         router.post(
-            reading.path,
-            summary=reading.summary,
-            response_model=reading.answer,
-            responses=READ,
-            openapi_extra=takes(reading.body),
-        )(_exchanged(exchanges[reading.path]))
+            endpoint.path,
+            summary=endpoint.summary,
+            response_model=endpoint.answer,
+            responses=errors(*GENERATING, *refusals),
+            openapi_extra=takes(endpoint.body),
+        )(_exchanged(exchange))
     return router
 
 
@@ -123,7 +168,7 @@ def _exchanged(exchange: Exchange) -> Callable[[], Awaitable[Response]]:
 
 
 def _text(pools: Pools, reader: BodyReader) -> APIRouter:
-    router = APIRouter(responses=ENCODING)
+    router = APIRouter(responses=errors(*ENCODING))
 
     @router.post(
         "/tokenize", summary="Text or messages to token ids", response_model=Tokens, openapi_extra=takes(TokenizeBody)

@@ -62,5 +62,5 @@ def answers(model: type[BaseModel], *statuses: int) -> Responses:
     }
 
 
-def errors(*statuses: int) -> Responses:
-    return answers(ErrorAnswer, *statuses)
+def errors(*statuses: int, model: type[BaseModel] = ErrorAnswer) -> Responses:
+    return answers(model, *statuses)

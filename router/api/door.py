@@ -28,7 +28,7 @@ from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
 from router.api.responder import Responder
-from router.api.schemas import GenerationBody, RequestBody, parse
+from router.api.schemas import GenerationBody, parse
 from router.api.visit import Visit
 from router.call import CALL, Call
 from router.tenants.tenancy import Tenancy
@@ -98,12 +98,13 @@ class Door:
         return local
 
     def _tenant(self, headers: Headers) -> Tenant | None:
-        """Whose request it is; None where it had to tell and did not. Header values arrive decoded as latin-1."""
+        """Whose request it is; None where it had to tell and did not: by `Authorization: Bearer KEY`, or by
+        `x-api-key`, which clients of the Messages API send. Header values arrive decoded as latin-1."""
         keyring = self._tenancy.keyring
         if not keyring.guards:
             return NOBODY
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else ""
+        key = (token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
         return keyring.tenant(key.encode("latin-1")) if key else None
 
 
@@ -124,6 +125,10 @@ class Admission:
     def enter(self, own: int = 0) -> None:
         """Raises Overloaded; otherwise `leave` must follow."""
         self.check(own)
+        self.count += 1
+
+    def go_on(self) -> None:
+        """For work that outlives the request that entered for it; `leave` must follow for each."""
         self.count += 1
 
     def leave(self) -> None:
@@ -200,28 +205,34 @@ class Generating(Exchange):
         metrics: RouterMetrics,
     ) -> None:
         super().__init__(endpoint.path, pools, admission, reader, tenancy, metrics)
-        self._endpoint = endpoint
+        self.endpoint = endpoint
 
     async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Answer:
-        request = parse(self._endpoint.body, data)
-        body = await self._asked(visit.call, request)
+        body, size = await self._asked(visit.call, data)
         pool = self._pools.pool(body.model)
-        specs = await pool.specs(visit.prefer(body.priority), body, len(data))
+        specs = await pool.specs(visit.prefer(body.priority), body, size)
         generation = Generation(pool, specs, body.text_options(), n=body.n or 1)
+        if self.endpoint.later is not None:
+            promise = await self.endpoint.later(visit.call, pool, body, generation)
+            if promise is not None:
+                return promise
         await visit.turn(pool.turns, generation.size)
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)
                 visit.began(generation.used)
-                answer = self._endpoint.shape(visit.call, pool, request, generation)
+                answer = self.endpoint.shape(visit.call, pool, body, generation)
                 await answer.fold(first, pieces, responder)
                 await answer.settle()
         finally:
             await generation.close()
         return answer
 
-    async def _asked(self, call: Call, request: RequestBody) -> GenerationBody:
-        if self._endpoint.asked is not None:
-            return await self._endpoint.asked(call, request, self._pools)
+    async def _asked(self, call: Call, data: bytes) -> tuple[GenerationBody, int]:
+        """What the body asks of a model, and the bytes of all that it names."""
+        request = parse(self.endpoint.body, data)
+        if self.endpoint.asked is not None:
+            chat = await self.endpoint.asked(call, request, self._pools)
+            return chat, len(data) + chat.earlier
         assert isinstance(request, GenerationBody)
-        return request
+        return request, len(data)

@@ -13,8 +13,9 @@ from router.api.answers import ErrorAnswer
 from router.api.generation import Choice, Generation
 from router.api.pool import Pool, Pools
 from router.api.responder import Responder
-from router.api.schemas import GenerationBody, RequestBody
+from router.api.schemas import RequestBody
 from router.api.sse import event
+from router.api.translated import TranslatedChat
 from router.call import Call
 from router.text.transcript import Piece
 
@@ -87,9 +88,10 @@ class Endpoint:
     """A generating endpoint: where it is, what it takes, and how it answers.
 
     summary, answer, error  for its description: the models of a whole answer and of an error
-    body     the request as it comes
-    shape    makes what shows the answer, once there is something to show
-    asked    what the request asks of the model, where the body does not say it by itself. Raises KvferryError
+    body   the request as it comes
+    asked  what it asks of a model, where the body does not say so by itself. Raises KvferryError
+    shape  makes what shows the answer to what was asked, once there is something to show
+    later  takes over what the client does not wait for; an answer that says so, or None. Raises KvferryError
     """
 
     path: str
@@ -98,4 +100,5 @@ class Endpoint:
     shape: Callable[[Call, Pool, Any, Generation], Answer]
     answer: type[BaseModel]
     error: type[BaseModel] = ErrorAnswer
-    asked: Callable[[Call, Any, Pools], Awaitable[GenerationBody]] | None = None
+    asked: Callable[[Call, Any, Pools], Awaitable[TranslatedChat]] | None = None
+    later: Callable[[Call, Pool, Any, Generation], Awaitable[Answer | None]] | None = None

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from process.refusal import retry_headers
 from protocol.errors import InvalidRequest, KvferryError, NotFound
+from router.api.messages import errors as messages
 from router.api.sse import dump
 from router.call import CALL
 
@@ -24,15 +25,10 @@ class MethodNotAllowed(InvalidRequest):
     status, code = 405, "method_not_allowed"
 
 
-LOOKS: dict[str, Callable[[KvferryError], dict[str, Any]]] = {}
-"""How errors look under a path where they look otherwise than OpenAI's."""
-
-
 def shown(error: KvferryError, path: str) -> dict[str, Any]:
-    """The body that tells of an error on this path."""
-    for place, look in LOOKS.items():
-        if path == place or path.startswith(place + "/"):
-            return look(error)
+    """The body that tells of an error on this path: OpenAI's, but where another API is spoken."""
+    if path == messages.PLACE or path.startswith(messages.PLACE + "/"):
+        return messages.message_error(error)
     return error.body()
 
 

@@ -66,8 +66,8 @@ class Reading(Exchange):
         metrics: RouterMetrics,
     ) -> None:
         super().__init__(endpoint.path, pools, admission, reader, tenancy, metrics)
-        self._endpoint = endpoint
+        self.endpoint = endpoint
 
     async def _work(self, visit: Visit, data: bytes, responder: Responder) -> WholeAnswer:
-        body = parse(self._endpoint.body, data)
-        return await self._endpoint.work(self._pools.pool(body.model), visit, body)
+        body = parse(self.endpoint.body, data)
+        return await self.endpoint.work(self._pools.pool(body.model), visit, body)

@@ -224,6 +224,11 @@ def parse(kind: type[Body], data: bytes) -> Body:
         value = from_json(data)
     except ValueError as error:
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    return build(kind, value)
+
+
+def build(kind: type[Body], value: Any) -> Body:
+    """The body that a JSON value is. Raises InvalidRequest naming the first field at fault."""
     try:
         body = kind.model_validate(value)
     except ValidationError as error:

@@ -20,16 +20,22 @@ def event(value: Any) -> bytes:
     return b"data: " + dump(value) + b"\n\n"
 
 
+def named(value: dict[str, Any]) -> bytes:
+    """One event under the name that its data has as `type`."""
+    return f"event: {value['type']}\n".encode() + event(value)
+
+
 class TextEvent:
     """An event that is the same every time except for one text in it: nearly every chunk of a stream is one.
 
-    `shape` holds the placeholder SLOT where the text belongs, once.
+    `shape` holds the placeholder SLOT where the text belongs, once. `under` is the event's name, if it has one.
     """
 
     SLOT = "\x00slot\x00"
 
-    def __init__(self, shape: Any) -> None:
+    def __init__(self, shape: Any, under: str = "") -> None:
         self._head, self._tail = event(shape).split(dump(self.SLOT))
+        self._head = (f"event: {under}\n".encode() if under else b"") + self._head
 
     def fill(self, text: str) -> bytes:
         return self._head + encode_basestring(text).encode() + self._tail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import httpx
@@ -15,12 +16,30 @@ from hypothesis import strategies as st
 from protocol.errors import Overloaded
 
 PLAIN = ("/v1/models", "/v1/models/SmolLM2-135M-Instruct", "/health", "/ready", "/version")
-ERRORS = {"/v1/chat/completions": 429, "/v1/completions": 429, "/tokenize": 400, "/detokenize": 400}
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+ERRORS = {
+    **dict.fromkeys(GENERATING, 429),
+    **dict.fromkeys(("/v1/messages/count_tokens", "/tokenize", "/detokenize"), 400),
+}
+READING = (
+    "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/classify", "/classify",
+)  # fmt: skip
+TAKING = (*GENERATING, "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 
 
 async def described() -> dict[str, Any]:
     document: dict[str, Any] = (await Api(FakeCluster(says("x"))).http.get("/openapi.json")).json()
     return document
+
+
+_DESCRIBED: dict[Api, dict[str, Any]] = {}
+
+
+async def described_by(api: Api) -> dict[str, Any]:
+    """The same, asked for once."""
+    if api not in _DESCRIBED:
+        _DESCRIBED[api] = (await api.http.get("/openapi.json")).json()
+    return _DESCRIBED[api]
 
 
 def references(node: Any) -> Iterator[str]:
@@ -68,24 +87,26 @@ async def test_what_is_taken_and_what_is_answered_have_names_of_their_own() -> N
 async def test_every_route_is_described_and_every_error_has_its_schema() -> None:
     document = await described()
     assert set(document["paths"]) == {
-        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank",
-        "/rerank", "/v1/classify", "/classify", "/tokenize", "/detokenize", "/v1/models", "/v1/models/{id}",
-        "/health", "/ready", "/metrics", "/version",
+        *TAKING, *READING, "/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items",
+        "/v1/models", "/v1/models/{id}", "/health", "/ready", "/metrics", "/version",
     }  # fmt: skip
-    for path in ("/v1/chat/completions", "/v1/completions"):
+    for path in GENERATING:
         responses = document["paths"][path]["post"]["responses"]
         assert {"200", "400", "404", "429", "503"} <= set(responses)
         assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
         for status in ("429", "503"):
             assert responses[status]["headers"]["retry-after"]["schema"] == {"type": "integer", "minimum": 1}
-    errors = [
-        response["content"]["application/json"]["schema"]["$ref"]
-        for operations in document["paths"].values()
+    errors = {
+        (path.startswith("/v1/messages"), response["content"]["application/json"]["schema"]["$ref"])
+        for path, operations in document["paths"].items()
         for operation in operations.values()
         for status, response in operation["responses"].items()
         if int(status) >= 400 and operation is not document["paths"]["/ready"]["get"]
-    ]
-    assert set(errors) == {"#/components/schemas/ErrorAnswer"}
+    }
+    assert errors == {
+        (False, "#/components/schemas/ErrorAnswer"),
+        (True, "#/components/schemas/MessageErrorAnswer"),
+    }
     assert set(response_of(document, "get", "/metrics", 200)["content"]) == {"text/plain"}
 
 
@@ -96,6 +117,8 @@ async def test_a_key_is_described_where_it_is_asked_for() -> None:
     chat, health = document["paths"]["/v1/chat/completions"]["post"], document["paths"]["/health"]["get"]
     assert chat["security"] == [{"key": []}]
     assert "401" in chat["responses"]
+    told = response_of(document, "post", "/v1/messages", 401)["content"]["application/json"]["schema"]["$ref"]
+    assert told == "#/components/schemas/MessageErrorAnswer"
     assert "security" not in health
     assert "swagger" in (await api.http.get("/docs", headers=headers)).text
 
@@ -110,6 +133,9 @@ async def test_answers_are_as_described(fields: dict[str, Any]) -> None:
     posts = {
         "/v1/chat/completions": {"messages": MESSAGES, **fields, "logprobs": bool(fields)},
         "/v1/completions": {"prompt": "a", **fields},
+        "/v1/responses": {"input": "a", "top_logprobs": len(fields)},
+        "/v1/messages": {"messages": MESSAGES, "max_tokens": 1 + len(fields)},
+        "/v1/messages/count_tokens": {"messages": MESSAGES},
         "/tokenize": {"prompt": "a", "return_token_strs": True},
         "/detokenize": {"tokens": [1, 2]},
     }
@@ -117,6 +143,14 @@ async def test_answers_are_as_described(fields: dict[str, Any]) -> None:
         answer = await api.http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         validate(document, response_of(document, "post", path, 200), answer)
+    kept = "/v1/responses/{id}"
+    begun = (await api.http.post("/v1/responses", json={"input": "a", "background": True})).json()
+    cancelled = await api.http.post(f"{kept}/cancel".format(**begun))
+    validate(document, response_of(document, "post", f"{kept}/cancel", 200), cancelled)
+    for method, path in (("get", kept), ("get", f"{kept}/input_items"), ("delete", kept)):
+        answer = await api.http.request(method, path.format(**begun))
+        validate(document, response_of(document, method, path, 200), answer)
+    validate(document, response_of(document, "get", kept, 404), await api.http.get(kept.format(**begun)))
     api.cluster.is_ready = False
     validate(document, response_of(document, "get", "/ready", 503), await api.http.get("/ready"))
     api.cluster.refusal = Overloaded("full")
@@ -167,17 +201,22 @@ def bodies(document: dict[str, Any], schema: dict[str, Any]) -> st.SearchStrateg
     return ANYTHING
 
 
+@cache
+def speaking() -> Api:
+    return Api(FakeCluster(says("x")))
+
+
 ANYTHING = st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5) | st.just({}) | st.just([])
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", TAKING)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 async def test_described_bodies_are_answered_or_refused_by_name(path: str, data: st.DataObject) -> None:
-    api = Api(FakeCluster(says("x")))
-    document = (await api.http.get("/openapi.json")).json()
+    api = speaking()
+    document = await described_by(api)
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     response = await api.http.post(path, json=data.draw(bodies(document, body)))
     assert response.status_code in (200, 400, 404), response.text
-    if response.status_code != 200:
+    if response.status_code != 200 and not path.startswith("/v1/messages"):
         error_of(response)

@@ -1,0 +1,105 @@
+"""Kept responses in Redis or Valkey.
+
+kvferry:<cluster>:r:<tenant>:<id>    string, the record; expires with its life
+kvferry:<cluster>:r:<tenant>#ages    sorted set  id → microseconds of its writing: the tenant's records, by age
+kvferry:<cluster>:r:<tenant>#sizes   hash  id → bytes, and the field "" with their sum
+
+<tenant> is a hash of the tenant's name: one length, no colon, and nobody's name in a dump.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from cluster_state import redis_client
+from cluster_state.redis_client import run, translated
+from cluster_state.responses import MAX_RESPONSES
+
+_FORGET = """
+local function forget(id)
+  local size = redis.call('HGET', KEYS[3], id)
+  if size then
+    redis.call('HDEL', KEYS[3], id)
+    redis.call('HINCRBY', KEYS[3], '', -tonumber(size))
+  end
+  redis.call('ZREM', KEYS[2], id)
+  return redis.call('DEL', KEYS[1] .. id)
+end
+"""
+
+# KEYS: prefix of records, ages, sizes. ARGV: id, record, ttl in ms, most bytes, most records. Where none but the new
+# record is left to go, the books were wrong (Redis lost a key) and begin anew.
+PUT = (
+    _FORGET
+    + """
+local time = redis.call('TIME')
+local now, ttl = time[1] * 1000000 + time[2], tonumber(ARGV[3])
+forget(ARGV[1])
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now - ttl * 1000)) do forget(id) end
+redis.call('SET', KEYS[1] .. ARGV[1], ARGV[2], 'PX', ttl)
+redis.call('ZADD', KEYS[2], now, ARGV[1])
+redis.call('HSET', KEYS[3], ARGV[1], #ARGV[2])
+local sum = redis.call('HINCRBY', KEYS[3], '', #ARGV[2])
+while sum > tonumber(ARGV[4]) or redis.call('ZCARD', KEYS[2]) > tonumber(ARGV[5]) do
+  local oldest = redis.call('ZRANGE', KEYS[2], 0, 0)[1]
+  if not oldest or oldest == ARGV[1] then
+    redis.call('DEL', KEYS[3])
+    redis.call('HSET', KEYS[3], ARGV[1], #ARGV[2], '', #ARGV[2])
+    break
+  end
+  forget(oldest)
+  sum = tonumber(redis.call('HGET', KEYS[3], '') or 0)
+end
+redis.call('PEXPIRE', KEYS[2], ttl)
+redis.call('PEXPIRE', KEYS[3], ttl)
+"""
+)
+
+# KEYS: prefix of records, ages, sizes. ARGV: id.
+DELETE = _FORGET + "return forget(ARGV[1])"
+
+
+class RedisResponses:
+    """ResponseStore of one cluster. Connects on first use, reconnects by itself; belongs to one asyncio loop.
+
+    ttl_s      life of a record after it was written
+    share      bytes that one tenant may keep
+    timeout_s  bound on every answer: a client waits for it
+    """
+
+    def __init__(
+        self,
+        url: str,
+        cluster: str,
+        *,
+        ttl_s: float,
+        share: int,
+        most: int = MAX_RESPONSES,
+        timeout_s: float = 1.0,
+    ) -> None:
+        self._prefix = f"kvferry:{cluster}:r:"
+        self._bounds = [max(1, int(ttl_s * 1000)), share, most]
+        self._share = share
+        self._client = redis_client.connected(url, timeout_s)
+        self._put, self._delete = self._client.register_script(PUT), self._client.register_script(DELETE)
+
+    async def close(self) -> None:
+        """Close all connections. Never raises."""
+        await redis_client.close(self._client)
+
+    async def put(self, tenant: str, response_id: str, record: bytes) -> bool:
+        if len(record) > self._share:
+            return False
+        await run(self._put, self._keys(tenant), [response_id, record, *self._bounds])
+        return True
+
+    async def get(self, tenant: str, response_id: str) -> bytes | None:
+        record: bytes | None = await translated(self._client.get(self._keys(tenant)[0] + response_id))
+        return record
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        return bool(await run(self._delete, self._keys(tenant), [response_id]))
+
+    def _keys(self, tenant: str) -> list[str]:
+        own = self._prefix + hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
+        return [own + ":", own + "#ages", own + "#sizes"]

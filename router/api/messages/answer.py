@@ -1,0 +1,121 @@
+"""How /v1/messages answers: a message of content blocks, or the events that build it up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protocol.errors import KvferryError
+from router.api.fold import Answer
+from router.api.generation import Choice, Generation
+from router.api.messages.chat import MessagesChat
+from router.api.messages.errors import message_error
+from router.api.parts import CALL, REASONING, Part, Parts, Step
+from router.api.pool import Pool
+from router.api.sse import TextEvent, named
+from router.call import Call
+from router.text.transcript import Piece
+
+_PING = named({"type": "ping"})
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    REASONING: ("thinking_delta", "thinking"),
+    CALL: ("input_json_delta", "partial_json"),
+}
+
+
+class MessageAnswer(Answer):
+    """Blocks come one after another; their index is their place in the message's content."""
+
+    def __init__(self, call: Call, pool: Pool, chat: MessagesChat, generation: Generation) -> None:
+        super().__init__(generation, streams=bool(chat.stream))
+        self._id, self._model = f"msg_{call.id}", pool.name
+        self._parts = Parts()
+        self._plain: tuple[Part, TextEvent] | None = None
+
+    def opening(self) -> bytes:
+        message = {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None}
+        return named({"type": "message_start", "message": message}) + _PING
+
+    def events(self, choice: Choice, piece: Piece) -> bytes:
+        if self._parts.is_text(piece):
+            return self._text(self._parts.grow(piece.text), piece.text) if piece.text else b""
+        return b"".join(map(self._stepped, self._parts.add(piece)))
+
+    def closing(self) -> bytes:
+        delta = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
+        return named(delta) + named({"type": "message_stop"})
+
+    def failing(self, error: KvferryError) -> bytes:
+        return named(message_error(error))
+
+    def take(self, choice: Choice, piece: Piece) -> None:
+        for _ in self._parts.add(piece):
+            pass
+
+    def body(self) -> dict[str, Any]:
+        content = [_block(part) for part in self._parts.all]
+        return {**self._message(), "content": content, **self._stop()}
+
+    def _message(self) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> dict[str, int]:
+        """`input_tokens` are those that no cache held."""
+        usage = self.generation.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+    def _stop(self) -> dict[str, Any]:
+        finish, stop = self._parts.finish_reason, self._parts.stop_reason
+        if finish == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if self._parts.called:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if isinstance(stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
+
+    def _stepped(self, step: Step) -> bytes:
+        what, part, text, _ = step
+        match what:
+            case "open":
+                return named({"type": "content_block_start", "index": part.index, "content_block": _block(part)})
+            case "grow":
+                return named(_delta(part, text)) if text else b""
+        signed = named(_signature(part)) if part.kind == REASONING else b""
+        return signed + named({"type": "content_block_stop", "index": part.index})
+
+    def _text(self, part: Part, text: str) -> bytes:
+        """A delta of text, filled into an event made before."""
+        if self._plain is None or self._plain[0] is not part:
+            self._plain = part, TextEvent(_delta(part, TextEvent.SLOT), under="content_block_delta")
+        return self._plain[1].fill(text)
+
+
+def _delta(part: Part, text: str) -> dict[str, Any]:
+    kind, field = _DELTAS[part.kind]
+    return {"type": "content_block_delta", "index": part.index, "delta": {"type": kind, field: text}}
+
+
+def _signature(part: Part) -> dict[str, Any]:
+    """Clients wait for one before they hand a thought back; nothing here asks whether it is genuine."""
+    return {"type": "content_block_delta", "index": part.index, "delta": {"type": "signature_delta", "signature": ""}}
+
+
+def _block(part: Part) -> dict[str, Any]:
+    if part.kind == REASONING:
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    if part.kind == CALL:
+        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": part.arguments()}
+    return {"type": "text", "text": part.text}

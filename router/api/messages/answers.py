@@ -1,0 +1,45 @@
+"""What /v1/messages answers, for the documentation and for tests that hold the answers to it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+
+class MessageUsage(BaseModel):
+    """`input_tokens` are those that no cache held."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class MessageObject(BaseModel):
+    """`content` are blocks of type text, thinking and tool_use."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageTokens(BaseModel):
+    input_tokens: int
+
+
+class MessageFailure(BaseModel):
+    type: str
+    message: str
+
+
+class MessageErrorAnswer(BaseModel):
+    """Anthropic's error object."""
+
+    type: Literal["error"]
+    error: MessageFailure

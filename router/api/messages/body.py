@@ -1,0 +1,72 @@
+"""POST /v1/messages: what it takes. Fields unknown here are ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from protocol.sampling import MAX_COUNT
+from router.api.fields import Objects, Stops, told
+from router.api.schemas import RequestBody
+
+Content = Annotated[str | Objects, told("must be a string or a list of blocks")]
+
+
+class Turn(BaseModel):
+    """One message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class Tool(BaseModel):
+    """A tool of the client's own."""
+
+    name: Annotated[str, Field(min_length=1)]
+    type: Annotated[Literal["custom"] | None, told("only tools of the client's own (custom) are supported")] = None
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ToolChoice(BaseModel):
+    """`name` goes with type tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(BaseModel):
+    type: str
+
+
+class OutputConfig(BaseModel):
+    """`format`: type json_schema, with its schema."""
+
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+
+
+class CountBody(RequestBody):
+    """POST /v1/messages/count_tokens: all that makes the prompt."""
+
+    messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
+    system: Content | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(CountBody):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    stop_sequences: Stops = Field(default_factory=list)
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
+    metadata: dict[str, Any] | None = None

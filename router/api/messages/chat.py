@@ -1,0 +1,172 @@
+"""The chat that a request of the Messages API amounts to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from protocol.errors import InvalidRequest
+from router.api.messages.body import CountBody, MessagesBody, Turn
+from router.api.pool import Pools
+from router.api.translated import TranslatedChat, translated
+from router.call import Call
+
+Block = Mapping[str, Any]
+Message = dict[str, Any]
+
+
+class MessagesChat(TranslatedChat):
+    """`asked` is the body it was made from."""
+
+    prompt_field, bound_field = "messages", "max_tokens"
+    names: ClassVar[Mapping[str, str]] = MappingProxyType({
+        "messages": "messages",
+        "response_format": "output_config.format",
+        "max_completion_tokens": "max_tokens",
+        "reasoning_effort": "output_config.effort",
+        "stop": "stop_sequences",
+        "tools": "tools",
+        "tool_choice": "tool_choice",
+    })  # fmt: skip
+
+
+async def asked(call: Call, body: CountBody, pools: Pools) -> MessagesChat:
+    """What the request asks for. Raises InvalidRequest naming the field."""
+    return chat(body)
+
+
+def chat(body: CountBody) -> MessagesChat:
+    """A conversation that ends with the assistant's words is to be continued where they end. Models that can think,
+    and whose template can be told, think only when they are asked to. Raises InvalidRequest naming the field."""
+    choice, last = body.tool_choice, body.messages[-1]
+    continues = last.role == "assistant"
+    config = body.output_config
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages(body),
+        "add_generation_prompt": not continues,
+        "continue_final_message": continues,
+        "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in body.tools] if body.tools else None,
+        "tool_choice": _tool_choice(body),
+        "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+        "response_format": _response_format(config.format) if config and config.format else None,
+        "reasoning_effort": config.effort if config else None,
+        "chat_template_kwargs": {"enable_thinking": body.thinking is not None and body.thinking.type != "disabled"},
+    }
+    if isinstance(body, MessagesBody):
+        fields |= {
+            "max_completion_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "stream": body.stream,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+        }
+    return translated(MessagesChat, fields, body)
+
+
+def messages(body: CountBody) -> list[Message]:
+    """The conversation in the chat's form: what the system says first, results of tools as messages of their own."""
+    found: list[Message] = []
+    if body.system:
+        found.append({"role": "system", "content": _words(body.system, "system")})
+    for place, turn in enumerate(body.messages):
+        found += _turn(turn, f"messages[{place}].content")
+    return found
+
+
+def _turn(turn: Turn, field: str) -> list[Message]:
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    if turn.role == "assistant":
+        return [_said(turn.content, field)]
+    results = [
+        _result(block, f"{field}[{place}]")
+        for place, block in enumerate(turn.content)
+        if block.get("type") == "tool_result"
+    ]
+    rest = [(place, block) for place, block in enumerate(turn.content) if block.get("type") != "tool_result"]
+    words = "\n".join(_text(block, f"{field}[{place}]") for place, block in rest)
+    return [*results, *([{"role": turn.role, "content": words}] if rest or not results else [])]
+
+
+def _said(blocks: Sequence[Block], field: str) -> Message:
+    """What the assistant thought, said and called, as one message."""
+    texts, thoughts, calls = [], [], []
+    for place, block in enumerate(blocks):
+        at = f"{field}[{place}]"
+        match block.get("type"):
+            case "thinking":
+                thoughts.append(_string(block, "thinking", at))
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+                function = {"name": _string(block, "name", at), "arguments": arguments}
+                calls.append({"id": _string(block, "id", at), "type": "function", "function": function})
+            case _:
+                texts.append(_text(block, at))
+    message: Message = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _result(block: Block, field: str) -> Message:
+    content = block.get("content") or ""
+    if not isinstance(content, (str, list)):
+        raise InvalidRequest(f"{field}.content must be a string or a list of blocks", param=f"{field}.content")
+    words = _words(content, f"{field}.content")
+    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", field), "content": words}
+
+
+def _words(content: str | list[Any], field: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_text(block, f"{field}[{place}]") for place, block in enumerate(content))
+
+
+def _text(block: Any, field: str) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind != "text":
+        raise InvalidRequest(f"{field}.type: blocks of type {kind!r} are not supported here", param=f"{field}.type")
+    return _string(block, "text", field)
+
+
+def _string(block: Block, name: str, field: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{field}.{name} must be a string", param=f"{field}.{name}")
+    return value
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": tool["name"], "parameters": tool["input_schema"]}
+    return {
+        "type": "function",
+        "function": {**function, **{k: tool[k] for k in ("description", "strict") if k in tool}},
+    }
+
+
+def _tool_choice(body: CountBody) -> Any:
+    """Without tools there is nothing to choose."""
+    choice = body.tool_choice
+    if choice is None or (not body.tools and choice.type in ("auto", "none")):
+        return None
+    if choice.type != "tool":
+        return {"any": "required"}.get(choice.type, choice.type)
+    if not choice.name:
+        raise InvalidRequest("tool_choice.name must name one of the tools", param="tool_choice.name")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _response_format(given: dict[str, Any]) -> dict[str, Any]:
+    if given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
+        raise InvalidRequest(
+            "output_config.format must be of type json_schema, with a schema", param="output_config.format"
+        )
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given["schema"], "strict": True}}

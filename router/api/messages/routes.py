@@ -1,0 +1,45 @@
+"""The routes of the Messages API beside its endpoint: POST /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request
+
+from router.api.body_reader import BodyReader
+from router.api.documentation import errors, takes
+from router.api.messages.answers import MessageErrorAnswer, MessageTokens
+from router.api.messages.body import CountBody
+from router.api.messages.chat import chat
+from router.api.messages.errors import PLACE
+from router.api.pool import Pools
+from router.api.schemas import parse
+from router.text.encoding import Bound
+
+
+def counting(pools: Pools, reader: BodyReader, statuses: Sequence[int]) -> APIRouter:
+    """`statuses` are those of its errors."""
+    router = APIRouter(responses=errors(*statuses, model=MessageErrorAnswer))
+
+    @router.post(
+        f"{PLACE}/count_tokens",
+        summary="How many tokens messages are",
+        response_model=MessageTokens,
+        openapi_extra=takes(CountBody),
+    )
+    async def counted(request: Request) -> dict[str, int]:
+        return await count_tokens(pools, await reader.read(request))
+
+    return router
+
+
+async def count_tokens(pools: Pools, data: bytes) -> dict[str, int]:
+    """Tokens of the prompt that these messages make. Raises InvalidRequest."""
+    body = parse(CountBody, data)
+    pool = pools.pool(body.model)
+    asked = chat(body)
+    (prompt,) = await pool.encoder.beside(asked.prompts, pool.text)
+    assert isinstance(prompt, str)
+    bound = Bound(pool.max_model_len, "messages", truncated=True)
+    (ids,) = await pool.encoder.encode([prompt], bound, add_special_tokens=asked.marks_texts())
+    return {"input_tokens": len(ids)}

@@ -1,0 +1,114 @@
+"""An answer as a row of parts: reasoning, text and calls of tools, each a run of pieces of its kind.
+
+Shapes whose events name the part that they belong to (responses, messages) are written in steps: a part opens, grows,
+ends, and only then the next one opens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from router.text.transcript import CallDelta, Entry, Piece
+
+TEXT, REASONING, CALL = "text", "reasoning", "call"
+Step = tuple[Literal["open", "grow", "end"], "Part", str, list[Entry]]
+"""What happens, to which part; the text it grows by, and that text's log-probabilities."""
+
+
+@dataclass(slots=True)
+class Part:
+    """`index` counts all parts of the answer. `number`, `call_id` and `name` are a call's: which of the answer's calls
+    it is, and what it is called; its `text` is its arguments, in JSON."""
+
+    index: int
+    kind: str
+    number: int = 0
+    call_id: str = ""
+    name: str = ""
+    _texts: list[str] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def grow(self, text: str) -> None:
+        self._texts.append(text)
+
+    def arguments(self) -> dict[str, Any]:
+        """A call's arguments; none where the text is no object, as in a call that was cut off."""
+        try:
+            found = json.loads(self.text or "{}")
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+class Parts:
+    """Feed it a choice's pieces in order. `all` are the parts so far; `finish_reason` and `stop_reason` are there after
+    the last piece. Calls come one after another: a call that grows is the last that was opened."""
+
+    def __init__(self) -> None:
+        self.all: list[Part] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self._open: Part | None = None
+        self._waiting: list[Entry] = []
+
+    @property
+    def called(self) -> bool:
+        return any(part.kind == CALL for part in self.all)
+
+    def is_text(self, piece: Piece) -> bool:
+        """Whether the piece does nothing but grow the text that is open: nearly every one does."""
+        return (
+            self._open is not None
+            and self._open.kind == TEXT
+            and not (piece.entries or piece.calls or piece.reasoning or piece.finish_reason is not None)
+        )
+
+    def grow(self, text: str) -> Part:
+        """`add` for a piece that `is_text`. Returns the part."""
+        assert self._open is not None
+        self._open.grow(text)
+        return self._open
+
+    def add(self, piece: Piece) -> Iterator[Step]:
+        """The steps of a piece. With the last one whatever is open ends; an answer of nothing gets an empty text."""
+        self._waiting += piece.entries
+        if piece.reasoning:
+            yield from self._grow(REASONING, piece.reasoning)
+        if piece.text:
+            yield from self._grow(TEXT, piece.text)
+        for call in piece.calls:
+            yield from self._grow(CALL, call.arguments, call)
+        if piece.finish_reason is not None:
+            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+            if not self.all:
+                yield from self._grow(TEXT, "")
+            yield from self._end()
+
+    def _grow(self, kind: str, text: str, call: CallDelta | None = None) -> Iterator[Step]:
+        part = self._open
+        if part is None or part.kind != kind or (call is not None and part.number != call.index):
+            yield from self._end()
+            part = self._open = Part(len(self.all), kind)
+            if call is not None:
+                part.number, part.call_id, part.name = call.index, call.id, call.name
+            self.all.append(part)
+            yield "open", part, "", []
+        entries, self._waiting = self._waiting, []
+        if kind != TEXT:
+            entries = []
+        if text or entries:
+            part.grow(text)
+            part.entries += entries
+            yield "grow", part, text, entries
+
+    def _end(self) -> Iterator[Step]:
+        part, self._open = self._open, None
+        if part is not None:
+            yield "end", part, "", []

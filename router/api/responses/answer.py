@@ -1,0 +1,198 @@
+"""How /v1/responses answers: a response object, or the sequence of events that builds one up."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from protocol.errors import KvferryError
+from router.api.fold import Answer
+from router.api.generation import Choice, Generation
+from router.api.logprobs import LogprobWriter
+from router.api.parts import CALL, REASONING, TEXT, Part, Parts, Step
+from router.api.pool import Pool
+from router.api.responses.asked import Asked, ResponsesChat
+from router.api.sse import TextEvent, named
+from router.call import Call
+from router.text.transcript import Entry, Piece
+
+_ID = {TEXT: "msg", REASONING: "rs", CALL: "fc"}
+_DELTA = {
+    TEXT: "response.output_text",
+    REASONING: "response.reasoning_text",
+    CALL: "response.function_call_arguments",
+}
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""Reasons to finish that leave a response incomplete."""
+
+
+class ResponseAnswer(Answer):
+    """What the request said is repeated in the response."""
+
+    def __init__(self, call: Call, pool: Pool, chat: ResponsesChat, generation: Generation) -> None:
+        super().__init__(generation, streams=bool(chat.stream))
+        asked: Asked = chat.asked
+        self._asked = asked
+        self._model = pool.name
+        self._parts = Parts()
+        self._top = asked.body.top_logprobs or 0
+        self._writer = LogprobWriter(pool.text.tokenizer) if asked.body.shows_logprobs else None
+        self._number = 0
+        self._plain: tuple[Part, TextEvent] | None = None
+
+    @property
+    def id(self) -> str:
+        return self._asked.id
+
+    def begun(self) -> dict[str, Any]:
+        """The response before it has any output."""
+        return self._asked.response(self._model, "in_progress", self._drawing())
+
+    def opening(self) -> bytes:
+        response = self.begun()
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def events(self, choice: Choice, piece: Piece) -> bytes:
+        if self._parts.is_text(piece):
+            return self._text(self._parts.grow(piece.text), piece.text) if piece.text else b""
+        return b"".join(self._stepped(step) for step in self._parts.add(piece))
+
+    def closing(self) -> bytes:
+        response = self.body()
+        return self._event(f"response.{response['status']}", response=response)
+
+    def failing(self, error: KvferryError) -> bytes:
+        """The error, and the response as far as it came."""
+        told = {"code": error.code, "message": error.message, "param": error.param}
+        return self._event("error", **told) + self._event("response.failed", response=self.failed(error))
+
+    def failed(self, error: KvferryError) -> dict[str, Any]:
+        """The response that ends by an error, with the items that had ended before."""
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        return {**self.body("failed"), "error": {"code": code, "message": error.message}}
+
+    def take(self, choice: Choice, piece: Piece) -> None:
+        for _ in self._parts.add(piece):
+            pass
+
+    async def settle(self) -> None:
+        await self.keep(self.body())
+
+    async def keep(self, response: dict[str, Any]) -> None:
+        """Keep what the response has become, if it is to be kept. Never raises."""
+        await self._asked.keep(response)
+
+    def body(self, status: str = "") -> dict[str, Any]:
+        """The response as of now: by the reason to finish, unless a status is given."""
+        reason = _INCOMPLETE.get(self._parts.finish_reason or "")
+        status = status or ("incomplete" if reason else "completed")
+        last = len(self._parts.all) - 1
+        return {
+            **self._asked.response(self._model, status, self._drawing()),
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": {"reason": reason} if reason else None,
+            "output": [
+                self._item(part, "incomplete" if part.index == last and status != "completed" else "completed")
+                for part in self._parts.all
+            ],
+            "usage": _usage(self.generation.usage()),
+        }
+
+    def _drawing(self) -> dict[str, float]:
+        """How tokens are really drawn, the model's defaults included."""
+        params = self.generation.prompts[0].params
+        return {"temperature": params.temperature, "top_p": params.top_p}
+
+    def _stepped(self, step: Step) -> bytes:
+        what, part, text, entries = step
+        match what:
+            case "open":
+                return self._opened(part)
+            case "grow":
+                place = {} if part.kind == CALL else {"content_index": 0}
+                shown = {"logprobs": self._logprobs(entries)} if part.kind == TEXT else {}
+                return self._event(f"{_DELTA[part.kind]}.delta", **self._at(part), **place, delta=text, **shown)
+            case _:
+                return self._ended(part)
+
+    def _opened(self, part: Part) -> bytes:
+        item = self._item(part, "in_progress")
+        if part.kind != CALL:
+            item["content"] = []
+        added = self._event("response.output_item.added", output_index=part.index, item=item)
+        if part.kind == CALL:
+            return added
+        return added + self._event(
+            "response.content_part.added", **self._at(part), content_index=0, part=self._content(part)
+        )
+
+    def _ended(self, part: Part) -> bytes:
+        at, done = self._at(part), f"{_DELTA[part.kind]}.done"
+        if part.kind == CALL:
+            said = self._event(done, **at, name=part.name, arguments=part.text)
+        else:
+            shown = {"logprobs": self._logprobs(part.entries)} if part.kind == TEXT else {}
+            said = self._event(done, **at, content_index=0, text=part.text, **shown)
+            said += self._event("response.content_part.done", **at, content_index=0, part=self._content(part))
+        status = "incomplete" if self._parts.finish_reason in _INCOMPLETE else "completed"
+        return said + self._event("response.output_item.done", output_index=part.index, item=self._item(part, status))
+
+    def _text(self, part: Part, text: str) -> bytes:
+        """A delta of text alone, filled into an event made before; its number stands at the end."""
+        if self._plain is None or self._plain[0] is not part:
+            name = "response.output_text.delta"
+            delta = {"type": name, **self._at(part), "content_index": 0, "logprobs": [], "delta": TextEvent.SLOT}
+            self._plain = part, TextEvent(delta, under=name)
+        filled = self._plain[1].fill(text)
+        self._number += 1
+        return filled[: -len(b"}\n\n")] + b',"sequence_number":%d}\n\n' % (self._number - 1)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return named({"type": kind, **fields, "sequence_number": self._number - 1})
+
+    def _at(self, part: Part) -> dict[str, Any]:
+        return {"item_id": self._id(part), "output_index": part.index}
+
+    def _id(self, part: Part) -> str:
+        return f"{_ID[part.kind]}_{self._asked.name}_{part.index}"
+
+    def _item(self, part: Part, status: str) -> dict[str, Any]:
+        own = {"id": self._id(part), "status": status}
+        match part.kind:
+            case "text":
+                return {**own, "type": "message", "role": "assistant", "content": [self._content(part)]}
+            case "reasoning":
+                return {**own, "type": "reasoning", "summary": [], "content": [self._content(part)]}
+        called = {"call_id": part.call_id, "name": part.name, "arguments": part.text}
+        return {**own, "type": "function_call", **called}
+
+    def _content(self, part: Part) -> dict[str, Any]:
+        if part.kind == REASONING:
+            return {"type": "reasoning_text", "text": part.text}
+        return {
+            "type": "output_text",
+            "text": part.text,
+            "annotations": [],
+            "logprobs": self._logprobs(part.entries),
+        }
+
+    def _logprobs(self, entries: list[Entry]) -> list[dict[str, Any]]:
+        shown: list[dict[str, Any]] = self._writer.chat(entries, self._top)["content"] if self._writer else []
+        return shown
+
+
+def _usage(chat: dict[str, Any]) -> dict[str, Any]:
+    """The chat's usage in the words of this API. No one asks for writes to the cache here: all that is computed may
+    be reused."""
+    reasoning = chat.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+    cached = chat["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": chat["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": chat["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": chat["total_tokens"],
+    }

@@ -1,0 +1,67 @@
+"""POST /v1/responses: what it takes. Fields unknown here are ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from protocol.errors import InvalidRequest
+from router.api.fields import Count, Objects, SamplingFields, Top, told
+from router.api.schemas import RequestBody
+
+LOGPROBS = "message.output_text.logprobs"
+MAX_METADATA = 16
+
+
+class TextField(BaseModel):
+    """`format`: type text, json_object, or json_schema with its name and schema."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ReasoningField(BaseModel):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesBody(SamplingFields, RequestBody):
+    """POST /v1/responses."""
+
+    input: Annotated[str | Objects, told("must be a string or a list of items")] = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = False
+    text: TextField | None = None
+    tools: Objects | None = None
+    tool_choice: Annotated[str | dict[str, Any] | None, told("must be a string or an object")] = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Count | None = None
+    top_logprobs: Top | None = None
+    include: list[str] | None = None
+    reasoning: ReasoningField | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    user: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    conversation: Any = Field(None, description="not supported by this server: use previous_response_id")
+    prompt: Any = Field(None, description="stored prompts are not supported by this server")
+
+    def check(self) -> None:
+        for field, instead in (("conversation", "; use previous_response_id"), ("prompt", "")):
+            if getattr(self, field):
+                raise InvalidRequest(f"{field} is not supported by this server{instead}", param=field)
+        if self.background and self.stream:
+            raise InvalidRequest("background responses cannot be streamed by this server", param="background")
+        if self.background and self.store is False:
+            raise InvalidRequest("background needs store: its response is fetched later", param="background")
+        if not self.input and not self.previous_response_id:
+            raise InvalidRequest("input must hold at least one item", param="input")
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)

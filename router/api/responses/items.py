@@ -1,0 +1,153 @@
+"""Input and output items of the Responses API: in one form each, and as the messages of a chat."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from protocol.errors import InvalidRequest
+
+Item = dict[str, Any]
+
+_INPUT_ROLES = ("user", "system", "developer")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Content parts that are text, and the field that holds it."""
+_OWN_ID = re.compile(r"(msg|fc|rs|in)_(.+)_(\d{1,6})")
+
+
+def normal(given: str | Sequence[Any], name: str) -> list[Item]:
+    """A request's `input` as items in the form in which they are listed: each with an id, messages with parts. `name`
+    makes ids of items that have none. Raises InvalidRequest naming the field at fault."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}] if given else []
+    return [_normal(item, f"input[{place}]", f"in_{name}_{place}") for place, item in enumerate(given)]
+
+
+def response_of(item_id: str) -> tuple[str, bool, int] | None:
+    """Which response an item with this id came with, whether as input, and its place there; None for an id that is not
+    ours."""
+    found = _OWN_ID.fullmatch(item_id)
+    return None if found is None else (f"resp_{found[2]}", found[1] == "in", int(found[3]))
+
+
+def messages(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
+    """The chat that the items tell. What an assistant thought, said and called in a row is one message."""
+    chat: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    for item in items:
+        match item["type"]:
+            case "function_call_output":
+                output = item["output"]
+                text = output if isinstance(output, str) else _text(output)
+                chat.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+            case "message" if item["role"] != "assistant":
+                chat.append({"role": item["role"], "content": _text(item["content"])})
+            case kind:
+                _add_to_turn(_turn(chat, kind), item)
+    return chat
+
+
+def _turn(chat: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """The assistant's message that takes an item of this kind: the last one, unless it is past that."""
+    last = chat[-1] if chat else {}
+    begun = last.get("role") == "assistant"
+    if begun and (
+        kind == "function_call" or (kind == "message" and not last.get("content") and "tool_calls" not in last)
+    ):
+        return last
+    chat.append({"role": "assistant", "content": None})
+    return chat[-1]
+
+
+def _add_to_turn(turn: dict[str, Any], item: Item) -> None:
+    match item["type"]:
+        case "message":
+            turn["content"] = _text(item["content"])
+        case "reasoning":
+            turn["reasoning_content"] = _text([*(item.get("content") or ()), *item["summary"]])
+        case _:
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+
+
+def _text(parts: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(part[_TEXTS.get(part["type"], "text")] for part in parts)
+
+
+def _normal(item: Any, field: str, name: str) -> Item:
+    if not isinstance(item, dict):
+        raise InvalidRequest(f"{field} must be an object", param=field)
+    kind = item.get("type") or ("message" if "role" in item else None)
+    own = {"id": item["id"] if isinstance(item.get("id"), str) and item["id"] else name}
+    match kind:
+        case "message":
+            return {**own, **_message(item, field), "status": "completed", "type": kind}
+        case "function_call":
+            strings = {part: _string(item, part, field) for part in ("call_id", "name", "arguments")}
+            return {**own, **strings, "status": "completed", "type": kind}
+        case "function_call_output":
+            output = item.get("output")
+            shown = output if isinstance(output, str) else _parts(output, f"{field}.output", "input_text")
+            return {**own, "call_id": _string(item, "call_id", field), "output": shown, "status": "completed",
+                    "type": kind}  # fmt: skip
+        case "reasoning":
+            return {**own, **_reasoning(item, field), "type": kind}
+        case "item_reference":
+            return {"id": _string(item, "id", field), "type": kind}
+    known = "message, function_call, function_call_output, reasoning and item_reference"
+    raise InvalidRequest(f"{field}.type: items of type {kind!r} are not supported, only {known}", param=f"{field}.type")
+
+
+def _message(item: Item, field: str) -> Item:
+    role, content = item.get("role"), item.get("content")
+    if role not in (*_INPUT_ROLES, "assistant"):
+        roles = ", ".join((*_INPUT_ROLES, "assistant"))
+        raise InvalidRequest(f"{field}.role must be one of {roles}; got {role!r}", param=f"{field}.role")
+    kind = "output_text" if role == "assistant" else "input_text"
+    if isinstance(content, str):
+        content = [{"type": kind, "text": content}]
+    return {"role": role, "content": _parts(content, f"{field}.content", kind)}
+
+
+def _reasoning(item: Item, field: str) -> Item:
+    """Encrypted content is another server's: it says nothing here and is left out."""
+    shown: Item = {"summary": _texts(item.get("summary") or [], f"{field}.summary", "summary_text")}
+    if item.get("content"):
+        shown["content"] = _texts(item["content"], f"{field}.content", "reasoning_text")
+    return shown
+
+
+def _texts(parts: Any, field: str, kind: str) -> list[Item]:
+    if not isinstance(parts, list):
+        raise InvalidRequest(f"{field} must be a list of parts", param=field)
+    for place, part in enumerate(parts):
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{field}[{place}] must be an object with text", param=f"{field}[{place}]")
+    return [{"type": kind, "text": part["text"]} for part in parts]
+
+
+def _parts(content: Any, field: str, kind: str) -> list[Item]:
+    """Text parts under the type that messages of this kind list them with."""
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{field} must be a string or a list of parts", param=field)
+    return [_part(part, f"{field}[{place}]", kind) for place, part in enumerate(content)]
+
+
+def _part(part: Any, field: str, kind: str) -> Item:
+    given = part.get("type") if isinstance(part, dict) else None
+    name = _TEXTS.get(given) if isinstance(given, str) else None
+    if name is None:
+        raise InvalidRequest(f"{field}: content parts of type {given!r} are not supported, only text", param=field)
+    text = part.get(name)
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{field}.{name} must be a string", param=f"{field}.{name}")
+    if name == "refusal" and kind == "output_text":
+        return {"type": "refusal", "refusal": text}
+    return {"type": kind, "text": text, **({"annotations": []} if kind == "output_text" else {})}
+
+
+def _string(item: Item, name: str, field: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{field}.{name} must be a string", param=f"{field}.{name}")
+    return value

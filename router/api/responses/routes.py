@@ -1,0 +1,90 @@
+"""The routes of kept responses. Generating has its own endpoint: POST /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from protocol.errors import InvalidRequest
+from router.api.documentation import errors, path_parameter
+from router.api.responses.answers import DeletedResponse, InputItems, ResponseObject
+from router.api.responses.background import Background
+from router.api.responses.kept import Responses
+from router.call import CALL
+
+_PLACE = "/v1/responses/{id}"
+_MOST_ITEMS = 100
+
+
+def kept_responses(responses: Responses, background: Background) -> APIRouter:
+    router = APIRouter(responses=errors(404, 503))
+
+    @router.get(_PLACE, summary="A response that is kept", response_model=ResponseObject, openapi_extra=_id())
+    async def fetched(request: Request) -> dict[str, Any]:
+        if request.query_params.get("stream") in ("true", "1"):
+            raise InvalidRequest("stream: a kept response cannot be streamed by this server", param="stream")
+        return (await responses.get(*_asked_for(request))).response
+
+    @router.delete(_PLACE, summary="Keep it no longer", response_model=DeletedResponse, openapi_extra=_id())
+    async def deleted(request: Request) -> dict[str, Any]:
+        tenant, name = _asked_for(request)
+        await background.drop(tenant, name)
+        await responses.delete(tenant, name)
+        return {"id": name, "object": "response", "deleted": True}
+
+    @router.get(
+        _PLACE + "/input_items",
+        summary="What it was asked",
+        response_model=InputItems,
+        responses=errors(400),
+        openapi_extra=_id("after", "limit", "order"),
+    )
+    async def input_items(request: Request) -> dict[str, Any]:
+        kept = await responses.get(*_asked_for(request))
+        return _listed(kept.input, dict(request.query_params))
+
+    @router.post(
+        _PLACE + "/cancel",
+        summary="End it, if it is generated in the background",
+        response_model=ResponseObject,
+        responses=errors(400),
+        openapi_extra=_id(),
+    )
+    async def cancelled(request: Request) -> dict[str, Any]:
+        return await background.cancel(*_asked_for(request))
+
+    return router
+
+
+def _asked_for(request: Request) -> tuple[str, str]:
+    return request.scope[CALL].tenant, request.path_params["id"]
+
+
+def _id(*query: str) -> dict[str, Any]:
+    described = path_parameter("id")
+    described["parameters"] += [{"name": name, "in": "query", "schema": {"type": "string"}} for name in query]
+    return described
+
+
+def _listed(items: list[dict[str, Any]], query: dict[str, str]) -> dict[str, Any]:
+    """A page of the items, the last ones first unless asked otherwise. Raises InvalidRequest."""
+    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc", param="order")
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= _MOST_ITEMS):
+        raise InvalidRequest(f"limit must be 1 to {_MOST_ITEMS}", param="limit")
+    rows = items if order == "asc" else items[::-1]
+    if after is not None:
+        places = [place for place, item in enumerate(rows) if item["id"] == after]
+        if not places:
+            raise InvalidRequest(f"after: there is no item {after!r}", param="after")
+        rows = rows[places[0] + 1 :]
+    page = rows[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": len(rows) > len(page),
+    }

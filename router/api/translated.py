@@ -1,0 +1,69 @@
+"""Requests of other APIs as the chat that they ask for, with errors in those APIs' words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+from protocol.errors import InvalidRequest
+from router.api.fields import Prompt
+from router.api.schemas import ChatBody, build
+from router.text.text_model import TextModel
+
+
+class TranslatedChat(ChatBody):
+    """A chat that a request of another API amounts to.
+
+    names    what the chat's fields are called there; `bound_field` is what bounds the output, `prompt_field` the prompt
+    asked    what it was made from, for the shape that answers it
+    earlier  bytes of conversation that the request only names
+    """
+
+    asked: Any = None
+    earlier: int = 0
+    names: ClassVar[Mapping[str, str]]
+    bound_field: ClassVar[str]
+
+    def check(self) -> None:
+        try:
+            super().check()
+        except InvalidRequest as error:
+            raise renamed(error, self.names) from error
+
+    def prompts(self, text: TextModel) -> list[Prompt]:
+        try:
+            return super().prompts(text)
+        except InvalidRequest as error:
+            raise renamed(error, self.names) from error
+
+    def output_bound(self) -> tuple[str, int | None]:
+        return self.bound_field, self.max_completion_tokens
+
+
+Chat = TypeVar("Chat", bound=TranslatedChat)
+
+
+def translated(kind: type[Chat], fields: Mapping[str, Any], asked: Any) -> Chat:
+    """The chat of these fields; those that are None are left out. Raises InvalidRequest in the other API's words."""
+    try:
+        chat = build(kind, {name: value for name, value in fields.items() if value is not None})
+        chat.asked = asked
+        return chat
+    except InvalidRequest as error:
+        raise renamed(error, kind.names) from error
+
+
+def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """The same error of the field that the client knows. A place within messages is nobody's but the chat's."""
+    field, rest = _split(error.param or "")
+    own = names.get(field)
+    if own is None or error.param is None:
+        return error
+    param = own if field == "messages" else own + rest.replace(".function", "")
+    return type(error)(error.message.replace(error.param, param, 1), param=param)
+
+
+def _split(param: str) -> tuple[str, str]:
+    """("tools", "[0].name") from "tools[0].name"."""
+    end = min((at for at in (param.find("["), param.find(".")) if at >= 0), default=len(param))
+    return param[:end], param[end:]

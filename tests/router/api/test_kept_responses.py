@@ -1,0 +1,149 @@
+"""Responses that are kept: continued, fetched, listed, deleted; of each tenant alone; and a store that fails."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from api_parts import Api, FakeCluster, demo_text, error_of, says
+from openai.types.responses import ResponseItemList
+
+from cluster_state.responses import MemoryResponses
+from protocol.errors import NotFound
+from router.api.responses.kept import Kept, Responses
+
+
+async def respond(api: Api, **body: Any) -> dict[str, Any]:
+    response = await api.http.post("/v1/responses", json={"input": "Hello", **body})
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def prompt_of(api: Api) -> str:
+    return demo_text().tokenizer.decode(api.cluster.journeys[-1].spec.token_ids, skip_special_tokens=False)
+
+
+async def test_a_response_continues_another_with_all_before_it() -> None:
+    api = Api(FakeCluster(says("fine")))
+    first = await respond(api, input="one", instructions="Only once.")
+    second = await respond(api, input="two", previous_response_id=first["id"])
+    third = await respond(api, input="three", previous_response_id=second["id"], instructions="Be kind.")
+    chat = [{"role": "system", "content": "Be kind."}]
+    for said in ("one", "two"):
+        chat += [{"role": "user", "content": said}, {"role": "assistant", "content": "fine"}]
+    assert prompt_of(api) == demo_text().render([*chat, {"role": "user", "content": "three"}])
+    assert third["previous_response_id"] == second["id"]
+    assert (await api.http.delete(f"/v1/responses/{first['id']}")).status_code == 200
+    await respond(api, input="four", previous_response_id=third["id"])
+    assert "one" in prompt_of(api)
+
+
+async def test_what_is_not_stored_is_not_kept() -> None:
+    api = Api(FakeCluster(says("x")))
+    body = await respond(api, store=False)
+    assert body["store"] is False
+    response = await api.http.get(f"/v1/responses/{body['id']}")
+    assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
+    again = await api.http.post("/v1/responses", json={"input": "x", "previous_response_id": body["id"]})
+    assert (again.status_code, error_of(again)["param"]) == (404, "previous_response_id")
+
+
+async def test_a_response_is_fetched_and_deleted() -> None:
+    api = Api(FakeCluster(says("x")))
+    body = await respond(api)
+    place = f"/v1/responses/{body['id']}"
+    assert (await api.http.get(place)).json() == body
+    assert (await api.http.delete(place)).json() == {"id": body["id"], "object": "response", "deleted": True}
+    assert (await api.http.delete(place)).status_code == 404
+    assert (await api.http.get(place)).status_code == 404
+    assert (await api.http.get("/v1/responses/..%2fx")).status_code == 404
+    assert error_of(await api.http.get(place + "?stream=true"))["param"] == "stream"
+
+
+async def test_input_items_are_listed_in_pages() -> None:
+    api = Api(FakeCluster(says("x")))
+    items = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "type": "message", "id": "msg_own"},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "4"},
+        {"role": "user", "content": [{"type": "input_text", "text": "c"}]},
+    ]
+    body = await respond(api, input=items)
+    place = f"/v1/responses/{body['id']}/input_items"
+    whole = (await api.http.get(place, params={"order": "asc"})).json()
+    ResponseItemList.model_validate(whole)
+    assert [item["type"] for item in whole["data"]] == [
+        "message", "message", "function_call", "function_call_output", "message",
+    ]  # fmt: skip
+    assert whole["data"][1]["id"] == "msg_own"
+    assert whole["has_more"] is False
+    seen, after = [], {}
+    while True:
+        page = (await api.http.get(place, params={"limit": 2, **after})).json()
+        seen += page["data"]
+        if not page["has_more"]:
+            break
+        after = {"after": page["last_id"]}
+    assert seen == whole["data"][::-1]
+    for query in ({"order": "up"}, {"limit": 0}, {"limit": 101}, {"limit": "x"}, {"after": "none"}):
+        refused = await api.http.get(place, params=query)
+        assert (refused.status_code, error_of(refused)["param"]) == (400, next(iter(query)))
+
+
+async def test_an_item_may_be_named_instead_of_sent() -> None:
+    api = Api(FakeCluster(says("fine")))
+    body = await respond(api, input="one")
+    reference = {"type": "item_reference", "id": body["output"][0]["id"]}
+    await respond(api, input=[{"role": "user", "content": "one"}, reference, {"role": "user", "content": "two"}])
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "fine"}]
+    assert prompt_of(api) == demo_text().render([*chat, {"role": "user", "content": "two"}])
+    (asked,) = (await api.http.get(f"/v1/responses/{body['id']}/input_items")).json()["data"]
+    await respond(api, input=[{"type": "item_reference", "id": asked["id"]}])
+    assert prompt_of(api) == demo_text().render(chat[:1])
+    stem = reference["id"][:-1]
+    for missing in (stem + "7", stem + "9" * 5000, stem.replace("msg", "fc") + "0", stem.replace("msg", "in") + "1"):
+        refused = await api.http.post("/v1/responses", json={"input": [{"type": "item_reference", "id": missing}]})
+        assert (refused.status_code, error_of(refused)["param"]) == (404, "input[0].id")
+
+
+async def test_a_store_that_fails_fails_no_response(caplog: pytest.LogCaptureFixture) -> None:
+    api = Api(FakeCluster(says("fine")))
+    kept = await respond(api)
+    api.kept.available = False
+    with caplog.at_level(logging.WARNING, "kvferry.responses"):
+        body = await respond(api)
+        streamed = await api.http.post("/v1/responses", json={"input": "x", "stream": True})
+    assert body["status"] == "completed"
+    assert "event: response.completed" in streamed.text
+    first, second = (record.message for record in caplog.records)
+    assert first.startswith(f"{body['id']} is not kept")
+    assert "is not kept" in second
+    refused = await api.http.post("/v1/responses", json={"input": "x", "previous_response_id": kept["id"]})
+    assert (refused.status_code, error_of(refused)["code"]) == (503, "registry_unavailable")
+    assert error_of(refused)["param"] == "previous_response_id"
+    assert (await api.http.get(f"/v1/responses/{kept['id']}")).status_code == 503
+
+
+async def test_a_record_that_is_too_large_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    responses = Responses(MemoryResponses(share=10))
+    with caplog.at_level(logging.WARNING, "kvferry.responses"):
+        await responses.put("", Kept({"id": "resp_a"}, [], []))
+    assert "resp_a is not kept" in caplog.text
+
+
+async def test_nobody_reads_anothers_responses() -> None:
+    responses = Responses(MemoryResponses())
+    await responses.put("ann", Kept({"id": "resp_a", "output": []}, [], []))
+    assert (await responses.get("ann", "resp_a")).response["id"] == "resp_a"
+    with pytest.raises(NotFound):
+        await responses.get("bob", "resp_a")
+    with pytest.raises(NotFound):
+        await responses.delete("bob", "resp_a")
+    await responses.delete("ann", "resp_a")
+
+
+async def test_without_a_store_nothing_is_kept_and_the_refusal_says_so() -> None:
+    with pytest.raises(NotFound, match="this server keeps no responses"):
+        await Responses(None).get("", "resp_a")
