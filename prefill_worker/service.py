@@ -24,6 +24,7 @@ from prefill_worker.ships import Ships
 from process.http import read_message
 from protocol.errors import Cancelled, Draining, InvalidRequest, KvferryError
 from protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, PrefillRequest, ShipDone
+from protocol.work import Generate
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +88,8 @@ class PrefillService:
         delivered = len(job.token_ids) - job.prompt_len
         if message.target is None and not job.work.ends_on_prompt(delivered):
             raise InvalidRequest("a prefill without a decode target makes one token", param="max_tokens")
+        if message.target is not None and not isinstance(job.work, Generate):
+            raise InvalidRequest("work that generates nothing has nothing to ship to a decode target", param="target")
         answer = self._answers[key_of(job)] = Answer(job)
         if message.target is None:
             self._base.engine.submit(lambda engine: engine.add(job, prefill_only=True))
