@@ -1,5 +1,6 @@
 # make serve     install what is missing and run a whole local cluster; flags: make serve ARGS="--port 8123 --prefill 2"
 # make test      linters, then all tests; arguments of pytest: make test PYTEST_ARGS="-k router"
+# make test-clients  install other people's clients, each into an environment of its own, and run their checks
 # make test-avx512  the CPU kernels' tests with AVX-512, BF16 and VNNI emulated, on a processor without them
 # make lint      format, style and types only
 # make docs      renew what is generated: the README's tables from the code, the dashboard from its description
@@ -37,7 +38,7 @@ EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-avx512 lint docs bench bench-accuracy bench-router bench-cpu bench-embed bench-gpu clean FORCE
+.PHONY: help serve test test-clients test-avx512 lint docs bench bench-accuracy bench-router bench-cpu bench-embed bench-gpu clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -48,6 +49,10 @@ serve: $(VENV)/worker.done $(VENV)/model.done
 
 test: lint $(VENV)/model.done
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Node's clients need npm. What cannot be installed is skipped, and says why; CLIENTS_TABLE=FILE keeps the table.
+test-clients: $(VENV)/test.done $(VENV)/model.done
+	$(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
 
 # An environment that holds the emulated build and sees all else of the first one but its editable kvferry.
 test-avx512: $(VENV)/test.done

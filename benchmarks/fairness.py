@@ -58,7 +58,8 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A cluster and who asks it. pause_s: between two requests of the steady tenant, at least; it has one at a time."""
+    """A cluster and who asks it. The steady tenant has one request at a time, waits about `pause_s` before the next,
+    and begins none after `limit_s` seconds of a phase."""
 
     target: Target
     keys: dict[str, str]
@@ -66,6 +67,7 @@ class Load:
     flood: Shape
     at_once: int
     pause_s: float
+    limit_s: float
 
     async def phase(self, found: Phase, flooder: str, requests: int, source: random.Random) -> None:
         """So many of the steady tenant's requests, with the key `flooder` flooding if there is one."""
@@ -76,6 +78,8 @@ class Load:
             before, began = counted[0], time.perf_counter()
             async with connected(self.target.url, self.keys["steady"]) as connection:
                 for _ in range(requests):
+                    if time.perf_counter() - began > self.limit_s:
+                        break
                     prompt = random_prompt(source, self.steady.prompt)
                     found.steady.append(await connection.complete(self.target.model, prompt, self.steady.output))
                     await asyncio.sleep(self.pause_s * source.uniform(0.5, 1.5))
@@ -136,12 +140,19 @@ async def measure(options: argparse.Namespace) -> dict[str, Phase]:
         command = (*kvferry(), "serve", "--port", str(port), "--api-keys", str(file), *shlex.split(options.serve))
         launch = Launch(command, "/ready", key=keys["steady"])
         with servers.running(launch, port, Path(folder) / "serve.log") as server:
-            load = Load(server.target, keys, options.steady, options.flood_shape, options.flood, options.pause)
+            load = Load(
+                server.target, keys, options.steady, options.flood_shape, options.flood, options.pause, options.seconds
+            )
             await load.phase(Phase(), "", 3, random.Random("warm-up"))
             for number in range(options.rounds):
                 for name in options.only:
                     source = random.Random(f"{name} {number}")
                     await load.phase(phases[name], PHASES[name], options.requests, source)
+                    print(
+                        f"round {number + 1}, {name}: p50 {phases[name].first_s(0.5):.2f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     return phases
 
 
@@ -159,6 +170,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--flood-shape", type=shape, default="64/64", help="prompt/output tokens of the flood")
     parser.add_argument("--pause", type=float, default=0.5, help="seconds between two requests of the steady tenant")
     parser.add_argument("--serve", default="", help="further flags of kvferry serve")
+    parser.add_argument("--seconds", type=float, default=120, help="after which a phase begins no other request")
     parser.add_argument("--only", default=",".join(PHASES), help="phases, beginning with alone")
     options = parser.parse_args(arguments)
     options.only = options.only.split(",")

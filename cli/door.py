@@ -9,6 +9,7 @@ import os
 import sys
 
 from process.limits import available_cores
+from process.tracing import TRACER, wanted
 
 ERROR_PREFIX = "kvferry: error: "
 """Starts the one line on stderr that explains exit status 2; the supervisor looks for it in its children's output."""
@@ -40,6 +41,12 @@ def set_threads(threads: int) -> None:
     for name in _THREAD_VARIABLES:
         os.environ[name] = str(threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def set_up_traces(process: str) -> None:
+    """Where OpenTelemetry's variables ask for traces, send this process's, as those of kvferry-`process`."""
+    if wanted(os.environ):
+        TRACER.set_up(f"kvferry-{process}")
 
 
 def complain(message: str) -> None:

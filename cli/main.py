@@ -10,13 +10,15 @@ import logging
 import os
 import sys
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
-from cli.door import GivenUp, complain, set_threads, worker_threads
+from cli.door import GivenUp, complain, set_threads, set_up_traces, worker_threads
 from cli.options import settings_options
 from process.log import set_up_log
+from process.tracing import TRACER
 from protocol.errors import ConfigError, KvferryError
 from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 
@@ -45,6 +47,7 @@ def serve(settings: ServeSettings) -> None:
 def router(settings: RouterSettings) -> None:
     """Run one router: the OpenAI API in front of a cluster."""
     set_up_log(settings.log_level, settings.log_format)
+    set_up_traces("router")
     from router.main import serve_router
 
     _run(serve_router(settings))
@@ -82,6 +85,27 @@ def doctor(settings: ServeSettings) -> int:
     from cli.doctor import all_checks, report
 
     return report(all_checks(settings))
+
+
+@kvferry.command()
+@click.argument("source", type=click.Path(dir_okay=False, path_type=Path), metavar="INPUT")
+@click.argument("target", type=click.Path(dir_okay=False, path_type=Path), metavar="OUTPUT")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="a running router, without /v1")
+@click.option("--api-key", default="", envvar="KVFERRY_API_KEY", show_envvar=True, help="its key, if it asks for one")
+@click.option("--concurrency", type=click.IntRange(1, 4096), default=32, show_default=True, help="requests at a time")
+@click.option("--timeout", type=click.FloatRange(0.1), default=600.0, show_default=True, help="seconds per request")
+@click.option("--patience", type=click.FloatRange(0), default=60.0, show_default=True,
+              help="seconds to wait for a server that cannot be reached, is full or has no node")  # fmt: skip
+def batch(source: Path, target: Path, **options: Any) -> int:
+    """Answer the requests of INPUT through a running server.
+
+    Both are JSON lines as of OpenAI's batches. A row that OUTPUT already answers is not asked again, so
+    that a run that was interrupted can be repeated; rows that failed are. Exit status 1 if any row failed."""
+    set_up_log("warning")
+    from cli.batch import Asking, run_batch
+
+    gc.enable()
+    return asyncio.run(run_batch(source, target, Asking(**options)))
 
 
 @kvferry.command()
@@ -134,6 +158,7 @@ def main() -> None:
     the garbage collector does not look through it, and begins in `_run`."""
     gc.disable()
     status = run()
+    TRACER.close()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
@@ -150,6 +175,7 @@ def _enter_worker(settings: WorkerSettings) -> WorkerSettings:
     settings = dataclasses.replace(settings, threads=worker_threads(settings.threads))
     set_threads(settings.threads)
     set_up_log(settings.log_level, settings.log_format)
+    set_up_traces(settings.role)
     return settings
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from engine.events import Event, ReservationFailed, Reserved
@@ -16,11 +16,12 @@ from protocol.messages import Job
 
 
 class Grants:
-    """Implements kv_transfer.ports.GrantEvents. A reservation's owner is the transfer's key. Without state of its own;
-    nothing passes the asyncio loop: a busy HTTP server delays no block."""
+    """Implements kv_transfer.ports.GrantEvents. A reservation's owner is the transfer's key. `begun` hears on the link
+    thread of every job that a grant is asked for. Without state of its own; nothing passes the asyncio loop: a busy
+    HTTP server delays no block."""
 
-    def __init__(self, base: Base) -> None:
-        self._base = base
+    def __init__(self, base: Base, begun: Callable[[Job], None]) -> None:
+        self._base, self._begun = base, begun
         self.receiver = Receiver(
             base.link,
             PoolMemory(base.parts.kv),
@@ -57,6 +58,7 @@ class Grants:
             self._base.metrics.grants["refused"].inc()
             self.receiver.refused(key, error)
             return
+        self._begun(job)
         self._base.engine.submit(lambda engine: engine.reserve(key, job))
 
     def ready(self, key: TransferKey, commit: Commit) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fastapi import Request, Response
 
 from decode_worker.grants import Grants
+from decode_worker.spans import Spans
 from decode_worker.streams import RouterStreams, frames
 from engine.events import Event, Failed, Generated
 from node.accounts import audit
@@ -28,7 +29,8 @@ class DecodeService:
     def __init__(self, base: Base) -> None:
         self._base = base
         self._streams = RouterStreams(self._router_lost)
-        self._grants = Grants(base)
+        self._spans = Spans()
+        self._grants = Grants(base, self._spans.begin)
         base.link.start(self._grants.receiver)
         base.app.post("/attempts/generate", status_code=202)(self.post_generate)
         base.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
@@ -38,6 +40,7 @@ class DecodeService:
         """Prefill an attempt locally and generate; its output goes to the router's stream."""
         self._base.require_ready()
         job = (await read_message(request, GenerateRequest)).job
+        self._spans.begin(job)
         self._base.engine.submit(lambda engine: engine.add(job))
 
     async def post_cancel(self, request: Request) -> None:
@@ -64,6 +67,8 @@ class DecodeService:
         """What the engine made for one router goes out as one frame."""
         outputs: defaultdict[str, _Output] = defaultdict(_Output)
         for event in events:
+            if isinstance(event, Generated | Failed):
+                self._spans.take(event)
             if isinstance(event, Generated):
                 if event.delta.reuse is not None:
                     audit(event.delta, self._base.metrics)

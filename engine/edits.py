@@ -1,4 +1,4 @@
-"""Edits of one request's logits before its next token is drawn: min_tokens, logit_bias, penalties.
+"""Edits of one request's logits before its next token is drawn: what may be drawn at all, logit_bias, penalties.
 
 They are made once per request and follow its tokens as they come, so that a step costs what changed and one pass over
 the distinct tokens. They depend on the tokens alone: made anew on another node they edit alike. Order and meaning of
@@ -34,6 +34,10 @@ def edits_for(
 ) -> tuple[Edit, ...]:
     """What the parameters ask for. token_ids: prompt and output so far, which only ever grows."""
     edits: list[Edit] = []
+    if params.allowed_token_ids is not None:
+        edits.append(_Allowed(params.allowed_token_ids, device))
+    if params.bad_words:
+        edits.append(_BadWords(params.bad_words, token_ids, prompt_len, device))
     if params.min_tokens:
         edits.append(_NoEnd(params, vocab_size, device))
     if params.logit_bias:
@@ -90,6 +94,47 @@ class Tally:
         ids, counts = np.array([*self._places, *spare], dtype=np.int64), np.array([*self._often, *spare], np.float32)
         self._ids = torch.from_numpy(ids).to(self._ids.device)
         self._counts = torch.from_numpy(counts).to(self._counts.device)
+
+
+class _Allowed:
+    """allowed_token_ids: nothing else can be drawn."""
+
+    def __init__(self, token_ids: Sequence[int], device: torch.device) -> None:
+        self._ids = torch.tensor(token_ids, dtype=torch.int64, device=device)
+
+    def active(self, output_len: int) -> bool:
+        return True
+
+    def apply(self, logits: torch.Tensor) -> None:
+        kept = logits.index_select(0, self._ids)
+        logits.fill_(-torch.inf)
+        logits.index_copy_(0, self._ids, kept)
+
+
+class _BadWords:
+    """bad_words: of each sequence the last token, where the output ends with the ones before it. A step looks at those
+    sequences alone whose last but one token was drawn last."""
+
+    def __init__(
+        self, words: Sequence[tuple[int, ...]], token_ids: Sequence[int], prompt_len: int, device: torch.device
+    ) -> None:
+        self._token_ids, self._prompt_len = token_ids, prompt_len
+        self._always = torch.tensor([word[0] for word in words if len(word) == 1], dtype=torch.int64, device=device)
+        self._behind: dict[int, list[tuple[int, ...]]] = {}
+        for word in words:
+            if len(word) > 1:
+                self._behind.setdefault(word[-2], []).append(word)
+
+    def active(self, output_len: int) -> bool:
+        return True
+
+    def apply(self, logits: torch.Tensor) -> None:
+        logits[self._always] = -torch.inf
+        output_len = len(self._token_ids) - self._prompt_len
+        for word in self._behind.get(self._token_ids[-1], ()) if output_len else ():
+            before = len(word) - 1
+            if before <= output_len and tuple(self._token_ids[-before:]) == word[:-1]:
+                logits[word[-1]] = -torch.inf
 
 
 class _NoEnd:

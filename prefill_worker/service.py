@@ -22,8 +22,9 @@ from node.frames import FrameResponse
 from node.service import Base
 from prefill_worker.ships import Ships
 from process.http import read_message
+from process.tracing import TRACER, Span
 from protocol.errors import Cancelled, Draining, InvalidRequest, KvferryError
-from protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, PrefillRequest, ShipDone
+from protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, PrefillRequest, Reuse, ShipDone
 from protocol.work import Generate
 
 
@@ -32,6 +33,7 @@ class Answer:
     """To one `POST /attempts/prefill`, as long as its attempt goes on. `outbox` feeds the response; None ends it."""
 
     job: Job
+    span: Span
     transfer: int | None = None
     outbox: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
 
@@ -90,7 +92,8 @@ class PrefillService:
             raise InvalidRequest("a prefill without a decode target makes one token", param="max_tokens")
         if message.target is not None and not isinstance(job.work, Generate):
             raise InvalidRequest("work that generates nothing has nothing to ship to a decode target", param="target")
-        answer = self._answers[key_of(job)] = Answer(job)
+        span = TRACER.start("prefill", job.trace, attempt=job.attempt)
+        answer = self._answers[key_of(job)] = Answer(job, span)
         if message.target is None:
             self._base.engine.submit(lambda engine: engine.add(job, prefill_only=True))
         else:
@@ -103,6 +106,10 @@ class PrefillService:
             return
         audit(event.delta, self._base.metrics, len(answer.job.token_ids))
         answer.outbox.put_nowait(FirstToken(event.delta, event.queue_s, event.compute_s))
+        reuse = event.delta.reuse or Reuse(0)
+        answer.span.tell(queue_s=event.queue_s, compute_s=event.compute_s)
+        answer.span.tell(cached_tokens=reuse.cached_len, computed_tokens=reuse.computed)
+        answer.span.end()
         if event.handover is not None:
             return
         self._end(answer, "done")
@@ -115,6 +122,9 @@ class PrefillService:
             answer.outbox.put_nowait(
                 ShipDone(job.request_id, job.attempt, stats.blocks, stats.bytes, stats.ship_s, stats.exposed_s)
             )
+            ship = TRACER.start("ship", job.trace, stats.ship_s, blocks=stats.blocks, bytes=stats.bytes)
+            ship.tell(exposed_s=stats.exposed_s)
+            ship.end()
             self._end(answer, "done")
 
     def _broke(self, job: Job, transfer: int, error: KvferryError) -> None:
@@ -135,6 +145,7 @@ class PrefillService:
 
     def _end(self, answer: Answer, outcome: str) -> None:
         del self._answers[key_of(answer.job)]
+        answer.span.end("" if outcome == "done" else outcome)
         self._base.metrics.attempts[outcome].inc()
         answer.outbox.put_nowait(None)
 

@@ -1,4 +1,4 @@
-"""How a response learns that its reader went away, and what is done for a reader that did."""
+"""How a response learns that its reader went away, and what becomes of the work for it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from protocol.errors import Cancelled
 
 AGAIN_S = 0.1
 """Until work that ignored a cancellation is cancelled again."""
+
 T = TypeVar("T")
 
 

@@ -69,6 +69,7 @@ class Job:
     deadline_s        seconds left for the request when the message was sent
     fork_of           request_id of one whose token_ids these begin with: where its blocks are they are shared, and what
                       both have of its last one is copied. Empty: none
+    trace             W3C `traceparent` of the attempt; empty: none
     """
 
     request_id: str
@@ -80,6 +81,7 @@ class Job:
     namespace: str = ""
     deadline_s: float = 600.0
     fork_of: str = ""
+    trace: str = ""
 
     @property
     def params(self) -> SamplingParams:

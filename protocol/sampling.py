@@ -10,6 +10,10 @@ from protocol.errors import InvalidRequest
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 """Entries of logit_bias."""
+MAX_ALLOWED = 2**15
+"""Entries of allowed_token_ids."""
+MAX_BAD_WORDS = 256
+"""Sequences of bad_words."""
 MAX_COUNT = 2**31 - 1
 """Of anything that counts tokens."""
 REPETITION = (0.01, 100.0)
@@ -31,6 +35,9 @@ class SamplingParams:
     prompt_logprobs          the same for every prompt token (the whole prompt is then computed, no prefix is reused)
     stop_token_ids           end the request and are not part of the text
     eos_token_ids            the model's own; skipped when ignore_eos
+    allowed_token_ids        None: all; else nothing but these can be drawn, at most MAX_ALLOWED
+    bad_words                token sequences, at most MAX_BAD_WORDS: the last token of one cannot be drawn where output
+                             ends with those before it
     """
 
     max_tokens: int = 16
@@ -49,6 +56,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def ending_token_ids(self) -> tuple[int, ...]:
@@ -80,6 +89,30 @@ class SamplingParams:
             _within("logit_bias", bias, -100.0, 100.0)
         for token in self.stop_token_ids:
             _within("stop_token_ids", token, 0, vocab_size - 1)
+        self._validate_bans(vocab_size)
+
+    def _validate_bans(self, vocab_size: int) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS or not all(self.bad_words):
+            raise InvalidRequest(f"bad_words must be at most {MAX_BAD_WORDS} sequences, none empty", param="bad_words")
+        for word in self.bad_words:
+            _within("bad_words", min(word), 0, vocab_size - 1)
+            _within("bad_words", max(word), 0, vocab_size - 1)
+        allowed = self.allowed_token_ids
+        if allowed is None:
+            return
+        if not 0 < len(allowed) <= MAX_ALLOWED:
+            raise InvalidRequest(
+                f"allowed_token_ids must have 1 to {MAX_ALLOWED} entries, got {len(allowed)}", param="allowed_token_ids"
+            )
+        _within("allowed_token_ids", min(allowed), 0, vocab_size - 1)
+        _within("allowed_token_ids", max(allowed), 0, vocab_size - 1)
+        banned = {word[0] for word in self.bad_words if len(word) == 1}
+        if self.min_tokens:
+            banned.update(self.ending_token_ids)
+        if banned.issuperset(allowed):
+            raise InvalidRequest(
+                "allowed_token_ids leaves nothing that bad_words and min_tokens let be drawn", param="allowed_token_ids"
+            )
 
 
 def _within(name: str, value: float, low: float | None, high: float | None, *, open_low: bool = False) -> None:

@@ -98,6 +98,11 @@ class RouterSettings(CommonSettings):
     )
     response_ttl: float = setting(3600.0, "seconds for which /v1/responses keeps a response; 0: none is kept", least=0)
     response_store_mib: int = setting(64, "MiB of kept responses of one tenant; the oldest leave first", least=1)
+    data_dir: str = setting("~/.local/state/kvferry", "directory that keeps clients' files and batches, by --cluster")
+    files_mib: int = setting(1024, "MiB of files that each tenant may keep, and that one upload may bring", least=1)
+    batch_rows: int = setting(
+        16, "requests of batches in progress; one less for each live request, but one at least", least=1
+    )
     local_prefill_tokens: int = setting(
         0, "prompts with at most this many uncached tokens always prefill on decode", least=0
     )

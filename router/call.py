@@ -19,7 +19,7 @@ class Call:
     tenant    who asks; the empty string while there is one key for all
     realm     whose cached blocks it may use: its tenant's, or the empty string where prefixes are shared
     priority  lower is served earlier; 0 for all that say nothing
-    trace     the client's W3C `traceparent`, empty without one
+    trace     W3C `traceparent` of the request's span, or of the client's where none is recorded; empty without either
     """
 
     id: str

@@ -24,6 +24,7 @@ from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
 from router.api.pool import Pools, pool_of
+from router.batch.batches import Batches
 from router.journey.cluster import RouterCluster
 from router.journey.model_cluster import BlockLookup
 from router.nodes.table import NodeSource
@@ -74,12 +75,12 @@ async def run_router(
     status = Status.from_fd(settings.status_fd)
     tenancy = Tenancy(settings)
     texts = await asyncio.to_thread(load_text_models, settings)
-    metrics = RouterMetrics()
+    metrics, batches = RouterMetrics(), Batches(settings)
     nodes = RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens)
     pools = Pools(*(pool_of(text, nodes.pool(text.called), metrics, settings, tenancy) for text in texts))
     async with tenancy.keyring.followed(), nodes:
         config = uvicorn.Config(
-            create_app(settings, pools, metrics, tenancy, kept),
+            create_app(settings, pools, metrics, tenancy, kept, batches),
             **tls(settings),
             http=guarded(connection_limits(settings)),
             ws="none",
@@ -98,7 +99,8 @@ async def run_router(
         url = f"{'https' if config.is_ssl else 'http'}://{host_port(settings.host, sock.getsockname()[1])}"
         log.info("router ready at %s", url)
         status.ready(url, model=texts[0].name)
-        await _until_ended(server, serving, stop)
+        async with batches:
+            await _until_ended(server, serving, stop)
 
 
 def tls(settings: RouterSettings) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def connection_limits(settings: RouterSettings) -> Limits:
         header_s=settings.header_timeout,
         body_s=settings.body_timeout,
         request_s=settings.request_timeout,
-        body_bytes=settings.max_body_mib * 2**20,
+        body_bytes=max(settings.max_body_mib, settings.files_mib) * 2**20,
         per_address=settings.max_connections_per_address,
     )
 

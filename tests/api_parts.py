@@ -22,6 +22,7 @@ from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.app import create_app
 from router.api.pool import Pools, pool_of
+from router.batch.batches import Batches
 from router.journey.spec import Cluster, ClusterInfo, Fork, Output, RequestSpec, Route
 from router.tenants.tenancy import Tenancy
 from router.text.load import load_text_model
@@ -146,11 +147,13 @@ def app_of(
     metrics: RouterMetrics,
     settings: RouterSettings | None = None,
     kept: ResponseStore | None = None,
+    batches: Batches | None = None,
 ) -> ASGIApp:
     """A single model, served by this cluster."""
     settings = settings or RouterSettings()
     tenancy = Tenancy(settings)
-    return create_app(settings, Pools(pool_of(text, cluster, metrics, settings, tenancy)), metrics, tenancy, kept)
+    pools = Pools(pool_of(text, cluster, metrics, settings, tenancy))
+    return create_app(settings, pools, metrics, tenancy, kept, batches)
 
 
 class Api:
@@ -160,8 +163,9 @@ class Api:
         self.cluster = cluster
         self.metrics = RouterMetrics()
         self.settings = RouterSettings(**settings)
+        self.batches = Batches(self.settings)
         self.kept = MemoryResponses()
-        self.app = app_of(cluster, text or demo_text(), self.metrics, self.settings, self.kept)
+        self.app = app_of(cluster, text or demo_text(), self.metrics, self.settings, self.kept, self.batches)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://router")
 
     async def chat(self, **body: Any) -> httpx.Response:

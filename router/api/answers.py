@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Error(BaseModel):
@@ -99,6 +99,19 @@ class Tokens(BaseModel):
 
 class Text(BaseModel):
     prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """As in a tokenizer_config.json, with further special tokens by their names."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
+    model_max_length: int
+    vocab_size: int
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
 
 
 class Health(BaseModel):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response, Security
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
@@ -26,15 +26,18 @@ from router.api.answers import (
     ModelList,
     Ready,
     Text,
+    TokenizerInfo,
     Tokens,
     Version,
 )
+from router.api.batches import BatchBody, batches_router
 from router.api.body_reader import BodyReader
 from router.api.chat import ChatShape
 from router.api.chunks import chunks
 from router.api.completions import CompletionShape
 from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
 from router.api.door import Admission, Door, Exchange, Generating
+from router.api.files import files_router
 from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
 from router.api.messages.answer import MessageAnswer
@@ -53,7 +56,9 @@ from router.api.responses.body import ResponsesBody
 from router.api.responses.kept import Responses
 from router.api.responses.routes import kept_responses
 from router.api.schemas import ChatBody, CompletionBody
-from router.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from router.api.tokenization import DetokenizeBody, TokenizeBody, describe, detokenize, tokenize
+from router.batch.batches import Batches
+from router.page.page import chat_page
 from router.tenants.tenancy import Tenancy
 
 ENCODING = (400, 404, 413, 429, 500)
@@ -87,32 +92,36 @@ def create_app(
     metrics: RouterMetrics,
     tenancy: Tenancy | None = None,
     kept: ResponseStore | None = None,
+    batches: Batches | None = None,
 ) -> ASGIApp:
     """The application that serves the models of `pools` to those in `tenancy`, or in the settings as they are now, and
-    keeps responses in `kept`. It starts and stops none of them. Raises ConfigError for keys that cannot be read."""
-    tenancy = tenancy or Tenancy(settings)
+    keeps responses in `kept`. It starts and stops none of them; without `batches` none are resumed. Raises
+    ConfigError for keys that cannot be read."""
+    tenancy, batches = tenancy or Tenancy(settings), batches or Batches(settings)
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
     responses = Responses(kept)
     background = Background(responses, admission)
     offered, shared = endpoints(responses, background), (pools, admission, reader, tenancy, metrics)
-    generating = {each.path: Generating(each, *shared) for each in offered}
-    reading = {each.path: Reading(each, *shared) for each in READINGS}
+    exchanges: dict[str, Generating | Reading] = {each.path: Generating(each, *shared) for each in offered}
+    exchanges |= {each.path: Reading(each, *shared) for each in READINGS}
     bodies: list[type[BaseModel]] = [*(each.body for each in offered), *dict.fromkeys(each.body for each in READINGS)]
-    bodies += [CountBody, TokenizeBody, DetokenizeBody]
+    bodies += [CountBody, TokenizeBody, DetokenizeBody, BatchBody]
     app = Application(bodies, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     guarded, refusals = (_guarded(), (401,)) if tenancy.keyring.guards else ({"responses": ANSWERED}, ())
     for router in (
-        _generation(generating, refusals),
-        _readings(reading, refusals),
+        _working(exchanges, refusals),
         kept_responses(responses, background),
         counting(pools, reader, (*ENCODING, *refusals)),
         _text(pools, reader),
+        files_router(batches, settings.files_mib * 2**20),
+        batches_router(batches, reader),
         _about(pools),
     ):
         app.include_router(router, **guarded)
     app.include_router(_probes(pools, metrics), responses=ANSWERED)
-    return across_origins(Door(app, settings, tenancy, {**generating, **reading}), settings)
+    batches.serve(app, exchanges, lambda: admission.count, tenancy.realm)
+    return across_origins(Door(app, settings, tenancy, exchanges), settings)
 
 
 def _guarded() -> dict[str, Any]:
@@ -121,29 +130,15 @@ def _guarded() -> dict[str, Any]:
     return {"dependencies": [Security(bearer)], "responses": {**ANSWERED, **errors(401)}}
 
 
-def _generation(exchanges: dict[str, Generating], refusals: Sequence[int]) -> APIRouter:
+def _working(exchanges: Mapping[str, Generating | Reading], refusals: Sequence[int]) -> APIRouter:
     router = APIRouter()
     for exchange in exchanges.values():
-        endpoint = exchange.endpoint
+        endpoint, streamed = exchange.endpoint, STREAMED if isinstance(exchange, Generating) else {}
         router.post(
             endpoint.path,
             summary=endpoint.summary,
             response_model=endpoint.answer,
-            responses={**STREAMED, **errors(*GENERATING, *refusals, model=endpoint.error)},
-            openapi_extra=takes(endpoint.body),
-        )(_exchanged(exchange))
-    return router
-
-
-def _readings(exchanges: dict[str, Reading], refusals: Sequence[int]) -> APIRouter:
-    router = APIRouter()
-    for exchange in exchanges.values():
-        endpoint = exchange.endpoint
-        router.post(
-            endpoint.path,
-            summary=endpoint.summary,
-            response_model=endpoint.answer,
-            responses=errors(*GENERATING, *refusals),
+            responses={**streamed, **errors(*GENERATING, *refusals, model=endpoint.error)},
             openapi_extra=takes(endpoint.body),
         )(_exchanged(exchange))
     return router
@@ -179,6 +174,10 @@ def _text(pools: Pools, reader: BodyReader) -> APIRouter:
     @router.post("/detokenize", summary="Token ids to text", response_model=Text, openapi_extra=takes(DetokenizeBody))
     async def detokenized(request: Request) -> dict[str, Any]:
         return detokenize(pools, await reader.read(request))
+
+    @router.get("/tokenizer_info", summary="The tokenizer's special tokens and chat template")
+    async def tokenizer_info() -> TokenizerInfo:
+        return TokenizerInfo(**describe(pools))
 
     return router
 
@@ -218,6 +217,10 @@ def _about(pools: Pools) -> APIRouter:
 def _probes(pools: Pools, metrics: RouterMetrics) -> APIRouter:
     """Open to whoever asks: see OPEN_PATHS."""
     router = APIRouter()
+
+    @router.get("/", summary="A page to talk to the model", response_class=HTMLResponse)
+    async def page() -> Response:
+        return chat_page()
 
     @router.get("/health", summary="The process runs")
     async def health() -> Health:

@@ -1,13 +1,22 @@
-"""Bodies of requests, read within the memory that a router has for them."""
+"""Bodies of requests, read within the memory that a router has for them, and parsed."""
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from protocol.errors import Cancelled, Overloaded, RequestTooLarge
+from protocol.errors import Cancelled, InvalidRequest, Overloaded, RequestTooLarge
+from router.api.schemas import RequestBody
 
+MAX_VALUES = 2**20
+"""Strings, numbers, lists and objects in one body: reading them keeps the event loop busy, 0.1 to 0.2 s for so many."""
 AT_ONCE = 32
 """As many of the longest bodies may be arriving at the same time."""
+
+Body = TypeVar("Body", bound=RequestBody)
 
 
 class BodyReader:
@@ -41,3 +50,37 @@ class BodyReader:
 
     def _too_large(self) -> RequestTooLarge:
         return RequestTooLarge(f"the request body is longer than {self._longest} bytes")
+
+
+def parse(kind: type[Body], data: bytes) -> Body:
+    """The body that `data` spells in JSON. Raises InvalidRequest naming the first field at fault."""
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
+        raise InvalidRequest(f"the request body holds more than {MAX_VALUES} values")
+    try:
+        value = from_json(data)
+    except ValueError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    return build(kind, value)
+
+
+def build(kind: type[Body], value: Any) -> Body:
+    """The body that a JSON value is. Raises InvalidRequest naming the first field at fault."""
+    try:
+        body = kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        if not first["loc"]:
+            raise InvalidRequest("the request body must be a JSON object") from None
+        param = _field_path(first["loc"])
+        reason = first["msg"].removeprefix("Value error, ")
+        raise InvalidRequest(f"{param}: {reason}", param=param) from None
+    body.check()
+    return body
+
+
+def _field_path(loc: tuple[int | str, ...]) -> str:
+    """`messages[0].role` from ("messages", 0, "role")."""
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path

@@ -4,7 +4,8 @@ looks in them."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from router.api.fold import Answer
@@ -32,6 +33,7 @@ class ChunkAnswer(Answer):
     def __init__(self, call: Call, body: GenerationBody, generation: Generation, shape: Shape[Any]) -> None:
         super().__init__(generation, streams=bool(body.stream))
         options = body.stream_options
+        self._shown = body.n or 1
         self._shape = shape
         self._base = {"id": f"{shape.id_prefix}-{call.id}", "created": int(time.time()), "model": shape.model}
         self._usage = bool(options and options.include_usage)
@@ -60,7 +62,7 @@ class ChunkAnswer(Answer):
         self._collected[choice.index].add(piece)
 
     def body(self) -> dict[str, Any]:
-        pairs = zip(self.generation.choices, self._collected, strict=True)
+        pairs = best(zip(self.generation.choices, self._collected, strict=True), self._shown)
         return {
             **self._base,
             "object": self._shape.whole,
@@ -101,3 +103,16 @@ class ChunkAnswer(Answer):
         """The first choice of a prompt brings the prompt's log-probabilities for all of them."""
         if piece.prompt_logprobs is not None:
             self._shape.prompt_logprobs[choice.prompt] = piece.prompt_logprobs
+
+
+def best(pairs: Iterable[tuple[Choice, Collected]], shown: int) -> list[tuple[Choice, Collected]]:
+    """Of each prompt's sequences, where there are more, the `shown` with the greatest log-probability per token, best
+    first; they are numbered anew."""
+    by_prompt: dict[int, list[tuple[Choice, Collected]]] = {}
+    for choice, found in pairs:
+        by_prompt.setdefault(choice.prompt, []).append((choice, found))
+    for made in by_prompt.values():
+        if len(made) > shown:
+            made.sort(key=lambda pair: -pair[1].mean_logprob)
+    chosen = [pair for made in by_prompt.values() for pair in made[:shown]]
+    return [(replace(choice, index=index), found) for index, (choice, found) in enumerate(chosen)]

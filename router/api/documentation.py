@@ -24,7 +24,13 @@ _LATER = {
 }
 
 ANSWERED: Responses = {200: {"headers": _ID}}
-STREAMED: Responses = {200: {"headers": _ID, "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_EVENT = {
+    "type": "object",
+    "description": "one event of the stream; its data is JSON, or [DONE] in the last",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+}
+STREAMED: Responses = {200: {"headers": _ID, "content": {"text/event-stream": {"schema": _EVENT}}}}
 """Of an endpoint whose answer may come as events."""
 
 
@@ -52,6 +58,13 @@ def path_parameter(name: str) -> dict[str, Any]:
     """`openapi_extra` of a route whose endpoint reads a path parameter for itself: to declared ones FastAPI adds an
     answer of status 422 that never comes."""
     return {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]}
+
+
+def query_parameters(most: int, **more: dict[str, Any]) -> dict[str, Any]:
+    """`openapi_extra` of a list whose endpoint reads its query for itself: `limit` up to `most`, `after`, and others
+    with their schemas."""
+    known = {"limit": {"type": "integer", "minimum": 1, "maximum": most}, "after": {"type": "string"}, **more}
+    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in known.items()]}
 
 
 def answers(model: type[BaseModel], *statuses: int) -> Responses:

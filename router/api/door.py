@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -19,22 +18,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from process.disconnect import until_disconnect
 from process.log import REQUEST
+from process.tracing import TRACER
 from protocol.errors import KvferryError, Overloaded, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
-from router.api.body_reader import BodyReader
+from router.api.beams import BeamGeneration
+from router.api.body_reader import BodyReader, parse
 from router.api.fold import Answer, Endpoint
 from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
-from router.api.responder import Responder
-from router.api.schemas import GenerationBody, parse
+from router.api.responder import Finishing, Responder
+from router.api.schemas import GenerationBody
 from router.api.visit import Visit
 from router.call import CALL, Call
 from router.tenants.tenancy import Tenancy
 from router.tenants.tenant import NOBODY, Tenant
 
-OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics"))
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 logger = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ class Door:
             deadline=arrival + self._timeout_s,
             tenant=name,
             realm=self._tenancy.realm(name),
-            trace=headers.get("traceparent", ""),
+            trace=_traceparent(headers),
         )
 
         async def stamped(message: Message) -> None:
@@ -108,6 +110,12 @@ class Door:
         return keyring.tenant(key.encode("latin-1")) if key else None
 
 
+def _traceparent(headers: Headers) -> str:
+    """The client's, if it is one."""
+    given = headers.get("traceparent", "")
+    return given if given and _TRACEPARENT.fullmatch(given) else ""
+
+
 class Admission:
     """Bounds the generating requests in progress, from the end of their bodies on: a client that is slow to send one
     takes nobody's place. `count` is how many there are."""
@@ -135,12 +143,6 @@ class Admission:
         self.count -= 1
 
 
-class Finishing(Protocol):
-    """An answer of which only the last bytes are still to be sent."""
-
-    async def finish(self, responder: Responder) -> None: ...
-
-
 class Exchange:
     """ASGI application of an endpoint whose work the nodes do. It sees the client leave at any point, and cancels all
     journeys then. Headers wait for the first output: errors before it have a status."""
@@ -163,7 +165,8 @@ class Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, metrics, status = scope[CALL], self._metrics, 500
-        visit = Visit(call, self._tenancy, metrics)
+        span = TRACER.start("request", call.trace, endpoint=self._path, id=call.id, tenant=call.tenant)
+        visit = Visit(call, self._tenancy, metrics, span)
         responder = Responder(send, self._path, visit.headers)
         try:
             with metrics.inflight.track_inprogress(), visit:
@@ -186,6 +189,7 @@ class Exchange:
             await responder.fail(KvferryError("internal error of the router; its log has the details"))
         finally:
             metrics.requests.labels(self._path, str(status)).inc()
+            visit.over(status)
 
     async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Finishing:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
@@ -211,9 +215,12 @@ class Generating(Exchange):
         body, size = await self._asked(visit.call, data)
         pool = self._pools.pool(body.model)
         specs = await pool.specs(visit.prefer(body.priority), body, size)
-        generation = Generation(pool, specs, body.text_options(), n=body.n or 1)
+        if body.use_beam_search:
+            generation: Generation = BeamGeneration(pool, specs, body)
+        else:
+            generation = Generation(pool, specs, body.text_options(), n=body.sequences())
         if self.endpoint.later is not None:
-            promise = await self.endpoint.later(visit.call, pool, body, generation)
+            promise = await self.endpoint.later(visit, pool, body, generation)
             if promise is not None:
                 return promise
         await visit.turn(pool.turns, generation.size)

@@ -16,11 +16,12 @@ from pydantic import (
 from pydantic_core import core_schema
 from typing_extensions import TypedDict
 
-from protocol.sampling import MAX_COUNT, MAX_LOGPROBS
+from protocol.sampling import MAX_ALLOWED, MAX_BAD_WORDS, MAX_COUNT, MAX_LOGPROBS
 from router.text.text_model import ROLES
 
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024
 MAX_BIASES, MAX_STOP_IDS = 300, 1024
+MAX_BAD_WORD_CHARS = 256
 
 Prompt = str | tuple[int, ...]
 
@@ -79,6 +80,9 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenIds = Annotated[list[Number], Field(fail_fast=True)]
 StopIds = Annotated[list[Number], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
+AllowedIds = Annotated[list[Number], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+BadWords = Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS // 2)]
 Biases = Annotated[
     dict[Number, float], BeforeValidator(_biases), WithJsonSchema({
         "type": "object", "maxProperties": MAX_BIASES, "additionalProperties": {"type": "number"},
@@ -127,6 +131,8 @@ class SamplingFields(BaseModel):
     stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = False
     prompt_logprobs: Top | None = None
+    allowed_token_ids: AllowedIds | None = None
+    bad_words: BadWords | None = None
 
 
 class StreamOptions(BaseModel):

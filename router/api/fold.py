@@ -16,6 +16,7 @@ from router.api.responder import Responder
 from router.api.schemas import RequestBody
 from router.api.sse import event
 from router.api.translated import TranslatedChat
+from router.api.visit import Visit
 from router.call import Call
 from router.text.transcript import Piece
 
@@ -101,4 +102,4 @@ class Endpoint:
     answer: type[BaseModel]
     error: type[BaseModel] = ErrorAnswer
     asked: Callable[[Call, Any, Pools], Awaitable[TranslatedChat]] | None = None
-    later: Callable[[Call, Pool, Any, Generation], Awaitable[Answer | None]] | None = None
+    later: Callable[[Visit, Pool, Any, Generation], Awaitable[Answer | None]] | None = None

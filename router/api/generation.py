@@ -59,7 +59,7 @@ class Generation:
         self._metrics = pool.metrics
         self._options = options
         self._started = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.prompts = tuple(prompts)
         self.choices = [
             Choice(number * n + i, number, spec)

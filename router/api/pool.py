@@ -18,6 +18,7 @@ from router.journey.spec import Cluster, RequestSpec
 from router.tenants.tenancy import Tenancy
 from router.tenants.tenant import namespace
 from router.tenants.turns import Turns
+from router.text.bad_words import bad_word_ids
 from router.text.encoding import LONG_CHARS, Bound, Encoder
 from router.text.text_model import TextModel
 
@@ -25,6 +26,8 @@ _FIELDS = (
     "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
     "presence_penalty",
 )  # fmt: skip
+
+BadWords = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,11 @@ class Pool:
         else:
             encoded = iter([self.text.encode(text, add_special_tokens=body.marks_texts()) for text in texts])
         names = [call.id] if len(prompts) == 1 else [f"{call.id}-p{number}" for number in range(len(prompts))]
+        bad_words = bad_word_ids(body.bad_words, self.text) if body.bad_words else ()
         specs = []
         for name, prompt in zip(names, prompts, strict=True):
-            specs.append(self._spec(call, name, body, next(encoded) if isinstance(prompt, str) else prompt))
+            ids = next(encoded) if isinstance(prompt, str) else prompt
+            specs.append(self._spec(call, name, body, ids, bad_words))
             if long:
                 await asyncio.sleep(0)
         return specs
@@ -82,14 +87,16 @@ class Pool:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             raise InvalidRequest(f"token ids in {field} must be at least 0 and below {vocabulary}", param=field)
 
-    def _spec(self, call: Call, request_id: str, body: GenerationBody, token_ids: Sequence[int]) -> RequestSpec:
+    def _spec(
+        self, call: Call, request_id: str, body: GenerationBody, token_ids: Sequence[int], bad_words: BadWords
+    ) -> RequestSpec:
         field = body.prompt_field
         if not token_ids:
             raise InvalidRequest(f"{field} must hold at least one token", param=field)
         self.check_ids(token_ids, field)
         if body.truncate_prompt_tokens is not None:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
-        params = self._params(body, self._budget(body, len(token_ids)))
+        params = self._params(body, self._budget(body, len(token_ids)), bad_words)
         return self.spec(call, request_id, token_ids, Generate(params), body.cache_salt)
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
@@ -107,7 +114,7 @@ class Pool:
             )
         return needed
 
-    def _params(self, body: GenerationBody, max_tokens: int) -> SamplingParams:
+    def _params(self, body: GenerationBody, max_tokens: int, bad_words: BadWords) -> SamplingParams:
         """Parameters of a prompt's first choice; the model's own defaults stand in for what the body leaves out.
         Without a seed in the body one is drawn here, so that a retried attempt continues the same text."""
         facts = self.text.facts
@@ -117,9 +124,11 @@ class Pool:
             max_tokens=max_tokens,
             logit_bias=tuple((body.logit_bias or {}).items()),
             seed=body.seed if body.seed is not None else random.getrandbits(63),
-            logprobs=body.top(),
+            logprobs=body.scored_top(),
             prompt_logprobs=body.prompt_top(),
             stop_token_ids=tuple(body.stop_token_ids or ()),
+            allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+            bad_words=bad_words,
             eos_token_ids=facts.eos_token_ids,
             ignore_eos=bool(body.ignore_eos),
         )

@@ -9,14 +9,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from protocol.metrics import RouterMetrics
-from router.api.body_reader import BodyReader
+from router.api.answers import ErrorAnswer
+from router.api.body_reader import BodyReader, parse
 from router.api.door import Admission, Exchange
 from router.api.embeddings import EmbeddingBody, embeddings
 from router.api.pool import Pool, Pools
 from router.api.reading_answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
 from router.api.readings import WholeAnswer
 from router.api.responder import Responder
-from router.api.schemas import RequestBody, parse
+from router.api.schemas import RequestBody
 from router.api.scoring import ClassifyBody, RerankBody, ScoreBody, classify, rerank, score
 from router.api.visit import Visit
 from router.tenants.tenancy import Tenancy
@@ -24,13 +25,14 @@ from router.tenants.tenancy import Tenancy
 
 @dataclass(frozen=True, slots=True)
 class ReadingEndpoint:
-    """Where it is, what it takes, what it does; `summary` and `answer` are for its description."""
+    """Where it is, what it takes, what it does; `summary`, `answer` and `error` are for its description."""
 
     path: str
     summary: str
     body: type[RequestBody]
     work: Callable[[Pool, Visit, Any], Awaitable[WholeAnswer]]
     answer: type[BaseModel]
+    error: type[BaseModel] = ErrorAnswer
 
 
 def _scores(path: str) -> ReadingEndpoint:

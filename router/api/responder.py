@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Send
 
@@ -61,3 +61,9 @@ class Responder:
             (name.encode(), value.encode("latin-1", "replace")) for name, value in {**headers, **self.more()}.items()
         ]
         await self.send({"type": "http.response.start", "status": status, "headers": pairs})
+
+
+class Finishing(Protocol):
+    """An answer of which only the last bytes are still to be sent."""
+
+    async def finish(self, responder: Responder) -> None: ...

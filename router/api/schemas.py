@@ -6,17 +6,16 @@ What differs between the shapes of the API is asked of the body: its prompts, it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.errors import InvalidRequest
 from protocol.sampling import MAX_COUNT
+from router.api.choice_fields import ChoiceFields
 from router.api.fields import (
     Count,
     Messages,
-    Number,
     Objects,
     Prompt,
     Prompts,
@@ -30,12 +29,7 @@ from router.api.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompleti
 from router.text.text_model import TextModel
 from router.text.transcript import TextOptions
 
-MAX_CHOICES = 128
 MAX_SEQUENCES = 1024
-MAX_VALUES = 2**20
-"""Strings, numbers, lists and objects in one body: reading them keeps the event loop busy, 0.1 to 0.2 s for so many."""
-
-Body = TypeVar("Body", bound="RequestBody")
 
 
 class RequestBody(BaseModel):
@@ -47,7 +41,7 @@ class RequestBody(BaseModel):
         """Raise InvalidRequest for what no field shows by itself."""
 
 
-class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
+class GenerationBody(SamplingFields, ChoiceFields, UnbuiltFields, RequestBody):
     """What chat and completions share. None means the default everywhere.
 
     prompt_field    the field that holds the prompts, for errors
@@ -59,7 +53,6 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None
     stop: Stops = []
     include_stop_str_in_output: bool | None = False
@@ -71,15 +64,13 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
     priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
-    best_of: Number | None = None
-
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidRequest("best_of: only best_of equal to n is supported by this server", param="best_of")
+        if self.best_of is not None or self.use_beam_search:
+            self.check_choices(self.sequences(), self.prompt_field, streams=bool(self.stream))
 
     def prompts(self, text: TextModel) -> list[Prompt]:
         """What is to be continued: texts, or token ids that need no encoding. Raises InvalidRequest."""
@@ -96,6 +87,15 @@ class GenerationBody(SamplingFields, UnbuiltFields, RequestBody):
     def top(self) -> int | None:
         """How many likely tokens are shown with each output token; None without log-probabilities."""
         raise NotImplementedError
+
+    def sequences(self) -> int:
+        """How many are made of each prompt, of which the n best are shown."""
+        return self.best_of or self.n or 1
+
+    def scored_top(self) -> int | None:
+        """`top`, and at least the drawn token's own where the best sequences are to be found."""
+        top = self.top()
+        return 0 if top is None and self.sequences() > (self.n or 1) else top
 
     def prompt_top(self) -> int | None:
         """The same for each token of the prompt."""
@@ -123,8 +123,8 @@ class CompletionBody(UnbuiltForCompletions, GenerationBody):
 
     def check(self) -> None:
         super().check()
-        if not 1 <= len(self.prompt) * (self.n or 1) <= MAX_SEQUENCES:
-            raise InvalidRequest(f"prompt: prompts times n must be 1 to {MAX_SEQUENCES}", param="prompt")
+        if not 1 <= len(self.prompt) * self.sequences() <= MAX_SEQUENCES:
+            raise InvalidRequest(f"prompt: prompts times n (or best_of) must be 1 to {MAX_SEQUENCES}", param="prompt")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
 
@@ -214,37 +214,3 @@ class ChatBody(ChatPrompt, UnbuiltForChat, GenerationBody):
 
     def top(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-def parse(kind: type[Body], data: bytes) -> Body:
-    """The body that `data` spells in JSON. Raises InvalidRequest naming the first field at fault."""
-    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
-        raise InvalidRequest(f"the request body holds more than {MAX_VALUES} values")
-    try:
-        value = from_json(data)
-    except ValueError as error:
-        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
-    return build(kind, value)
-
-
-def build(kind: type[Body], value: Any) -> Body:
-    """The body that a JSON value is. Raises InvalidRequest naming the first field at fault."""
-    try:
-        body = kind.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        if not first["loc"]:
-            raise InvalidRequest("the request body must be a JSON object") from None
-        param = _field_path(first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
-        raise InvalidRequest(f"{param}: {reason}", param=param) from None
-    body.check()
-    return body
-
-
-def _field_path(loc: tuple[int | str, ...]) -> str:
-    """`messages[0].role` from ("messages", 0, "role")."""
-    path = ""
-    for part in loc:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path

@@ -25,6 +25,11 @@ class Collected:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
+    @property
+    def mean_logprob(self) -> float:
+        """Per token, where log-probabilities were asked for."""
+        return sum(entry.logprobs.logprob for entry in self.entries) / max(1, len(self.entries))
+
     def add(self, piece: Piece) -> None:
         self.text.append(piece.text)
         self.token_ids.extend(piece.token_ids)

@@ -1,13 +1,14 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes: load tools count tokens with them."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's shapes: load tools count tokens with them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from protocol.errors import InvalidRequest
+from router.api.body_reader import parse
 from router.api.fields import Messages, TokenIds
 from router.api.pool import Pools
-from router.api.schemas import ChatPrompt, RequestBody, parse
+from router.api.schemas import ChatPrompt, RequestBody
 from router.text.encoding import Bound
 
 
@@ -46,6 +47,19 @@ async def tokenize(pools: Pools, data: bytes) -> dict[str, Any]:
         "max_model_len": pool.max_model_len,
         "tokens": tokens,
         "token_strs": [pool.text.tokenizer.token(token) for token in tokens] if body.return_token_strs else None,
+    }
+
+
+def describe(pools: Pools) -> dict[str, Any]:
+    """What vLLM's clients read of a tokenizer, of the first model."""
+    pool = pools.first
+    template = pool.text.template
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": pool.max_model_len,
+        "vocab_size": pool.text.facts.vocab_size,
+        "chat_template": None if template is None else template.source,
+        **{"bos_token": None, "eos_token": None, **({} if template is None else template.special_tokens)},
     }
 
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from protocol.errors import InvalidRequest
+from router.api.body_reader import build
 from router.api.fields import Prompt
-from router.api.schemas import ChatBody, build
+from router.api.schemas import ChatBody
 from router.text.text_model import TextModel
 
 
@@ -59,7 +60,7 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     own = names.get(field)
     if own is None or error.param is None:
         return error
-    param = own if field == "messages" else own + rest.replace(".function", "")
+    param = own if field == "messages" else own + rest.replace(".function", "").replace(".json_schema", "")
     return type(error)(error.message.replace(error.param, param, 1), param=param)
 
 

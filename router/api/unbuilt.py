@@ -51,15 +51,12 @@ class UnbuiltFields(BaseModel):
     """What this server cannot do yet, and refuses where it is asked for."""
 
     response_format: Annotated[dict[str, Any], AfterValidator(_text_format)] | None = None
-    use_beam_search: Annotated[Any, Unbuilt("beam search is")] = False
     guided_json: Structured = None
     guided_regex: Structured = None
     guided_choice: Structured = None
     guided_grammar: Structured = None
     structured_outputs: Structured = None
     logits_processors: Annotated[Any, Unbuilt("custom logits processors are")] = None
-    allowed_token_ids: Annotated[Any, Unbuilt("allowed_token_ids is")] = None
-    bad_words: Annotated[Any, Unbuilt("bad_words is")] = None
 
 
 class UnbuiltForChat(BaseModel):

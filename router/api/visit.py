@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from process.tracing import TRACER, Span
 from protocol.errors import KvferryError, Overloaded
-from protocol.metrics import TOKEN_KINDS, RouterMetrics
+from protocol.metrics import RouterMetrics
 from router.call import Call
 from router.tenants.fair_queue import FIRST_OUTPUT, Turn
 from router.tenants.limits import RateLimited
@@ -24,23 +25,34 @@ class Used:
 
 
 class Visit:
-    """Of one request that takes the nodes' time. It lasts as long as the block that it is the context of, which raises
-    RateLimited at its beginning. In there `turn` waits for the nodes, and `began` tells that the first token is out."""
+    """Of one request that takes the nodes' time. It lasts as long as the block that it is the context of, or, told to
+    `go_on`, until its `end`. The block raises RateLimited at its beginning. In there `turn` waits for the nodes, and
+    `began` tells that the first token is out."""
 
-    def __init__(self, call: Call, tenancy: Tenancy, metrics: RouterMetrics) -> None:
-        self.call = call
+    def __init__(self, call: Call, tenancy: Tenancy, metrics: RouterMetrics, span: Span) -> None:
+        self.call = call if span.trace == call.trace else replace(call, trace=span.trace)
+        self._span = span
         self._tenancy, self._metrics = tenancy, metrics
         self._meter = tenancy.meter(call.tenant)
         self._turns: Turns | None = None
         self._turn: Turn | None = None
         self._used: Callable[[], Used] = Used
         self._charged = 0
+        self._goes_on = False
 
     def __enter__(self) -> Visit:
         self._meter.enter()
         return self
 
     def __exit__(self, *error: object) -> None:
+        if not self._goes_on:
+            self.end()
+
+    def go_on(self) -> None:
+        """It outlives its block: `end` must be called."""
+        self._goes_on = True
+
+    def end(self) -> None:
         used = self._used()
         self._meter.leave()
         if self._charged:
@@ -48,8 +60,7 @@ class Visit:
         if self._turns and self._turn:
             self._turns.end(self._turn, used.prompt - used.cached, used.output)
         if used.prompt:
-            for kind, tokens in zip(TOKEN_KINDS, (used.prompt, used.cached, used.output), strict=True):
-                self._metrics.tenant_tokens.labels(self.call.tenant, kind).inc(tokens)
+            self._tenancy.count(self._metrics, self.call.tenant, (used.prompt, used.cached, used.output))
 
     @property
     def running(self) -> int:
@@ -72,7 +83,11 @@ class Visit:
         charge = size.prompt + size.sequences * min(size.most_output, int(FIRST_OUTPUT))
         self._meter.charge(charge)
         self._charged = charge
-        self._turn = await turns.take(self._meter.tenant, self.call, size)
+        span = TRACER.start("queue", self.call.trace)
+        try:
+            self._turn = await turns.take(self._meter.tenant, self.call, size)
+        finally:
+            span.end("" if self._turn else "no turn came")
         self._turns = turns
 
     def began(self, used: Callable[[], Used]) -> None:
@@ -81,6 +96,12 @@ class Visit:
         if self._turns and self._turn:
             now = used()
             self._turns.began(self._turn, 1 - now.cached / max(1, now.prompt))
+
+    def over(self, status: int) -> None:
+        """The request was answered: its span ends."""
+        used = self._used()
+        self._span.tell(status=status, prompt_tokens=used.prompt, cached_tokens=used.cached, output_tokens=used.output)
+        self._span.end("" if status < 500 else str(status))
 
     def refused(self, error: KvferryError) -> None:
         """Count it, if it is the router itself that sends the request away."""

@@ -7,9 +7,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from placement.terms import Placement
+from process.tracing import TRACER
 from protocol.errors import KvferryError, NodeLost, from_body
 from protocol.layout import blocks_for
 from protocol.lease import NodeLease
@@ -80,11 +82,15 @@ class Attempt:
         client: NodeClient,
         errands: Errands,
     ) -> None:
-        self.job, self.placement = job, placement
+        self._span = TRACER.start("attempt", job.trace, number=job.attempt, expected_cached=placement.cached_len)
+        self._span.tell(prefill=_name(placement.prefill), decode=_name(placement.decode))
+        self.job = job if self._span.trace == job.trace else replace(job, trace=self._span.trace)
+        self.placement = placement
         self._launched_at = time.monotonic()
         self._post, self._suspect, self._client, self._errands = post, suspect, client, errands
         self._prefill_node, self._decode_node = prefill, decode
         self._over = self._closed = self._first_seen = self._prefilled = self._decoding = False
+        self._error = ""
         self._bookings: dict[str, Booking] = {}
         self._book()
         if decode:
@@ -96,6 +102,7 @@ class Attempt:
         if self._closed:
             return
         self._over = self._closed = True
+        self._span.end((self._error or "cancelled") if cancel else "")
         for booking in self._bookings.values():
             booking.release()
         self._bookings = {}
@@ -162,7 +169,7 @@ class Attempt:
     def _fail(self, error: KvferryError, node: NodeLease | None) -> None:
         assert node
         if not self._over:
-            self._over = True
+            self._over, self._error = True, error.code
             self._post(Failure(self.job.attempt, error, node))
 
     async def _prefill(self, node: NodeEntry) -> None:
@@ -219,6 +226,10 @@ class Attempt:
             with contextlib.suppress(KvferryError):
                 await self._client.cancel(node, CancelRequest(self.job.request_id, self.job.attempt))
                 return
+
+
+def _name(node: NodeLease | None) -> str:
+    return node.node_id if node else ""
 
 
 def _error(failure: AttemptFailed) -> KvferryError:

@@ -175,6 +175,7 @@ class RouterJourney:
             work=work,
             router_id=self._ground.router_id,
             namespace=self._spec.namespace,
+            trace=self._spec.call.trace,
             deadline_s=max(0.0, self._deadline_at - asyncio.get_running_loop().time()),
             fork_of=self._spec.fork_of.request_id if self._spec.fork_of else "",
         )

@@ -9,6 +9,7 @@ from protocol.errors import Overloaded
 from router.tenants.tenant import Tenant
 
 MINUTE_S = 60.0
+_NONE: Mapping[str, str] = {}
 
 
 class RateLimited(Overloaded):
@@ -36,12 +37,15 @@ class Bucket:
 
     def until_s(self, wanted: float, now: float) -> float:
         """Seconds until so much is there; of more than the limit, until it is full: such a request goes into debt."""
+        if not self.limit:
+            return 0.0
         lacking = min(wanted, self.limit) - self.held(now)
-        return max(0.0, lacking * MINUTE_S / self.limit) if self.limit else 0.0
+        return max(0.0, lacking * MINUTE_S / self.limit)
 
     def take(self, amount: float, now: float) -> None:
         """Below 0: give back."""
-        self._held = self.held(now) - amount
+        if self.limit:
+            self._held = self.held(now) - amount
 
     def resize(self, limit: int, now: float) -> None:
         """The limit changed: what was taken of the old one is taken of the new one."""
@@ -98,6 +102,8 @@ class Meter:
 
     def headers(self) -> Mapping[str, str]:
         """OpenAI's `x-ratelimit-*`, of the limits that there are."""
+        if not (self._requests.limit or self._tokens.limit):
+            return _NONE
         found: dict[str, str] = {}
         now = self._clock()
         for kind, bucket in (("requests", self._requests), ("tokens", self._tokens)):

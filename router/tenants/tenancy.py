@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from prometheus_client import Counter
+
+from protocol.metrics import TOKEN_KINDS, RouterMetrics
 from protocol.settings import RouterSettings
 from router.tenants.keyring import Keyring
 from router.tenants.limits import Meter
@@ -17,6 +20,7 @@ class Tenancy:
         self._share_prefixes = settings.share_prefixes
         self._meters: dict[str, Meter] = {}
         self._known = self.keyring.tenants
+        self._counters: dict[str, list[Counter]] = {}
 
     def several(self) -> bool:
         """Whether there is anyone to be fair to."""
@@ -38,6 +42,15 @@ class Tenancy:
         """Whose cached blocks a tenant may use: its own alone, so that nobody's prompts can be probed for by how fast
         an answer comes, unless prefixes are shared by all."""
         return "" if self._share_prefixes else name
+
+    def count(self, metrics: RouterMetrics, name: str, tokens: tuple[int, int, int]) -> None:
+        """Prompt, cached and output tokens of a request that ended. To look a label up costs more than to count."""
+        counters = self._counters.get(name)
+        if counters is None:
+            counters = self._counters[name] = [metrics.tenant_tokens.labels(name, kind) for kind in TOKEN_KINDS]
+        for counter, amount in zip(counters, tokens, strict=True):
+            if amount:
+                counter.inc(amount)
 
     def _renew(self) -> None:
         """The file changed."""

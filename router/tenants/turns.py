@@ -18,7 +18,7 @@ from router.call import Call
 from router.tenants.fair_queue import OUTPUT_WEIGHT, FairQueue, Turn, Window
 from router.tenants.tenant import Tenant
 
-HORIZON_S = 0.25
+HORIZON_S = 0.1
 """Where tenants share the nodes: seconds of prompts that are queued there, ahead of whoever comes next."""
 AHEAD = 2
 """Where there is one tenant: sequences under way, as a multiple of those that run, so that no node waits for one."""

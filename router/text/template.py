@@ -39,6 +39,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, tool_use: str | None = None) -> None:
         environment = _environment()
+        self.source = source
         try:
             self.plain = environment.from_string(source)
             self.tool_use = environment.from_string(tool_use) if tool_use is not None else self.plain

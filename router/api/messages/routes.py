@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 
-from router.api.body_reader import BodyReader
+from router.api.body_reader import BodyReader, parse
 from router.api.documentation import errors, takes
 from router.api.messages.answers import MessageErrorAnswer, MessageTokens
 from router.api.messages.body import CountBody
 from router.api.messages.chat import chat
 from router.api.messages.errors import PLACE
 from router.api.pool import Pools
-from router.api.schemas import parse
 from router.text.encoding import Bound
 
 

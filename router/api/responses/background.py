@@ -15,7 +15,7 @@ from router.api.pool import Pool
 from router.api.responses.answer import ResponseAnswer
 from router.api.responses.asked import ResponsesChat
 from router.api.responses.kept import Kept, Responses
-from router.call import Call
+from router.api.visit import Visit
 
 log = logging.getLogger("kvferry.responses")
 
@@ -40,11 +40,11 @@ class Background:
         self._admission = admission
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
 
-    async def begin(self, call: Call, pool: Pool, chat: ResponsesChat, generation: Generation) -> Answer | None:
-        """Generate behind the client's back, if it asked for that; None otherwise. It keeps the
-        request's place among those in progress. Raises InvalidRequest or RegistryUnavailable where it could not be
-        fetched."""
-        asked = chat.asked
+    async def begin(self, visit: Visit, pool: Pool, chat: ResponsesChat, generation: Generation) -> Answer | None:
+        """Generate behind the client's back, if it asked for that; None otherwise. The request's visit goes on with its
+        place among those in progress, and waits for its turn. Raises InvalidRequest or RegistryUnavailable where the
+        response could not be fetched."""
+        asked, call = chat.asked, visit.call
         if not asked.body.background:
             return None
         if not asked.kept:
@@ -54,9 +54,10 @@ class Background:
         if not await self._responses.put(call.tenant, Kept(begun, asked.items, asked.history)):
             raise RegistryUnavailable("background: the response cannot be kept now", param="background")
         self._admission.go_on()
+        visit.go_on()
         place = (call.tenant, asked.id)
-        task = self._running[place] = asyncio.create_task(self._run(answer, generation), name=asked.id)
-        task.add_done_callback(lambda _: self._ended(place))
+        task = self._running[place] = asyncio.create_task(self._run(visit, pool, answer, generation), name=asked.id)
+        task.add_done_callback(lambda _: self._ended(place, visit))
         return Promise(generation, begun)
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
@@ -79,19 +80,24 @@ class Background:
             task.cancel()
             await asyncio.wait((task,))
 
-    def _ended(self, place: tuple[str, str]) -> None:
+    def _ended(self, place: tuple[str, str], visit: Visit) -> None:
         del self._running[place]
+        visit.end()
         self._admission.leave()
 
-    async def _run(self, answer: ResponseAnswer, generation: Generation) -> None:
+    async def _run(self, visit: Visit, pool: Pool, answer: ResponseAnswer, generation: Generation) -> None:
         try:
+            await visit.turn(pool.turns, generation.size)
             async with aclosing(generation.pieces()) as pieces:
+                answer.take(*await anext(pieces))
+                visit.began(generation.used)
                 async for choice, piece in pieces:
                     answer.take(choice, piece)
             ended = answer.body()
         except asyncio.CancelledError:
             ended = answer.body("cancelled")
         except KvferryError as error:
+            visit.refused(error)
             ended = answer.failed(error)
         except Exception:
             log.exception("%s failed", answer.id)

@@ -33,6 +33,7 @@ from protocol.version import VERSION
 from router.journey.spec import Output, RequestSpec, Route
 from router.text.load import load_text_model
 
+TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
 LONG = says("word " * 2000)
 NAME, NODES = "SmolLM2-135M-Instruct", {"prefill": 0, "decode": 1}
 
@@ -102,14 +103,14 @@ async def test_request_ids(given: str | None) -> None:
 
 async def test_a_clients_id_is_the_id_in_body_header_logs_and_messages(caplog: pytest.LogCaptureFixture) -> None:
     api = Api(FakeCluster(says("x")))
-    headers = {"x-request-id": "order-7", "traceparent": "00-1-2-01"}
+    headers = {"x-request-id": "order-7", "traceparent": TRACE}
     chat = await api.http.post("/v1/chat/completions", json={"messages": MESSAGES}, headers=headers)
     text = await api.http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2}, headers=headers)
     assert (chat.headers["x-request-id"], chat.json()["id"]) == ("order-7", "chatcmpl-order-7")
     assert (text.headers["x-request-id"], text.json()["id"]) == ("order-7", "cmpl-order-7")
     specs = [journey.spec for journey in api.cluster.journeys]
     assert {spec.call.id for spec in specs} == {"order-7"}
-    assert {spec.call.trace for spec in specs} == {"00-1-2-01"}
+    assert {spec.call.trace for spec in specs} == {TRACE}
     assert all(spec.request_id.startswith("order-7") for spec in specs)
     api.cluster.script = None  # type: ignore[assignment]
     await api.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)

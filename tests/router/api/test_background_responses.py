@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from api_parts import Api, FakeCluster, error_of, ids_of, outputs_for, says
@@ -10,6 +11,7 @@ from openai.types.responses import Response
 from waiting import until
 
 from protocol.errors import NodeLost
+from router.tenants.keys import entry
 
 ANSWER = "one two three four"
 
@@ -115,3 +117,28 @@ async def test_what_could_not_be_fetched_is_refused() -> None:
     refused = await api.http.post("/v1/responses", json={"input": "x", "background": True})
     assert (refused.status_code, error_of(refused)["param"]) == (503, "background")
     assert api.cluster.journeys == []
+
+
+async def test_its_tenant_s_limits_hold_and_nobody_else_reaches_it(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(f"{entry('a', 'key-a')}concurrent = 1\n{entry('b', 'key-b')}\n")
+    api = Api(FakeCluster(says(ANSWER), gap_s=0.2), api_keys=str(file))
+    api.http.headers["authorization"] = "Bearer key-a"
+    begun = await begin(api)
+    refused = await api.http.post("/v1/responses", json={"input": "x", "background": True})
+    assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
+    place, other = f"/v1/responses/{begun['id']}", {"x-api-key": "key-b"}
+    del api.http.headers["authorization"]
+    for method, path in (
+        ("GET", place),
+        ("DELETE", place),
+        ("POST", f"{place}/cancel"),
+        ("GET", f"{place}/input_items"),
+    ):
+        assert (await api.http.request(method, path, headers=other)).status_code == 404
+    continued = {"input": "x", "previous_response_id": begun["id"]}
+    assert (await api.http.post("/v1/responses", json=continued, headers=other)).status_code == 404
+    own = {"x-api-key": "key-a"}
+    assert (await api.http.post(f"{place}/cancel", headers=own)).json()["status"] == "cancelled"
+    assert (await api.http.post("/v1/responses", json={"input": "x", "max_output_tokens": 1}, headers=own)).is_success
+    assert api.sample("kvferry_tenant_tokens_total", tenant="a", kind="prompt") > 0

@@ -67,8 +67,8 @@ CHAT = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": 5}, "tool_choice"),
     ({"best_of": 2}, "best_of"),
-    ({"use_beam_search": True}, "use_beam_search"),
-    ({"bad_words": ["x"]}, "bad_words"),
+    ({"use_beam_search": True, "stream": True}, "stream"),
+    ({"bad_words": "x"}, "bad_words"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"chat_template": "{{ x }}"}, "chat_template"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
@@ -92,7 +92,7 @@ COMPLETION = [
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": -1}, "logprobs"),
     ({"suffix": "end"}, "suffix"),
-    ({"best_of": 3, "n": 2}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
 ]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import Overloaded
 
-PLAIN = ("/v1/models", "/v1/models/SmolLM2-135M-Instruct", "/health", "/ready", "/version")
+PLAIN = ("/v1/models", "/v1/models/SmolLM2-135M-Instruct", "/health", "/ready", "/version", "/tokenizer_info")
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 ERRORS = {
     **dict.fromkeys(GENERATING, 429),
@@ -88,7 +88,9 @@ async def test_every_route_is_described_and_every_error_has_its_schema() -> None
     document = await described()
     assert set(document["paths"]) == {
         *TAKING, *READING, "/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items",
-        "/v1/models", "/v1/models/{id}", "/health", "/ready", "/metrics", "/version",
+        "/v1/models", "/v1/models/{id}", "/health", "/ready", "/metrics", "/version", "/", "/tokenizer_info",
+        "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}",
+        "/v1/batches/{batch_id}/cancel",
     }  # fmt: skip
     for path in GENERATING:
         responses = document["paths"][path]["post"]["responses"]

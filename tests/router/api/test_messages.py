@@ -11,9 +11,9 @@ import pytest
 from api_parts import Api, FakeCluster, demo_text, ids_of, outputs_for, says
 
 from protocol.errors import NodeLost, NoNodes, Overloaded
+from router.api.body_reader import parse
 from router.api.messages.body import MessagesBody
 from router.api.messages.chat import MessagesChat, chat, messages
-from router.api.schemas import parse
 from router.text.transcript import CallDelta, Piece, Transcript
 
 ANSWER = "Hello there, 42 emoji 👩‍👧 done."

@@ -11,7 +11,9 @@ from api_parts import Api, FakeCluster, demo_text, error_of, ids_of, outputs_for
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from protocol.errors import NodeLost, Overloaded
+from protocol.errors import InvalidRequest, NodeLost, Overloaded
+from router.api.responses.asked import ResponsesChat
+from router.api.translated import renamed
 from router.text.transcript import CallDelta, Piece, Transcript
 
 ANSWER = "Hello there, 42 emoji 👩‍👧 done."
@@ -205,7 +207,6 @@ async def test_an_error_before_the_first_token_has_its_status() -> None:
         ({"temperature": 9}, "temperature"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"previous_response_id": "resp_none"}, "previous_response_id"),
     ],
 )
@@ -213,6 +214,26 @@ async def test_what_is_refused_names_its_field(body: dict[str, Any], param: str)
     response = await respond(Api(FakeCluster(says("x"))), **body)
     assert response.status_code in (400, 404), response.text
     assert error_of(response)["param"] == param
+
+
+async def test_a_format_that_is_none_is_refused_under_its_own_name() -> None:
+    response = await respond(Api(FakeCluster(says("x"))), text={"format": {"type": "grammar"}})
+    error = error_of(response)
+    assert response.status_code == 400
+    assert error["param"].startswith("text.format")
+    assert error["message"].startswith("text.format")
+
+
+def test_errors_of_the_chat_s_fields_name_the_request_s() -> None:
+    names = ResponsesChat.names
+    for chat, own in (
+        ("tools[0].function.name", "tools[0].name"),
+        ("response_format.json_schema.schema", "text.format.schema"),
+        ("messages[3].content", "input"),
+        ("top_p", "top_p"),
+    ):
+        error = renamed(InvalidRequest(f"{chat} is wrong", param=chat), names)
+        assert (error.param, error.message) == (own, f"{own} is wrong")
 
 
 async def test_input_items_become_the_messages_of_a_chat() -> None:

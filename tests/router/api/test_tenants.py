@@ -41,6 +41,8 @@ async def test_a_key_tells_whose_request_it_is(tmp_path: Path) -> None:
     own = await api.http.post("/v1/completions", json={"prompt": "a"}, headers={"authorization": "Bearer own"})
     assert own.status_code == 200
     assert [journey.spec.call.tenant for journey in api.cluster.journeys] == ["a", "b", ""]
+    assert (await api.http.get("/v1/models", headers={"x-api-key": "key-b"})).status_code == 200
+    assert (await api.http.get("/v1/models", headers={"x-api-key": "key-c"})).status_code == 401
     wrong = await ask(api, "c")
     assert (wrong.status_code, error_of(wrong)["code"]) == (401, "invalid_api_key")
     assert (await api.http.get("/v1/models")).status_code == 401

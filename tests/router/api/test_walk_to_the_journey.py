@@ -21,7 +21,7 @@ API_HALF = {
     "router/text/text_model.py",
     "router/journey/model_cluster.py",
 }
-"""Key and call; its bytes; what the body asks for; its model; its sequences; its limits; its prompt; the nodes."""
+"""Key and call; bytes; what the body asks for; its model; its sequences; its limits and turn; its prompt; the nodes."""
 TENANTS = {f"router/tenants/{name}.py" for name in ("tenancy", "limits", "tenant", "turns", "fair_queue")}
 WORDS = "What does a ferry carry? " * 10
 CHAT = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 4}

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -126,9 +127,11 @@ def local_cluster(*args: str) -> Iterator[LocalCluster]:
     """`kvferry serve --port 0 …`; ended with SIGTERM, and by id if that does not do."""
     command = [sys.executable, "-m", "cli.main", "serve", "--port", "0", *args]
     began = time.monotonic()
+    data = tempfile.TemporaryDirectory(prefix="kvferry-")
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=_environment()
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**_environment(), "KVFERRY_DATA_DIR": data.name},
+    )  # fmt: skip
     log: list[str] = []
     threading.Thread(target=_collect, args=(process.stderr, log), daemon=True).start()
     watchdog = threading.Timer(START_S, process.kill)
@@ -143,6 +146,7 @@ def local_cluster(*args: str) -> Iterator[LocalCluster]:
     finally:
         watchdog.cancel()
         _end(process)
+        data.cleanup()
 
 
 @contextmanager

@@ -1,0 +1,156 @@
+"""`kvferry batch`: the requests of a file through a running server, so many at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import httpx
+from tqdm import tqdm
+
+from protocol.errors import ConfigError, reason
+
+AGAIN = (408, 429, 500, 502, 503, 504)
+LONGEST_WAIT_S = 10.0
+_READ = ("custom_id", "method", "url", "body")
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """Where and how rows are asked; seconds. See the command's help."""
+
+    url: str
+    api_key: str
+    concurrency: int
+    timeout: float
+    patience: float
+
+
+async def run_batch(source: Path, target: Path, asking: Asking) -> int:
+    """The exit status: 1 if a row failed. Raises ConfigError for files that cannot be used."""
+    rows = list(_rows(source))
+    done = _settle(target)
+    left = [row for row in rows if row["custom_id"] not in done]
+    headers = {"authorization": f"Bearer {asking.api_key}"} if asking.api_key else {}
+    limits = httpx.Limits(max_connections=asking.concurrency, max_keepalive_connections=asking.concurrency)
+    failed = 0
+    bar = tqdm(total=len(rows), initial=len(rows) - len(left), unit=" rows", disable=not sys.stderr.isatty())
+    async with httpx.AsyncClient(base_url=asking.url, headers=headers, timeout=asking.timeout, limits=limits) as client:
+        with target.open("a") as out, bar:
+            queue = iter(left)
+
+            async def work() -> None:
+                nonlocal failed
+                for row in queue:
+                    answer = await _ask(client, row, asking.patience)
+                    failed += not _good(answer)
+                    out.write(json.dumps(answer, ensure_ascii=False) + "\n")
+                    out.flush()
+                    bar.update()
+
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(min(asking.concurrency, len(left))):
+                    workers.create_task(work())
+    print(f"{len(rows)} rows: {len(rows) - failed} answered, {failed} failed", file=sys.stderr)
+    return int(failed > 0)
+
+
+def _rows(source: Path) -> Iterator[dict[str, Any]]:
+    """Raises ConfigError for the first line that is no request."""
+    seen = set()
+    try:
+        lines: TextIO
+        with source.open() as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                row = _row(line)
+                if row is None or row["custom_id"] in seen:
+                    why = f"an object with {', '.join(_READ)}; the method POST" if row is None else "another custom_id"
+                    raise ConfigError(f"{source}:{number}: each line needs {why}")
+                seen.add(row["custom_id"])
+                yield row
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: {reason(error)}") from error
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+        whole = isinstance(row["body"], dict) and row["url"].startswith("/") and row["method"] == "POST"
+        return row if whole and isinstance(row["custom_id"], str) and not row["body"].get("stream") else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _settle(target: Path) -> set[str]:
+    """Ids that the output answers. Rows that failed, and a line that broke off, are taken out of it."""
+    if not target.exists():
+        return set()
+    kept = []
+    try:
+        for line in target.read_text().splitlines():
+            try:
+                row = json.loads(line)
+                if _good(row):
+                    kept.append((str(row["custom_id"]), line))
+            except (ValueError, KeyError, TypeError):
+                continue
+        partly = target.with_name(target.name + ".part")
+        partly.write_text("".join(line + "\n" for _, line in kept))
+        os.replace(partly, target)
+    except OSError as error:
+        raise ConfigError(f"{target}: {reason(error)}") from error
+    return {custom_id for custom_id, _ in kept}
+
+
+def _good(row: dict[str, Any]) -> bool:
+    return bool(row["response"]) and row["response"]["status_code"] == 200
+
+
+async def _ask(client: httpx.AsyncClient, row: dict[str, Any], patience: float) -> dict[str, Any]:
+    """The row of the output. What may get better is asked again, until patience ends."""
+    until, wait = time.monotonic() + patience, 0.5
+    while True:
+        response, error = None, ""
+        try:
+            response = await client.post(row["url"], json=row["body"])
+        except httpx.HTTPError as failure:
+            error = reason(failure)
+        if response is not None:
+            wait = _later(response, wait)
+        if (response is not None and response.status_code not in AGAIN) or time.monotonic() + wait > until:
+            return _answer(row["custom_id"], response, error)
+        await asyncio.sleep(wait)
+        wait = min(2 * wait, LONGEST_WAIT_S)
+
+
+def _later(response: httpx.Response, wait: float) -> float:
+    try:
+        return max(wait, float(response.headers.get("retry-after", wait)))
+    except ValueError:
+        return wait
+
+
+def _answer(custom_id: str, response: httpx.Response | None, error: str) -> dict[str, Any]:
+    told: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id}
+    if response is None:
+        return {**told, "response": None, "error": {"code": "connection_failed", "message": error}}
+    try:
+        body = response.json()
+    except ValueError:
+        body = response.text
+    request_id = response.headers.get("x-request-id", "")
+    return {
+        **told,
+        "response": {"status_code": response.status_code, "request_id": request_id, "body": body},
+        "error": None,
+    }

@@ -1,0 +1,133 @@
+"""Traces of requests over all processes, by OpenTelemetry: W3C trace context in, spans out over OTLP.
+
+The SDK is an optional extra. Where no trace is wanted, or it is not installed, a span is one object that does nothing,
+and the trace context that came in is passed on as it came. Spans tell of tokens, nodes and seconds, never of prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+FLUSH_MS = 1000
+_UNNAMED = "unknown_service"
+"""What the SDK calls a service that nobody named, with the program's name behind."""
+
+Value = str | int | float | bool
+
+
+class Span:
+    """One that is not recorded. `trace`: the context in which what it waits for runs, as a `traceparent`."""
+
+    def __init__(self, trace: str = "") -> None:
+        self.trace = trace
+
+    def tell(self, **attributes: Value) -> None:
+        """Add attributes, whose names get `kvferry.` in front."""
+
+    def end(self, error: str = "") -> None:
+        """It is over, by an error if there is one. Only the first call counts."""
+
+
+class _Recorded(Span):
+    def __init__(self, span: Any, trace: str) -> None:
+        super().__init__(trace)
+        self._span, self._ended = span, False
+
+    def tell(self, **attributes: Value) -> None:
+        for name, value in attributes.items():
+            self._span.set_attribute(f"kvferry.{name}", value)
+
+    def end(self, error: str = "") -> None:
+        if self._ended:
+            return
+        self._ended = True
+        if error:
+            from opentelemetry.trace import StatusCode
+
+            self._span.set_status(StatusCode.ERROR, error)
+        self._span.end()
+
+
+class Tracer:
+    """Of this process; `TRACER` is the one that is used."""
+
+    def __init__(self) -> None:
+        self._otel: Any = None
+        self._provider: Any = None
+
+    @property
+    def records(self) -> bool:
+        """Whether spans go anywhere."""
+        return self._otel is not None
+
+    def set_up(self, service: str, exporter: Any = None) -> None:
+        """Record from now on, under this name unless OTEL_SERVICE_NAME has another; to where the OTEL_* variables say,
+        by threads of its own with a bounded queue. Without the SDK that is logged, and nothing is recorded."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            log.warning(
+                "no traces are sent, since OpenTelemetry's SDK is missing (%s): pip install 'kvferry[otel]'", error
+            )
+            return
+        named = Resource.create()
+        if str(named.attributes.get(SERVICE_NAME, _UNNAMED)).startswith(_UNNAMED):
+            named = named.merge(Resource({SERVICE_NAME: service}))
+        self._provider = TracerProvider(resource=named, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter()))
+        self._otel = self._provider.get_tracer("kvferry")
+
+    def close(self) -> None:
+        """Send what is left, within a second."""
+        if self._provider is not None:
+            self._provider.force_flush(FLUSH_MS)
+            self._provider.shutdown()
+            self._provider = self._otel = None
+
+    def start(self, name: str, trace: str, began_s: float = 0.0, **attributes: Value) -> Span:
+        """A span within `trace`, a `traceparent` or empty, which began so many seconds ago."""
+        if self._otel is None:
+            return Span(trace)
+        from opentelemetry.trace import SpanKind
+
+        kind = SpanKind.SERVER if name == "request" else SpanKind.INTERNAL
+        span = self._otel.start_span(
+            name,
+            context=_context(trace),
+            kind=kind,
+            start_time=time.time_ns() - int(began_s * 1e9),
+            attributes={f"kvferry.{key}": value for key, value in attributes.items()},
+        )
+        return _Recorded(span, _traceparent(span))
+
+
+TRACER = Tracer()
+
+
+def wanted(environment: Mapping[str, str]) -> bool:
+    """Whether OpenTelemetry's variables ask for traces."""
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    if environment.get("OTEL_TRACES_EXPORTER", "otlp").lower() != "otlp":
+        return False
+    return any(environment.get(name) for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"))
+
+
+def _context(trace: str) -> Any:
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    return TraceContextTextMapPropagator().extract({"traceparent": trace}, Context())
+
+
+def _traceparent(span: Any) -> str:
+    context = span.get_span_context()
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"

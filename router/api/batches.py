@@ -1,0 +1,109 @@
+"""/v1/batches: many requests in a file, answered within a day when there is room."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from router.api.body_reader import BodyReader, parse
+from router.api.documentation import errors, path_parameter, query_parameters, takes
+from router.api.files import page
+from router.api.schemas import RequestBody
+from router.batch.batches import Batches
+from router.call import CALL
+
+MOST_LISTED = 100
+Status = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]  # fmt: skip
+_Key = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
+
+
+class BatchBody(RequestBody):
+    """POST /v1/batches."""
+
+    input_file_id: Annotated[str, Field(max_length=256)]
+    endpoint: Annotated[str, Field(max_length=256)]
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[_Key, _Value], Field(max_length=16)] | None = None
+
+
+class BatchErrors(BaseModel):
+    """Lines of the input that are no requests."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+
+
+class Counts(BaseModel):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchAnswer(BaseModel):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: Literal["24h"]
+    status: Status
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: Counts
+    metadata: dict[str, str] | None
+
+
+class BatchList(BaseModel):
+    object: Literal["list"]
+    data: list[BatchAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def batches_router(batches: Batches, reader: BodyReader) -> APIRouter:
+    router = APIRouter()
+    one: dict[str, Any] = {"openapi_extra": path_parameter("batch_id"), "response_model": BatchAnswer}
+
+    @router.post(
+        "/v1/batches", summary="Begin a batch", response_model=BatchAnswer,
+        responses=errors(400, 404, 413, 429, 500), openapi_extra=takes(BatchBody),
+    )  # fmt: skip
+    async def begun(request: Request) -> dict[str, Any]:
+        body = parse(BatchBody, await reader.read(request))
+        tenant = request.scope[CALL].tenant
+        return (await batches.create(tenant, body.endpoint, body.input_file_id, body.metadata)).shown()
+
+    @router.get(
+        "/v1/batches", summary="The batches, newest first", response_model=BatchList, responses=errors(400),
+        openapi_extra=query_parameters(MOST_LISTED),
+    )  # fmt: skip
+    async def listed(request: Request) -> dict[str, Any]:
+        found = await asyncio.to_thread(batches.folder(request.scope[CALL].tenant).all)
+        return page([batch.shown() for batch in found], request, MOST_LISTED)
+
+    @router.get("/v1/batches/{batch_id}", summary="How a batch stands", responses=errors(404), **one)
+    async def told(request: Request) -> dict[str, Any]:
+        folder = batches.folder(request.scope[CALL].tenant)
+        return (await asyncio.to_thread(folder.get, request.path_params["batch_id"])).shown()
+
+    @router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", responses=errors(400, 404), **one)
+    async def cancelled(request: Request) -> dict[str, Any]:
+        return (await batches.cancel(request.scope[CALL].tenant, request.path_params["batch_id"])).shown()
+
+    return router

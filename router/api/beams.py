@@ -1,0 +1,116 @@
+"""A generation by beam search: all beams of all prompts, a step at a time.
+
+A step is a request of one token for each live beam, which forks from the beam it extends: it shares that one's blocks,
+copies what both have of the last, and computes one token. So a search of w beams and t tokens costs one prompt and some
+w * t tokens to compute, each with a way from the router to a node and back; drawing w sequences costs that way once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from protocol.errors import KvferryError
+from protocol.messages import TokenLogprobs
+from protocol.sampling import SamplingParams
+from protocol.work import Generate
+from router.api.generation import Choice, Generation
+from router.api.pool import Pool
+from router.api.schemas import GenerationBody
+from router.journey.beam_search import Beam, BeamSearch
+from router.journey.spec import Fork, Output, RequestSpec
+from router.text.transcript import Piece
+
+T = TypeVar("T")
+
+
+class BeamGeneration(Generation):
+    """The n best beams of each prompt are its choices, best first. Each comes as one piece when its search has ended;
+    log-probabilities of the prompt come with the first."""
+
+    def __init__(self, pool: Pool, prompts: Sequence[RequestSpec], body: GenerationBody) -> None:
+        super().__init__(pool, prompts, body.text_options(), n=body.n or 1)
+        self._width = body.sequences()
+        self._penalty = 1.0 if body.length_penalty is None else body.length_penalty
+        self._top = body.top()
+
+    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
+        searches = [self._task(self._search(leader)) for leader in self._leaders]
+        for leader, search in zip(self._leaders, searches, strict=True):
+            beams, first = await search
+            for choice, beam in zip([leader, *self._followers[leader.index]], beams, strict=True):
+                yield choice, self._piece(choice, beam, first if choice is leader else None)
+
+    async def _search(self, leader: Choice) -> tuple[list[Beam], Output]:
+        """The best beams of the leader's prompt, and what its first step brought."""
+        spec = leader.spec
+        params = spec.params
+        search = BeamSearch(self._width, len(spec.token_ids), params.max_tokens, params.ending_token_ids, self._penalty)
+        forks: list[Fork | None] = [None]
+        first: Output | None = None
+        step = 0
+        while search.live:
+            asked = [
+                self._task(self._step(leader, f"{spec.request_id}-b{step}-{i}", beam, forks[i if step else 0]))
+                for i, beam in enumerate(search.live)
+            ]
+            told = [await answer for answer in asked]
+            first = first or told[0][0]
+            search.advance([entry for _, entry, _ in told])
+            forks = [told[beam.parent][2] for beam in search.live]
+            step += 1
+        assert first
+        return search.best(len(self._followers[leader.index]) + 1), first
+
+    async def _step(
+        self, leader: Choice, request_id: str, beam: Beam, fork_of: Fork | None
+    ) -> tuple[Output, TokenLogprobs, Fork | None]:
+        """What the nodes tell of the token behind a beam, and what its extensions fork from."""
+        spec, asked = leader.spec, leader.spec.params
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=2 * self._width, ignore_eos=True)
+        if not beam.entries:
+            params = replace(params, prompt_logprobs=asked.prompt_logprobs)
+        journey = self._pool.cluster.start(
+            replace(
+                spec,
+                request_id=request_id,
+                token_ids=spec.token_ids + beam.token_ids,
+                work=Generate(params),
+                fork_of=fork_of,
+            )
+        )
+        if not beam.entries:
+            leader.journey, leader.ended = journey, True
+        async for output in journey:
+            if output.logprobs:
+                if not beam.entries:
+                    self._count_first(time.monotonic(), journey.route)
+                return output, output.logprobs[0], journey.fork
+        raise KvferryError("a step of the beam search ended without a token")
+
+    def _piece(self, choice: Choice, beam: Beam, first: Output | None) -> Piece:
+        """All of a beam's output."""
+        transcript = choice.transcript = self._transcript(choice.spec)
+        shown = None
+        if self._top is not None:
+            shown = tuple(replace(entry, top=entry.top[: self._top]) for entry in beam.entries)
+        output = Output(
+            beam.token_ids,
+            shown,
+            "stop" if beam.ended else "length",
+            beam.token_ids[-1] if beam.ended else None,
+            first.prompt_logprobs if first else None,
+        )
+        self._metrics.output_tokens.inc(len(beam.entries))
+        choice.ended = True
+        return transcript.add(output)
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Held until it ends, and cancelled by `close`."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,54 @@
+"""The fields that say how many sequences are made of a prompt, how they are found, and which of them are shown."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from protocol.errors import InvalidRequest
+from protocol.sampling import MAX_LOGPROBS
+
+MAX_CHOICES = 128
+MAX_BEAMS = MAX_LOGPROBS // 2
+"""A beam's extensions are found among its twice as many likeliest tokens."""
+MAX_LENGTH_PENALTY = 10.0
+UNMOVED_BY: dict[str, Any] = {
+    "logit_bias": {}, "allowed_token_ids": None, "bad_words": [], "min_tokens": 0, "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0, "presence_penalty": 0.0,
+}  # fmt: skip
+"""What a beam search, which looks at the model's own log-probabilities, refuses, with the values that ask for nothing.
+Temperature, top_p, top_k, min_p and seed it ignores, as vLLM does: it draws nothing."""
+
+
+class ChoiceFields(BaseModel):
+    """best_of: how many are drawn, or kept as beams, of each prompt; n: how many of them are shown."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    use_beam_search: bool | None = False
+    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
+
+    def check_choices(self, made: int, prompt_field: str, *, streams: bool) -> None:
+        """Raise InvalidRequest for what does not go together. made: sequences of each prompt."""
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise InvalidRequest(f"best_of must be at least n, got best_of {self.best_of} and n {n}", param="best_of")
+        if self.use_beam_search:
+            self._check_beams(made, streams=streams)
+        elif made > n and prompt_field != "prompt":
+            raise InvalidRequest("best_of above n is for completions and for beam search", param="best_of")
+        elif made > n and streams:
+            raise InvalidRequest(
+                "best_of above n cannot be streamed: which are the best is known at the end", param="best_of"
+            )
+
+    def _check_beams(self, made: int, *, streams: bool) -> None:
+        if streams:
+            raise InvalidRequest("a beam search cannot be streamed: the best is known at the end", param="stream")
+        if made > MAX_BEAMS:
+            field = "n" if self.best_of is None else "best_of"
+            raise InvalidRequest(f"{field} must be at most {MAX_BEAMS} with use_beam_search", param=field)
+        for field, neutral in UNMOVED_BY.items():
+            if getattr(self, field, None) not in (None, neutral):
+                raise InvalidRequest(f"{field} has no place in a beam search", param=field)

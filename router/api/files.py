@@ -1,0 +1,167 @@
+"""/v1/files: what batches read and write."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import FileResponse
+from pydantic import BaseModel
+from starlette.datastructures import UploadFile
+from starlette.types import Message
+
+from protocol.errors import InvalidRequest, Overloaded, RequestTooLarge
+from router.api.documentation import errors, path_parameter, query_parameters
+from router.batch.batches import Batches
+from router.batch.files import PURPOSES, FileStore, StoredFile, check_purpose
+from router.call import CALL
+
+UPLOADS = 8
+"""As many files may be arriving at the same time."""
+MOST_LISTED = 10_000
+_UPLOAD = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
+}
+_TAKES = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}}
+
+
+class FileAnswer(BaseModel):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+    status_details: str | None
+    expires_at: int | None
+
+
+class FileList(BaseModel):
+    object: Literal["list"]
+    data: list[FileAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(BaseModel):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class Uploads:
+    """Takes files as multipart forms, `longest` bytes at most."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._arriving = 0
+
+    async def take(self, request: Request, files: FileStore) -> StoredFile:
+        """Raises InvalidRequest, RequestTooLarge, Overloaded, DiskFailed."""
+        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+            raise InvalidRequest("the request body must be a multipart form with file and purpose")
+        if self._arriving >= UPLOADS:
+            raise Overloaded(f"{UPLOADS} files are arriving already", retry_after=5.0)
+        self._arriving += 1
+        try:
+            async with self._bounded(request).form(max_files=1, max_fields=16) as form:
+                file, purpose = form.get("file"), form.get("purpose")
+                if not isinstance(file, UploadFile):
+                    raise InvalidRequest("file must be a file", param="file")
+                if not isinstance(purpose, str):
+                    raise InvalidRequest("purpose must be given", param="purpose")
+                check_purpose(purpose)
+                return await asyncio.to_thread(files.add, file.file, file.filename or "file", purpose)
+        finally:
+            self._arriving -= 1
+
+    def _bounded(self, request: Request) -> Request:
+        """The request, which fails as soon as more than the longest body has arrived."""
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._longest:
+            raise self._too_large()
+        size = 0
+
+        async def receive() -> Message:
+            nonlocal size
+            message = await request.receive()
+            size += len(message.get("body", b""))
+            if size > self._longest:
+                raise self._too_large()
+            return message
+
+        return Request(request.scope, receive)
+
+    def _too_large(self) -> RequestTooLarge:
+        return RequestTooLarge(f"the file is longer than {self._longest} bytes", param="file")
+
+
+def files_router(batches: Batches, longest: int) -> APIRouter:
+    router, uploads = APIRouter(), Uploads(longest)
+
+    def files_of(request: Request) -> FileStore:
+        return batches.files(request.scope[CALL].tenant)
+
+    one: dict[str, Any] = {"responses": errors(404), "openapi_extra": path_parameter("file_id")}
+
+    @router.post(
+        "/v1/files", summary="Keep a file", response_model=FileAnswer, responses=errors(400, 413, 429, 500),
+        openapi_extra=_TAKES,
+    )  # fmt: skip
+    async def keep(request: Request) -> dict[str, Any]:
+        return (await uploads.take(request, files_of(request))).shown()
+
+    @router.get(
+        "/v1/files", summary="The files that are kept", response_model=FileList, responses=errors(400),
+        openapi_extra=query_parameters(MOST_LISTED, purpose={"enum": list(PURPOSES)}, order={"enum": ["asc", "desc"]}),
+    )  # fmt: skip
+    async def listed(request: Request) -> dict[str, Any]:
+        purpose, order = request.query_params.get("purpose"), request.query_params.get("order", "desc")
+        if purpose is not None and purpose not in PURPOSES:
+            raise InvalidRequest(f"purpose must be one of {', '.join(PURPOSES)}", param="purpose")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest("order must be asc or desc", param="order")
+        found = await asyncio.to_thread(files_of(request).all)
+        kept = [file.shown() for file in found if purpose in (None, file.purpose)]
+        return page(kept if order == "desc" else kept[::-1], request, MOST_LISTED)
+
+    @router.get("/v1/files/{file_id}", summary="What a file is", response_model=FileAnswer, **one)
+    async def told(request: Request) -> dict[str, Any]:
+        found = await asyncio.to_thread(files_of(request).get, request.path_params["file_id"])
+        return found.shown()
+
+    @router.get("/v1/files/{file_id}/content", summary="What is in it", response_class=FileResponse, **one)
+    async def content(request: Request) -> Response:
+        path = await asyncio.to_thread(files_of(request).path, request.path_params["file_id"])
+        return FileResponse(path, media_type="application/octet-stream")
+
+    @router.delete("/v1/files/{file_id}", summary="Delete a file", response_model=FileDeleted, **one)
+    async def deleted(request: Request) -> dict[str, Any]:
+        file_id = request.path_params["file_id"]
+        await asyncio.to_thread(files_of(request).delete, file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    return router
+
+
+def page(items: list[dict[str, Any]], request: Request, most: int) -> dict[str, Any]:
+    """A list in OpenAI's pages: `limit` items behind the one called `after`. Raises InvalidRequest."""
+    limit, after = request.query_params.get("limit", str(most)), request.query_params.get("after")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= most):
+        raise InvalidRequest(f"limit must be 1 to {most}", param="limit")
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        items = items[places[0] + 1 :] if places else []
+    shown = items[: int(limit)]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(items) > len(shown),
+    }

@@ -1,0 +1,118 @@
+"""A batch as it is kept on disk: what the API tells of it, the answers so far, and who runs it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from protocol.errors import NotFound
+from router.batch.files import write_whole
+
+ENDED = ("completed", "failed", "cancelled", "expired")
+WINDOW_S = 24 * 3600
+_ID = re.compile(r"batch_[0-9a-f]{32}")
+
+
+@dataclass(slots=True)
+class Batch:
+    """As the API tells of it, with `tenant` beside. Times are seconds since 1970. Only who holds its lock changes it
+    once it is made."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    created_at: int
+    expires_at: int
+    completion_window: str = "24h"
+    status: str = "validating"
+    metadata: dict[str, str] | None = None
+    errors: dict[str, Any] | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: dict[str, int] = field(default_factory=lambda: {"total": 0, "completed": 0, "failed": 0})
+    tenant: str = ""
+
+    @classmethod
+    def new(cls, endpoint: str, file_id: str, tenant: str, metadata: dict[str, str] | None) -> Batch:
+        now = int(time.time())
+        return cls(
+            f"batch_{uuid.uuid4().hex}", endpoint, file_id, now, now + WINDOW_S, metadata=metadata, tenant=tenant
+        )
+
+    def move(self, status: str) -> None:
+        """Into another state, now."""
+        self.status = status
+        setattr(self, f"{status}_at", int(time.time()))
+
+    def fail(self, errors: list[dict[str, Any]]) -> None:
+        self.move("failed")
+        self.errors = {"object": "list", "data": errors}
+
+    def shown(self) -> dict[str, Any]:
+        told = {"object": "batch", **asdict(self)}
+        del told["tenant"]
+        return told
+
+
+class BatchFolder:
+    """Where one tenant's batches are, below `root`. Blocks, as disks do."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root / "batches"
+
+    def create(self, batch: Batch) -> None:
+        self.folder(batch.id).mkdir(parents=True, mode=0o700)
+        self.save(batch)
+
+    def folder(self, batch_id: str) -> Path:
+        return self.root / batch_id
+
+    def save(self, batch: Batch) -> None:
+        write_whole(self.folder(batch.id) / "batch.json", json.dumps(asdict(batch)))
+
+    def get(self, batch_id: str) -> Batch:
+        """As last saved; cancelling where that was asked for. Raises NotFound."""
+        try:
+            if not _ID.fullmatch(batch_id):
+                raise FileNotFoundError
+            batch = Batch(**json.loads((self.folder(batch_id) / "batch.json").read_bytes()))
+        except (OSError, ValueError, TypeError):
+            raise NotFound(f"there is no batch {batch_id!r}", param="batch_id") from None
+        if batch.status not in ENDED and self.cancelling(batch_id):
+            batch.move("cancelling")
+        return batch
+
+    def all(self) -> list[Batch]:
+        """Newest first."""
+        batches = [self.get(path.parent.name) for path in self.root.glob("batch_*/batch.json")]
+        return sorted(batches, key=lambda batch: (batch.created_at, batch.id), reverse=True)
+
+    def cancel(self, batch_id: str) -> None:
+        """Ask whoever runs it, in whatever process, to cancel it."""
+        (self.folder(batch_id) / "cancel").touch()
+
+    def cancelling(self, batch_id: str) -> bool:
+        return (self.folder(batch_id) / "cancel").exists()
+
+    def lock(self, batch_id: str) -> IO[bytes] | None:
+        """The right to run it, until what is returned is closed or the process ends; None if another has it."""
+        lock = (self.folder(batch_id) / "lock").open("ab")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            return None
+        return lock

@@ -1,0 +1,135 @@
+"""Clients' files on disk: content and description side by side, each tenant's apart. Everything here blocks: call it
+outside the event loop."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from protocol.errors import InvalidRequest, KvferryError, NotFound, RequestTooLarge, reason
+
+PURPOSES = ("batch", "batch_output")
+_ID = re.compile(r"file-[0-9a-f]{32}")
+
+
+class DiskFailed(KvferryError):
+    """The data directory cannot be written or read."""
+
+    code, retryable = "storage_failed", False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """As the API tells of a file. created_at: seconds since 1970."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+
+    def shown(self) -> dict[str, object]:
+        return {"object": "file", **asdict(self), "status": "processed", "status_details": None, "expires_at": None}
+
+
+class FileStore:
+    """One tenant's files below `root`, at most `limit` bytes of them together. Safe to use from several threads and
+    processes: a file is there as a whole or not at all."""
+
+    def __init__(self, root: Path, tenant: str, limit: int) -> None:
+        self.folder = root / tenant_folder(tenant) / "files"
+        self._limit = limit
+
+    def add(self, content: BinaryIO, filename: str, purpose: str) -> StoredFile:
+        """Copies `content` from where it stands. Raises RequestTooLarge when there is no room, DiskFailed."""
+        file_id = f"file-{uuid.uuid4().hex}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            room = self._limit - sum(file.bytes for file in self.all())
+            partly = self.folder / f"{file_id}.part"
+            try:
+                with partly.open("wb") as out:
+                    shutil.copyfileobj(content, out, 2**20)
+                size = partly.stat().st_size
+                if size > room:
+                    raise RequestTooLarge(
+                        f"file: its {size} bytes do not fit into the {max(room, 0)} that are left of {self._limit}; "
+                        "delete files that are not needed",
+                        param="file",
+                    )
+                stored = StoredFile(file_id, size, int(time.time()), filename[:255], purpose)
+                partly.rename(self._content(file_id))
+                write_whole(self._description(file_id), json.dumps(asdict(stored)))
+                return stored
+            finally:
+                partly.unlink(missing_ok=True)
+        except OSError as error:
+            raise DiskFailed(f"the file cannot be kept: {reason(error)}") from error
+
+    def all(self) -> list[StoredFile]:
+        """Newest first."""
+        found = [file for path in self.folder.glob("file-*.json") if (file := self._read(path)) is not None]
+        return sorted(found, key=lambda file: (file.created_at, file.id), reverse=True)
+
+    def get(self, file_id: str, param: str = "file_id") -> StoredFile:
+        """Raises NotFound."""
+        stored = self._read(self._description(file_id)) if _ID.fullmatch(file_id) else None
+        if stored is None:
+            raise NotFound(f"there is no file {file_id!r}", param=param)
+        return stored
+
+    def path(self, file_id: str, param: str = "file_id") -> Path:
+        """Of its content. Raises NotFound."""
+        return self._content(self.get(file_id, param).id)
+
+    def delete(self, file_id: str) -> None:
+        """Raises NotFound."""
+        self.get(file_id)
+        self._description(file_id).unlink(missing_ok=True)
+        self._content(file_id).unlink(missing_ok=True)
+
+    def _content(self, file_id: str) -> Path:
+        return self.folder / f"{file_id}.data"
+
+    def _description(self, file_id: str) -> Path:
+        return self.folder / f"{file_id}.json"
+
+    def _read(self, path: Path) -> StoredFile | None:
+        try:
+            return StoredFile(**json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def check_purpose(purpose: str) -> None:
+    """Raises InvalidRequest. Outputs are made here and not uploaded."""
+    if purpose != "batch":
+        raise InvalidRequest(f"purpose: {purpose!r} is not supported by this server, only 'batch'", param="purpose")
+
+
+def tenant_folder(tenant: str) -> str:
+    """A name that is safe as a folder's, whatever the tenant is called."""
+    return hashlib.sha256(tenant.encode()).hexdigest()[:16] if tenant else "default"
+
+
+def tenant_folders(root: Path) -> Iterator[Path]:
+    return (path for path in sorted(root.glob("*")) if path.is_dir())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Readers see the old text or the new one."""
+    partly = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")
+    with partly.open("w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    partly.replace(path)

@@ -1,0 +1,101 @@
+"""The rows of a batch's input, and those of its outputs."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_ROWS = 50_000
+MAX_ERRORS = 100
+"""As many wrong lines are told of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request; `body` is JSON as bytes, without a wish for priority: a batch is behind all others."""
+
+    custom_id: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """A line that is no request. `line` counts from 1."""
+
+    line: int
+    message: str
+    param: str | None = None
+    code: str = "invalid_request"
+
+    def shown(self) -> dict[str, Any]:
+        return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
+
+
+def read_rows(path: Path, endpoint: str) -> Iterator[Row | Wrong]:
+    """Every line of the file that is not blank. Blocks."""
+    seen: set[str] = set()
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            row = _row(number, line, endpoint)
+            if isinstance(row, Row) and row.custom_id in seen:
+                row = Wrong(number, f"custom_id {row.custom_id!r} was there before", "custom_id", "duplicate_custom_id")
+            elif isinstance(row, Row):
+                seen.add(row.custom_id)
+                if len(seen) > MAX_ROWS:
+                    yield Wrong(number, f"a batch takes at most {MAX_ROWS} requests", None, "too_many_requests")
+                    return
+            yield row
+
+
+def _row(number: int, line: bytes, endpoint: str) -> Row | Wrong:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        return Wrong(number, f"the line is not valid JSON: {error}", code="invalid_json_line")
+    if not isinstance(value, dict):
+        return Wrong(number, "the line must be a JSON object")
+    custom_id, body = value.get("custom_id"), value.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        return Wrong(number, "custom_id must be a string that is not empty", "custom_id")
+    if value.get("method") != "POST":
+        return Wrong(number, "method must be 'POST'", "method", "invalid_method")
+    if value.get("url") != endpoint:
+        return Wrong(number, f"url must be the batch's endpoint, {endpoint!r}", "url", "mismatched_url")
+    if not isinstance(body, dict):
+        return Wrong(number, "body must be a JSON object", "body")
+    if body.get("stream"):
+        return Wrong(number, "answers of a batch cannot be streamed", "body.stream")
+    return Row(custom_id, json.dumps({**body, "priority": None}).encode())
+
+
+def answer_row(custom_id: str, status: int, request_id: str, body: Any) -> dict[str, Any]:
+    """A row of an output or an error file."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": None}
+
+
+def unanswered_row(custom_id: str, code: str, message: str) -> dict[str, Any]:
+    error = {"code": code, "message": message}
+    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": None, "error": error}
+
+
+def answered(path: Path) -> set[str]:
+    """Ids in an output that was partly written. A line that broke off is cut from it. Blocks."""
+    if not path.exists():
+        return set()
+    found, whole = set(), 0
+    with path.open("r+b") as lines:
+        for line in lines:
+            try:
+                found.add(str(json.loads(line)["custom_id"]))
+            except (ValueError, KeyError, TypeError):
+                break
+            whole += len(line)
+        lines.truncate(whole)
+    return found

@@ -1,0 +1,220 @@
+"""Runs batches: a few rows at a time, through the same application that clients talk to, behind everyone who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from router.batch.asking import ask
+from router.batch.batch import Batch, BatchFolder
+from router.batch.files import FileStore
+from router.batch.rows import MAX_ERRORS, Row, Wrong, answer_row, answered, read_rows, unanswered_row
+from router.call import Call
+
+LATER = (429, 503)
+"""Statuses of a request that may be tried again: there is no room, or no node, now."""
+PRIORITY = 1_000_000
+"""Of a batch's calls: whoever says nothing is served before them."""
+SAVE_S = 0.5
+LONGEST_WAIT_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class Runner:
+    """One batch, whose lock its owner holds. `run` returns when it ended, and raises CancelledError when this process
+    ends: then another run goes on from the answers that are on disk.
+
+    width  how many rows may be in progress now
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        folder: BatchFolder,
+        files: FileStore,
+        app: ASGIApp,
+        *,
+        width: Callable[[], int],
+        row_s: float,
+        realm: str,
+    ) -> None:
+        self._batch, self._folder, self._files, self._app = batch, folder, files, app
+        self._width, self._row_s, self._realm = width, row_s, realm
+        self._running = 0
+        self._freed = asyncio.Event()
+        self._saved = 0.0
+        self._failure: BaseException | None = None
+        self._writes: set[asyncio.Future[None]] = set()
+        self._outputs = {ok: folder.folder(batch.id) / f"{'output' if ok else 'errors'}.jsonl" for ok in (True, False)}
+
+    async def run(self) -> None:
+        batch = self._batch
+        try:
+            path = await asyncio.to_thread(self._files.path, batch.input_file_id)
+            wrong = await asyncio.to_thread(self._validate, path)
+            if wrong:
+                batch.fail(wrong)
+                return
+            done = [await asyncio.to_thread(answered, self._outputs[ok]) for ok in (True, False)]
+            batch.request_counts.update(completed=len(done[0]), failed=len(done[1]))
+            if batch.in_progress_at is None:
+                batch.move("in_progress")
+            await self._save()
+            ended = await self._answer_all(path, done[0] | done[1])
+            await self._finish(ended)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            logger.exception("%s failed", batch.id)
+            batch.fail([Wrong(0, f"the batch cannot go on: {error}", code="server_error").shown()])
+        finally:
+            await asyncio.shield(self._save())
+
+    def _validate(self, path: Path) -> list[dict[str, Any]]:
+        """Errors of the lines at fault; counts the others."""
+        wrong, total = [], 0
+        for row in read_rows(path, self._batch.endpoint):
+            total += isinstance(row, Row)
+            if isinstance(row, Wrong):
+                wrong.append(row.shown())
+                if len(wrong) == MAX_ERRORS:
+                    break
+        if not total and not wrong:
+            wrong.append(Wrong(1, "the file holds no request", code="empty_file").shown())
+        self._batch.request_counts["total"] = total
+        return wrong
+
+    async def _answer_all(self, path: Path, done: set[str]) -> str:
+        """Returns the state in which the batch ends."""
+        tasks: set[asyncio.Task[None]] = set()
+        rows = read_rows(path, self._batch.endpoint)
+        left: Iterator[Row] = (row for row in rows if isinstance(row, Row) and row.custom_id not in done)
+        try:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if ending := self._ending():
+                    break
+                if self._running >= max(1, self._width()):
+                    self._freed.clear()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._freed.wait(), SAVE_S)
+                    continue
+                row = await asyncio.to_thread(next, left, None)
+                if row is None and not tasks:
+                    break
+                if row is None:
+                    await asyncio.wait(tasks, timeout=SAVE_S, return_when=asyncio.FIRST_EXCEPTION)
+                    continue
+                self._running += 1
+                task = asyncio.create_task(self._answer(row))
+                tasks.add(task)
+                task.add_done_callback(lambda task: self._settle(task, tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._writes, return_exceptions=True)
+        if ending == "expired":
+            rest = await asyncio.to_thread(lambda: self._unanswered(path))
+            for custom_id in rest:
+                await self._write(unanswered_row(custom_id, "batch_expired", "not answered within 24 hours"), ok=False)
+        return ending or "completed"
+
+    def _settle(self, task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> None:
+        tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+
+    def _unanswered(self, path: Path) -> list[str]:
+        done = answered(self._outputs[True]) | answered(self._outputs[False])
+        rows = read_rows(path, self._batch.endpoint)
+        return [row.custom_id for row in rows if isinstance(row, Row) and row.custom_id not in done]
+
+    def _ending(self) -> str:
+        """Why no further row is to be begun: cancelled, expired, or the empty string."""
+        if self._folder.cancelling(self._batch.id):
+            if self._batch.status != "cancelling":
+                self._batch.move("cancelling")
+            return "cancelled"
+        return "expired" if time.time() > self._batch.expires_at else ""
+
+    async def _answer(self, row: Row) -> None:
+        try:
+            wait = 0.5
+            while True:
+                call = self._call()
+                status, headers, body = await ask(self._app, self._batch.endpoint, call, row.body)
+                if status not in LATER:
+                    break
+                with contextlib.suppress(ValueError):
+                    wait = max(wait, float(headers.get("retry-after", "")))
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, LONGEST_WAIT_S)
+            await self._write(answer_row(row.custom_id, status, call.id, body), ok=status == 200)
+            if time.monotonic() > self._saved + SAVE_S:
+                await self._save()
+        finally:
+            self._running -= 1
+            self._freed.set()
+
+    def _call(self) -> Call:
+        now = time.monotonic()
+        name = uuid.uuid4().hex
+        tenant = self._batch.tenant
+        return Call(name, arrival=now, deadline=now + self._row_s, tenant=tenant, realm=self._realm, priority=PRIORITY)
+
+    async def _write(self, row: dict[str, Any], *, ok: bool) -> None:
+        """A row once begun is written and counted, also when nobody waits for it any more."""
+        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+
+        def append() -> None:
+            with self._outputs[ok].open("ab") as out:
+                out.write(line)
+
+        def written(future: asyncio.Future[None]) -> None:
+            self._writes.discard(future)
+            if not future.cancelled() and future.exception() is None:
+                self._batch.request_counts["completed" if ok else "failed"] += 1
+
+        writing = asyncio.ensure_future(asyncio.to_thread(append))
+        self._writes.add(writing)
+        writing.add_done_callback(written)
+        await asyncio.shield(writing)
+
+    async def _finish(self, ended: str) -> None:
+        """Make files of the outputs. Each is known by its id on disk before it counts as made: whoever goes on after
+        this process makes none twice."""
+        batch = self._batch
+        if ended == "completed":
+            batch.move("finalizing")
+        for ok, field in ((True, "output_file_id"), (False, "error_file_id")):
+            if getattr(batch, field) is None:
+                setattr(batch, field, await asyncio.to_thread(self._publish, ok))
+                await self._save()
+        batch.move(ended)
+        await self._save()
+        for path in self._outputs.values():
+            path.unlink(missing_ok=True)
+
+    def _publish(self, ok: bool) -> str | None:
+        path = self._outputs[ok]
+        if not path.exists():
+            return None
+        with path.open("rb") as content:
+            name = f"{self._batch.id}_{'output' if ok else 'error'}.jsonl"
+            return self._files.add(content, name, "batch_output").id
+
+    async def _save(self) -> None:
+        self._saved = time.monotonic()
+        await asyncio.to_thread(self._folder.save, self._batch)

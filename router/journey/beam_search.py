@@ -1,0 +1,88 @@
+"""Beam search over the log-probabilities of next tokens: a pure search, which knows no node and no text.
+
+Each step extends every live beam by its `2 * width` likeliest tokens; beams that end are set aside, the `width` best of
+the others live on. A beam's score is its cumulative log-probability over its length to the power of the length penalty;
+the length counts the prompt and leaves out the ending token, as vLLM has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from protocol.messages import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """Output tokens with their log-probabilities; `score` orders beams. `parent`: which of the live beams of the step
+    before it extends."""
+
+    entries: tuple[TokenLogprobs, ...] = ()
+    cumulative: float = 0.0
+    score: float = 0.0
+    parent: int = 0
+    ended: bool = False
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(entry.token_id for entry in self.entries)
+
+
+class BeamSearch:
+    """Goes on while there are `live` beams. ending: tokens that end a beam; prompt_len and max_tokens count tokens."""
+
+    def __init__(
+        self, width: int, prompt_len: int, max_tokens: int, ending: Sequence[int], length_penalty: float
+    ) -> None:
+        self._width, self._prompt_len, self._max_tokens = width, prompt_len, max_tokens
+        self._ending, self._penalty = frozenset(ending), length_penalty
+        self._ended: list[Beam] = []
+        self.live = [Beam()]
+
+    @property
+    def candidates(self) -> int:
+        """How many of the likeliest next tokens it must be told of each beam."""
+        return 2 * self._width
+
+    def advance(self, found: Sequence[TokenLogprobs]) -> None:
+        """What may follow each live beam, in their order: `top` has the likeliest tokens, most likely first."""
+        assert len(found) == len(self.live)
+        grown: list[Beam] = []
+        for parent, (beam, told) in enumerate(zip(self.live, found, strict=True)):
+            for rank, (token, logprob) in enumerate(told.top[: self.candidates], start=1):
+                entry = TokenLogprobs(token, logprob, rank, told.top)
+                (self._ended if token in self._ending else grown).append(self._extended(beam, parent, entry))
+        grown.sort(key=attrgetter("score"), reverse=True)
+        self.live = grown[: self._width]
+        if self.live and len(self.live[0].entries) == self._max_tokens:
+            self._ended += self.live
+            self.live = []
+        self._ended.sort(key=attrgetter("score"), reverse=True)
+        del self._ended[self._width :]
+        if self._decided():
+            self.live = []
+
+    def best(self, count: int) -> list[Beam]:
+        """The best beams, in order, once none is live."""
+        assert not self.live
+        return self._ended[:count]
+
+    def _extended(self, beam: Beam, parent: int, entry: TokenLogprobs) -> Beam:
+        entries = (*beam.entries, entry)
+        cumulative, ended = beam.cumulative + entry.logprob, entry.token_id in self._ending
+        return Beam(entries, cumulative, self._score(cumulative, len(entries) - ended), parent, ended)
+
+    def _score(self, cumulative: float, output_len: int) -> float:
+        return cumulative / math.pow(max(1, self._prompt_len + output_len), self._penalty)
+
+    def _decided(self) -> bool:
+        """Whether no live beam can come among the best any more: its sum only falls, so that at most its length helps
+        it, at the longest or at once."""
+        if not self.live or len(self._ended) < self._width:
+            return False
+        now = len(self.live[0].entries)
+        hope = max(self._score(self.live[0].cumulative, length) for length in (now, self._max_tokens))
+        return self._ended[-1].score >= hope

@@ -1,0 +1,65 @@
+"""The cluster that all clients share, and the table of what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from environments import Outcome, table
+from local_cluster import LocalCluster, local_cluster
+
+from model_files.source import resolve
+from protocol.settings import RouterSettings
+from router.text.load import load_text_model
+
+OUTCOMES: list[Outcome] = []
+TEXT = Path(__file__).parents[2] / "benchmarks" / "prose.txt"
+
+
+@pytest.fixture(scope="session")
+def clients_cluster() -> Iterator[LocalCluster]:
+    """What `make serve` starts, on a port of the kernel's choice."""
+    with local_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def reference() -> dict[str, str]:
+    """Variables of checks that compare with transformers: a text, and its log-probability in float32 after the token
+    that ends sequences, with the weights of the demo model's file."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path, text = resolve("smollm2").path, load_text_model(RouterSettings())
+    tokens = text.encode(TEXT.read_text(), add_special_tokens=False)
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    read = torch.tensor([[*text.facts.eos_token_ids[:1], *tokens]])
+    with torch.inference_mode():
+        logprobs = model(read).logits[0, :-1].log_softmax(-1).gather(1, read[0, 1:, None])
+    found = {"logprob": float(logprobs.double().sum()), "tokens": len(tokens)}
+    return {"CHECK_TEXT": str(TEXT), "CHECK_REFERENCE": json.dumps(found)}
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The demo model's tokenizer as a folder in Hugging Face's layout, for clients that count tokens themselves."""
+    folder, text = tmp_path_factory.mktemp("tokenizer"), load_text_model(RouterSettings())
+    text.tokenizer.library.save(str(folder / "tokenizer.json"))
+    assert text.template is not None
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **text.template.special_tokens}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return {"CHECK_TOKENIZER": str(folder), "CHECK_SECONDS": "170"}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """CLIENTS_TABLE names a file that gets the table too."""
+    if not OUTCOMES:
+        return
+    shown = table(OUTCOMES)
+    terminalreporter.section("clients")
+    terminalreporter.write_line(shown)
+    if where := os.environ.get("CLIENTS_TABLE"):
+        Path(where).write_text(shown + "\n")

@@ -1,0 +1,69 @@
+"""Beam search on real nodes against transformers' own, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
+from oracle import prompts
+
+from model_files.source import resolve
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+WIDTH, LENGTH = 3, 8
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with local_cluster("--dtype", "float32") as cluster:
+        yield cluster
+        cluster.settle()
+
+
+@torch.inference_mode()
+def theirs(chosen: list[tuple[int, ...]]) -> list[list[list[int]]]:
+    """The best beams of transformers. Without a length penalty nothing depends on whether a length counts the prompt,
+    as vLLM and we have it, or leaves it out, as transformers does."""
+    from transformers import AutoModelForCausalLM
+
+    path = resolve("smollm2").path
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    found = []
+    for prompt in chosen:
+        made: Any = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            num_beams=WIDTH,
+            num_return_sequences=WIDTH,
+            max_new_tokens=LENGTH,
+            do_sample=False,
+            length_penalty=0.0,
+            pad_token_id=0,
+        )
+        found.append([beam[len(prompt) :].tolist() for beam in made])
+    return found
+
+
+def test_the_beams_are_those_of_transformers_and_share_their_prompt(cluster: LocalCluster) -> None:
+    chosen = [prompt for prompt in prompts() if 20 <= len(prompt) <= 120][:3]
+    urls = [*cluster.worker_urls("prefill"), *cluster.worker_urls("decode")]
+
+    def computed() -> float:
+        return sum(value(scrape(url), "kvferry_step_tokens_total", phase="prefill") for url in urls)
+
+    for prompt, wanted in zip(chosen, theirs(chosen), strict=True):
+        before = computed()
+        body = {
+            "model": MODEL, "prompt": list(prompt), "use_beam_search": True, "n": WIDTH, "max_tokens": LENGTH,
+            "length_penalty": 0.0, "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert [choice["token_ids"] for choice in answer.json()["choices"]] == wanted
+        cluster.settle()
+        assert computed() - before == len(prompt) + WIDTH * (LENGTH - 1)

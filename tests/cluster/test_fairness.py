@@ -1,0 +1,64 @@
+"""Two tenants of a real cluster: one floods, and waits; the other does not wait with it."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from local_cluster import LocalCluster, local_cluster, scrape, value
+
+from router.tenants.keys import entry
+
+FLOOD, STEADY = 24, 6
+SETTLE_S = 3.0
+
+
+async def first_token_s(http: httpx.AsyncClient, name: str, prompt: int, output: int) -> float:
+    """Seconds to the first event of a stream."""
+    body = {"prompt": [1000 + (time.monotonic_ns() + i) % 30000 for i in range(prompt)], "max_tokens": output}
+    body |= {"stream": True, "ignore_eos": True}
+    began, first = time.monotonic(), 0.0
+    headers = {"authorization": f"Bearer key-{name}"}
+    async with http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                first = first or time.monotonic() - began
+    return first
+
+
+async def waits(url: str) -> tuple[list[float], list[float]]:
+    """Of the flood and of the steady tenant, while the flood is on."""
+    flooded: list[float] = []
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=120, limits=limits) as http:
+
+        async def client() -> None:
+            while True:
+                flooded.append(await first_token_s(http, "flood", 48, 24))
+
+        tasks = [asyncio.create_task(client()) for _ in range(FLOOD)]
+        await asyncio.sleep(SETTLE_S)
+        steady = [await first_token_s(http, "steady", 48, 4) for _ in range(STEADY)]
+        while len(flooded) < FLOOD:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return flooded, steady
+
+
+@pytest.mark.slow
+def test_a_flood_delays_itself(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry("flood", "key-flood") + entry("steady", "key-steady"))
+    cluster: LocalCluster
+    with local_cluster("--prefill", "0", "--max-num-seqs", "8", "--api-keys", str(keys)) as cluster:
+        flooded, steady = asyncio.run(waits(cluster.url))
+        assert statistics.median(steady) < 0.5 * statistics.median(flooded), (steady, flooded)
+        assert value(scrape(cluster.url), "kvferry_turn_wait_seconds_count") >= FLOOD / 2
+        cluster.settle()

@@ -1,0 +1,37 @@
+"""What /openapi.json says is what the router does: schemathesis sends what fits the description and what does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from api_parts import Api, FakeCluster, says, served
+
+EXAMPLES = 15
+"""Of each route, beside those that cover each keyword of its schema."""
+CHECKS = (
+    "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
+    "response_schema_conformance", "unsupported_method",
+)  # fmt: skip
+
+
+def run(url: str, folder: Path, *options: str) -> None:
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--seed=1", "--no-color"]
+    command += ["--workers=2", "--request-timeout=30", "--phases=examples,coverage,fuzzing", *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-1000:]
+
+
+@pytest.mark.timeout(600)
+def test_no_route_breaks_its_description(tmp_path: Path) -> None:
+    with served(Api(FakeCluster(says("Yes.")), data_dir=str(tmp_path)).app) as url:
+        run(url, tmp_path, f"--checks={','.join(CHECKS)}", f"--max-examples={EXAMPLES}")
+
+
+@pytest.mark.timeout(600)
+def test_a_key_is_asked_for_where_it_is_described(tmp_path: Path) -> None:
+    with served(Api(FakeCluster(says("Yes.")), data_dir=str(tmp_path), api_key="secret").app) as url:
+        checks = "--checks=ignored_auth,status_code_conformance"
+        run(url, tmp_path, checks, "--max-examples=3", "--phases=fuzzing", "--header=Authorization: Bearer secret")
