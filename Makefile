@@ -10,6 +10,7 @@
 # make bench-router  measure the router alone, in front of mock nodes: CPU per request and per token
 # make bench-grammars  measure what grammars cost: compiling, masks, and steps with and without them
 # make bench-cpu measure the CPU kernels against the limits of this machine and against PyTorch
+# make bench-embed  embeddings a second, against one batch of transformers
 # make bench-gpu measure the kernels on the GPU of this machine
 # make clean     remove the virtual environment and all caches
 #
@@ -40,7 +41,7 @@ NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cp
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-clients test-schemas test-avx512 lint docs bench bench-accuracy bench-grammars bench-router bench-cpu \
-  bench-gpu clean FORCE
+  bench-embed bench-gpu clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -90,6 +91,9 @@ bench-grammars: $(VENV)/bench.done $(VENV)/model.done
 
 bench-cpu: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python benchmarks/cpu_kernels.py $(ARGS)
+
+bench-embed: $(VENV)/test.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.embedding $(ARGS)
 
 bench-gpu: $(VENV)/test.done
 	$(BIN)/python benchmarks/gpu_kernels.py $(ARGS)

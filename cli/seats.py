@@ -96,7 +96,7 @@ def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], seats: 
     if not workers:
         return f"{free}; the KV pools are on {', '.join(dict.fromkeys(seat.device for seat in seats))}"
     weights = [weight_bytes(settings, model, "cpu") / GIB for model in needs]
-    pools = [_pool_gib(settings, model) or CPU_POOL_GIB for model in needs]
+    pools = [_pool_gib(settings, model) or CPU_POOL_GIB * model.cached for model in needs]
     asked = ", ".join(
         f"{count} {'times' if count > 1 else 'time'} {weight:.2f} GiB of weights and {pool:.4g} GiB of KV pool"
         for count, weight, pool in zip(counts, weights, pools, strict=True)
@@ -174,7 +174,9 @@ def _gpu_seat(
 
 
 def _pool_gib(settings: ServeSettings, needs: ModelNeeds) -> float:
-    """Size of a pool that was asked for; 0: none was."""
+    """Size of a pool that was asked for; 0: none was, or the model has none."""
+    if not needs.cached:
+        return 0.0
     if not settings.kv_blocks:
         return settings.kv_cache_gib
     layout = KVLayout(needs.layers, needs.kv_heads, needs.head_dim, kv_dtype(settings), settings.block_size)

@@ -46,11 +46,16 @@ class Expected:
     prompt_tokens: float
 
     def describe(self, limits: Limits) -> str:
-        pool = f"{self.pool / GIB:.1f} GiB of pool hold {_round(self.pool_tokens)}"
+        prompts = f"{_round(self.prompt_tokens)} prompt tokens/s, by"
+        speed = f"up to {_round(self.tokens)} tokens/s for one stream and {prompts} {limits.read / 1e9:.0f} GB/s and"
+        kv = (
+            f"KV {self.kv_per_token / 1024:.1f} KiB a token, so {self.pool / GIB:.1f} GiB of pool hold "
+            f"{_round(self.pool_tokens)}"
+        )
+        if not self.kv_per_token:
+            speed, kv = f"up to {prompts}", "an encoder, without KV"
         return (
-            f"up to {_round(self.tokens)} tokens/s for one stream and {_round(self.prompt_tokens)} prompt tokens/s, by "
-            f"{limits.read / 1e9:.0f} GB/s and {_round(limits.multiply / 1e9)} GFLOP/s measured here; weights "
-            f"{self.weights / GIB:.2f} GiB; KV {self.kv_per_token / 1024:.1f} KiB a token, so {pool}"
+            f"{speed} {_round(limits.multiply / 1e9)} GFLOP/s measured here; weights {self.weights / GIB:.2f} GiB; {kv}"
         )
 
 
@@ -65,7 +70,7 @@ def expected(settings: ServeSettings, needs: ModelNeeds, seat: Seat, gpu_bytes: 
         weights=weights,
         kv_per_token=kv,
         pool=pool,
-        pool_tokens=int(pool // kv),
+        pool_tokens=int(pool // kv) if kv else 0,
         tokens=limits.read / step_bytes(settings, needs, seat.device),
         prompt_tokens=limits.multiply / needs.prompt_work(PROMPT),
     )

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 
 from protocol.errors import Cancelled, ContextLengthExceeded, InvalidRequest
 from protocol.messages import Job
+from protocol.work import Generate
 
 REMEMBERED_CANCELS = 8192
 
 
 class Door:
-    """Refuses jobs by name. longest: tokens of a prompt and its output."""
+    """Refuses jobs by name. longest: tokens of a prompt and its output; takes: the kinds of work that `model` does."""
 
-    def __init__(self, longest: int, vocab_size: int) -> None:
+    def __init__(self, longest: int, vocab_size: int, takes: tuple[type, ...], model: str) -> None:
         self._longest = longest
+        self._takes, self._model = takes, model
         self._vocab_size = vocab_size
         self._cancelled: OrderedDict[str, int] = OrderedDict()
 
@@ -29,12 +31,19 @@ class Door:
         """Raises the error that tells why the job may not come in."""
         if self._cancelled.get(job.request_id, -1) >= job.attempt:
             raise Cancelled("the request was cancelled before it arrived")
-        if not 0 < len(job.token_ids) < self._longest:
+        work = job.work
+        if not isinstance(work, self._takes):
+            raise InvalidRequest(f"the model {self._model} does not {type(work).__name__.lower()}", param="model")
+        longest = self._longest - isinstance(work, Generate)
+        if not 0 < len(job.token_ids) <= longest:
             raise ContextLengthExceeded(
-                f"the prompt has {len(job.token_ids)} tokens; this node takes 1 to {self._longest - 1}", param="prompt"
+                f"the prompt has {len(job.token_ids)} tokens; this node takes 1 to {longest}", param="prompt"
             )
         self.check_tokens(job.token_ids)
-        job.params.validate(self._vocab_size)
+        if isinstance(work, Generate):
+            work.params.validate(self._vocab_size)
+        else:
+            work.validate()
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Ids that the model does not have would break the step for everybody in it."""

@@ -19,7 +19,7 @@ from engine.leaving import Leaving
 from engine.lent import Lent
 from engine.request import Key, Request, key_of
 from engine.roster import Roster
-from engine.runner import Runner
+from engine.runner import Runs
 from engine.scheduler import Limits, Scheduler
 from engine.states import Awaits
 from engine.step import Stepper
@@ -27,24 +27,27 @@ from protocol.errors import Cancelled, GrantRefused, KvferryError, NodeLost
 from protocol.hashing import root_hash
 from protocol.lease import Load
 from protocol.messages import Job, TokenDelta
+from protocol.work import Embed, Generate
 
 log = logging.getLogger("kvferry.engine")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """fingerprint roots the block hashes; max_model_len bounds prompt plus output (tokens)."""
+    """fingerprint roots the block hashes; max_model_len bounds prompt plus output (tokens); takes: the kinds of work
+    that the model does."""
 
     fingerprint: str
     block_size: int
     max_model_len: int
     limits: Limits
+    takes: tuple[type, ...] = (Generate, Embed)
 
 
 class Engine:
     """The arithmetic side of a node."""
 
-    def __init__(self, config: EngineConfig, runner: Runner, pool: BlockPool) -> None:
+    def __init__(self, config: EngineConfig, runner: Runs, pool: BlockPool) -> None:
         self.config = config
         self.runner = runner
         self.pool = pool
@@ -54,8 +57,9 @@ class Engine:
         self.longest = min(config.max_model_len, pool.num_blocks * config.block_size)
         self.lent = Lent(pool)
         self.leaving = Leaving()
+        info = runner.model.info
         self.grammars = Grammars(self, runner.masks)
-        self._door = Door(self.longest, runner.model.info.vocab_size)
+        self._door = Door(self.longest, info.vocab_size, config.takes, info.name)
         self._stepper = Stepper(self.scheduler, runner, self.lent, self.leaving, self.longest, self.events)
 
     def add(

@@ -33,6 +33,12 @@ def append(request: Request, sampled: Sampled, longest: int) -> Generated:
     return _first(request, event) if request.output_here == 1 else event
 
 
+def read(request: Request, vector: bytes) -> Generated:
+    """The news of a request that generates nothing: its one and only output."""
+    delta = TokenDelta(*request.key, 0, (), finish_reason="stop", vector=vector)
+    return _first(request, Generated(request.key, request.job.router_id, delta))
+
+
 def _first(request: Request, event: Generated) -> Generated:
     """The first output on this node carries the prompt's accounting, its log-probabilities and the times."""
     prompt_len, cached = len(request.job.token_ids), request.cached_len or 0

@@ -6,11 +6,14 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import torch
+
 from engine.ports import GRANT, REQUEST
 from engine.sampler import SampleRow
 from engine.states import MOVES, Awaits, State
 from protocol.hashing import chain
 from protocol.messages import Job, TokenLogprobs
+from protocol.work import Generate
 
 Key = tuple[str, int]
 
@@ -65,8 +68,10 @@ class Request:
     first_block   of a ship or a grant: decode holds the blocks before it
     shipped       index behind the last block handed to the sender
     prefill_only  ends with its first output token
+    generates     tokens are drawn; if not, a vector is read from its prompt
     expected_tokens  while queued: tokens it will compute, as far as the cache told when it was queued
     sample_row    what is kept for drawing its tokens, from the first one on
+    pooled        float32 [hidden], what its pooling keeps of the tokens computed so far, if it reads and draws nothing
     """
 
     job: Job
@@ -92,8 +97,11 @@ class Request:
     admitted: float | None = None
     expected_tokens: int = 0
     sample_row: SampleRow | None = None
+    pooled: torch.Tensor | None = None
+    generates: bool = True
 
     def __post_init__(self) -> None:
+        self.generates = isinstance(self.job.work, Generate)
         self.token_ids = list(self.job.token_ids)
         self.extend_hashes()
 
@@ -126,12 +134,12 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        return self.job.params.prompt_logprobs is not None and self.output_len == 0
+        return self.generates and self.job.work.whole_prompt and self.output_len == 0
 
     @property
     def reusable_hashes(self) -> list[bytes]:
         """Hashes of the blocks that may come from the cache: one token at least is always computed."""
-        if self.wants_prompt_logprobs:
+        if self.job.work.whole_prompt and self.output_len == 0:
             return []
         return self.hashes[: self.last_start // self.block_size]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 
 from engine.masks import Masks
-from engine.models.base import Model, Unwanted, Wanted, always
+from engine.models.base import Computing, Model, Unwanted, Wanted, always
 from engine.planner import Planner
+from engine.pooling import Pooler, Read, take
 from engine.sampler import Sampled, SampleRow, sample, score_prompt
 from engine.slices import Slice
 
@@ -17,14 +19,35 @@ SCORED_ROWS = 128
 """Rows of logits made at once for prompt log-probabilities (128 rows of a 128k vocabulary are 64 MiB)."""
 
 
+class Runs(Protocol):
+    """What an engine needs of a runner."""
+
+    masks: Masks
+
+    @property
+    def model(self) -> Computing: ...
+
+    def copy_block(self, source: int, target: int) -> None: ...
+
+    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> Sequence[Sampled | Read | None]: ...
+
+
 class Runner:
     """Joins a model and its KV pool. `kv` is [block, layer, 2, kv_head, slot, dim]. The masks of the requests' grammars
-    are made while the model computes."""
+    are made while the model computes. pooler: for what reads prompts."""
 
-    def __init__(self, model: Model, kv: torch.Tensor, block_size: int, masks: Masks | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv: torch.Tensor,
+        block_size: int,
+        masks: Masks | None = None,
+        pooler: Pooler | None = None,
+    ) -> None:
         self.model = model
         self.kv = kv
         self.masks = masks or Masks.none("this node reads no grammars")
+        self._pooler = pooler or Pooler()
         self._planner = Planner(block_size, model.device)
 
     @torch.inference_mode()
@@ -33,15 +56,15 @@ class Runner:
         self.kv[target].copy_(self.kv[source])
 
     @torch.inference_mode()
-    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> list[Sampled | None]:
-        """Compute the slices and draw the next token of each that samples (None for the others, and where the mask of a
-        grammar is not ready). On return their K/V is
-        in the pool: the link may read it, which no stream orders (drawing tokens has waited for the device already).
+    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> list[Sampled | Read | None]:
+        """Compute the slices and draw the next token of each that samples, or read its vector (None for the others, and
+        where the mask of a grammar is not ready). On return their K/V is in the pool: the link may read it, which no
+        stream orders (drawing tokens has waited for the device already).
         Raises Unwanted when a prompt among them was not `wanted` to its end; nothing more is written then."""
         token_ids, plan = self._planner.plan(slices)
         if all(map(_only_draws, slices)):
             logits = self.model.next_logits(token_ids, self.kv, plan)
-            return self._sample(logits.values, [_sample_row(s) for s in slices], logits.best)
+            return [*self._sample(logits.values, [_sample_row(s) for s in slices], logits.best)]
         try:
             hidden = self.model.forward(token_ids, self.kv, plan, wanted)
         except Unwanted:
@@ -49,14 +72,20 @@ class Runner:
             raise
         ends = list(accumulate(plan.query_lens))
         for s, end in zip(slices, ends, strict=True):
-            if s.request.wants_prompt_logprobs:
+            if not s.request.generates:
+                take(s, hidden[end - s.count : end])
+            elif s.request.wants_prompt_logprobs:
                 self._score(s, hidden[end - s.count : end])
         return self._draw(slices, ends, hidden)
 
-    def _draw(self, slices: Sequence[Slice], ends: Sequence[int], hidden: torch.Tensor) -> list[Sampled | None]:
+    def _draw(self, slices: Sequence[Slice], ends: Sequence[int], hidden: torch.Tensor) -> list[Sampled | Read | None]:
         """Draw for the slices that sample. ends: where each slice's rows of `hidden` end."""
-        drawn: list[Sampled | None] = [None] * len(slices)
-        drawing = [i for i, s in enumerate(slices) if s.samples]
+        drawn: list[Sampled | Read | None] = [None] * len(slices)
+        drawing = [i for i, s in enumerate(slices) if s.samples and s.request.generates]
+        reading = [i for i, s in enumerate(slices) if s.samples and not s.request.generates]
+        if reading:
+            for i, found in zip(reading, self._pooler.finish([slices[i].request for i in reading]), strict=True):
+                drawn[i] = found
         if not drawing:
             self._wait()
             return drawn
@@ -93,7 +122,7 @@ class Runner:
 
 def _only_draws(part: Slice) -> bool:
     """One token, and what is wanted of it is the next one."""
-    return part.decodes and part.samples and not part.request.wants_prompt_logprobs
+    return part.decodes and part.samples and part.request.generates and not part.request.wants_prompt_logprobs
 
 
 def _sample_row(part: Slice) -> SampleRow:

@@ -29,11 +29,13 @@ from protocol.layout import blocks_for
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a step (tokens, sequences); see WorkerSettings."""
+    """Bounds of a step (tokens, sequences); see WorkerSettings. whole: a prompt is computed in one piece, as an encoder
+    needs it; only the last of a step may then exceed the budget."""
 
     max_num_batched_tokens: int
     max_prefill_tokens_while_decoding: int
     max_num_seqs: int
+    whole: bool = False
 
 
 class Scheduler:
@@ -61,9 +63,10 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens - len(decodes)
         if decodes:
             budget = min(budget, self.limits.max_prefill_tokens_while_decoding)
-        chunks = chunks_of((r for r in self.roster.running if not r.decodes), budget)
+        whole = self.limits.whole
+        chunks = chunks_of((r for r in self.roster.running if not r.decodes), budget, whole=whole)
         begun = self._admit(budget - sum(s.count for s in chunks))
-        chunks += chunks_of(begun, budget - sum(s.count for s in chunks))
+        chunks += chunks_of(begun, budget - sum(s.count for s in chunks), whole=whole)
         chunks.sort(key=lambda s: not s.decodes)
         return decodes + chunks
 
@@ -88,6 +91,7 @@ class Scheduler:
         request.block_ids = []
         request.computed_len = request.registered = 0
         request.prompt_logprobs.clear()
+        request.pooled = None
         self._expect(request)
         self.roster.preempt(request)
         self.preempted_total += 1
@@ -125,7 +129,7 @@ class Scheduler:
             return begun
         seated = self.roster.seated
         seats = self.limits.max_num_seqs - len(self.roster.running) - len(seated)
-        kept = len(seated) + sum(not r.prefill_only for r in self.roster.running)
+        kept = len(seated) + sum(map(_grows, self.roster.running))
         passed = 0
         while passed < min(len(waiting), seats):
             request = waiting[passed]
@@ -137,7 +141,7 @@ class Scheduler:
                 break
             self.roster.admit(passed)
             seats -= 1
-            kept += not request.prefill_only
+            kept += _grows(request)
             self._note_admission(request)
             if request.state is State.RUNNING:
                 begun.append(request)
@@ -160,7 +164,7 @@ class Scheduler:
 
     def _tail(self, request: Request, start: int) -> Tail | None:
         """A block that has what a fork shares with the prompts of others behind its `start` tokens in full blocks."""
-        if not request.job.fork_of or request.grant is not None or request.wants_prompt_logprobs:
+        if not request.job.fork_of or request.grant is not None or request.job.work.whole_prompt:
             return None
         upto = min(start + self.block_size, len(request.token_ids) - 1)
         return self.pool.tails.match(request.parent_of(start), request.token_ids[start:upto])
@@ -195,3 +199,8 @@ class Scheduler:
         if request.grant is None:
             cached = len(self.pool.match(request.reusable_hashes)) * self.block_size
             request.expected_tokens = len(request.token_ids) - cached
+
+
+def _grows(request: Request) -> bool:
+    """Whether it will need blocks for output."""
+    return request.generates and not request.prefill_only

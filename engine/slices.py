@@ -11,7 +11,7 @@ from engine.request import Request
 @dataclass(frozen=True, slots=True)
 class Slice:
     """`count` tokens of a request from `start` on, computed in this step; `samples`: they are its last ones, so the
-    next token is drawn."""
+    next token is drawn, or the vector of the prompt made."""
 
     request: Request
     start: int
@@ -32,13 +32,14 @@ class Slice:
         return self.start + self.count == len(self.request.token_ids)
 
 
-def chunks_of(requests: Iterable[Request], budget: int) -> list[Slice]:
-    """As much of each request, in order, as the budget allows."""
+def chunks_of(requests: Iterable[Request], budget: int, *, whole: bool = False) -> list[Slice]:
+    """As much of each request, in order, as the budget allows. whole: all of a request or nothing, and the last one may
+    exceed the budget."""
     chunks: list[Slice] = []
     for request in requests:
         if budget <= 0:
             break
-        count = min(request.uncomputed, budget)
+        count = request.uncomputed if whole else min(request.uncomputed, budget)
         budget -= count
         chunks.append(Slice(request, request.computed_len, count))
     return chunks

@@ -11,9 +11,10 @@ from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, Rese
 from engine.leaving import Leaving
 from engine.lent import Lent
 from engine.models.base import Unwanted
+from engine.pooling import Read
 from engine.ports import REQUEST, SHIP
 from engine.request import Request
-from engine.runner import Runner
+from engine.runner import Runs
 from engine.sampler import Sampled
 from engine.scheduler import Scheduler
 from engine.slices import Slice
@@ -29,7 +30,7 @@ class Stepper:
     where news is left."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, lent: Lent, leaving: Leaving, longest: int, events: list[Event]
+        self, scheduler: Scheduler, runner: Runs, lent: Lent, leaving: Leaving, longest: int, events: list[Event]
     ) -> None:
         self._scheduler = scheduler
         self._pool = scheduler.pool
@@ -102,7 +103,7 @@ class Stepper:
         self.report_blocks()
         return bool(slices)
 
-    def _drawn(self, slices: Sequence[Slice]) -> list[Sampled | None] | None:
+    def _drawn(self, slices: Sequence[Slice]) -> Sequence[Sampled | Read | None] | None:
         """What was drawn for each slice. None: all whom the step was for are leaving, so it ended early and is not
         committed; what it wrote lies behind the computed tokens."""
         keys = [part.request.key for part in slices]
@@ -132,7 +133,7 @@ class Stepper:
             )
         self._scheduler.newly_admitted.clear()
 
-    def _commit(self, part: Slice, sampled: Sampled | None) -> None:
+    def _commit(self, part: Slice, sampled: Sampled | Read | None) -> None:
         request = part.request
         held_up = sampled is None and part.samples
         # Without a mask its last token is computed again, with the token to draw.
@@ -145,6 +146,9 @@ class Stepper:
             mask = request.sample_row.mask if request.sample_row is not None else None
             if held_up and mask is not None and mask.error is not None:
                 self.drop(request, mask.error)
+            return
+        if isinstance(sampled, Read):
+            self._commit_read(request, sampled)
             return
         if request.output_here == 0:
             self.note_tail(request)
@@ -161,6 +165,13 @@ class Stepper:
         rows = (part.request.sample_row for part in slices if part.request.state is State.RUNNING)
         masks = [row.mask for row in rows if row is not None and row.mask is not None]
         self._runner.masks.advance([mask for mask in masks if mask.trails])
+
+    def _commit_read(self, request: Request, found: Read) -> None:
+        if not found.vector:
+            self.drop(request, ModelFailed("what the model says of the prompt are not numbers"))
+            return
+        self._events.append(output.read(request, found.vector))
+        self._scheduler.remove(request)
 
     def _ship(self, request: Request, upto: int) -> None:
         """Announce the computed blocks before index `upto` that decode lacks and that were not announced yet."""

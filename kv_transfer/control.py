@@ -17,6 +17,7 @@ from kv_transfer.tags import MAX_BLOCKS, MAX_NONCE
 from protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
 from protocol.messages import Job
 from protocol.wire import WireError, unpack
+from protocol.work import Generate
 
 Check = Callable[[Any], bool]
 INTEGERS = range(-(1 << 63), 1 << 63)
@@ -47,8 +48,11 @@ def _within_bounds(message: Any) -> bool:
 
 
 def _job_within_bounds(job: Job) -> bool:
+    """Only work that generates has anything to ship."""
     lengths = 0 < job.prompt_len <= len(job.token_ids)
-    return lengths and min(job.token_ids) >= 0 and 0 <= job.deadline_s <= MAX_DEADLINE_S
+    return (
+        isinstance(job.work, Generate) and lengths and min(job.token_ids) >= 0 and 0 <= job.deadline_s <= MAX_DEADLINE_S
+    )
 
 
 @cache
@@ -96,5 +100,6 @@ _PLAIN: dict[Any, Check] = {
     float: _is_number,
     bool: lambda value: type(value) is bool,
     str: lambda value: isinstance(value, str),
+    bytes: lambda value: isinstance(value, bytes),
     NoneType: lambda value: value is None,
 }

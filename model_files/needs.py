@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model_files.encoders import is_encoder
 from model_files.gguf import GGUFFile, read_gguf
 from model_files.source import ModelSource, read_facts, read_json, text_config, weight_files
 from protocol.errors import ConfigError, reason
@@ -52,7 +53,8 @@ class Tensor:
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
     """dense: weights that multiply each token, in all layers; embedding; head: the vocabulary projection where it is
-    not the embedding. max_model_len is in tokens; query_size: numbers of all query heads of one layer."""
+    not the embedding. max_model_len is in tokens; query_size: numbers of all query heads of one layer;
+    cached: K and V are kept from step to step, as no encoder does."""
 
     dense: Count
     embedding: Count
@@ -62,6 +64,7 @@ class ModelNeeds:
     head_dim: int
     query_size: int
     max_model_len: int
+    cached: bool = True
 
     @property
     def parameters(self) -> int:
@@ -79,7 +82,7 @@ class ModelNeeds:
 
     def kv_bytes(self, dtype: str) -> int:
         """Bytes of K and V of one token in all layers; dtype as in `KVLayout`."""
-        return KVLayout(self.layers, self.kv_heads, self.head_dim, dtype, 1).block_bytes
+        return self.cached * KVLayout(self.layers, self.kv_heads, self.head_dim, dtype, 1).block_bytes
 
     def prompt_work(self, length: int) -> float:
         """Operations per token of a prompt of `length` tokens: layers, causal attention, and one row of the head."""
@@ -103,7 +106,8 @@ def config_needs(config: dict[str, Any], tensors: Iterable[Tensor] = (), max_mod
     head_dim = text.get("head_dim") or hidden // heads
     share = (text.get("num_experts_per_tok") or 1) / (_experts(text) or 1)
     dense, embedding, head = _counted(tensors or _gated_decoder(text, hidden, layers, heads, kv_heads, head_dim), share)
-    return ModelNeeds(dense, embedding, head, layers, kv_heads, head_dim, heads * head_dim, max_model_len)
+    query_size, cached = heads * head_dim, not is_encoder(config)
+    return ModelNeeds(dense, embedding, head, layers, kv_heads, head_dim, query_size, max_model_len, cached)
 
 
 def _whole(config: dict[str, Any], *names: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from model_files.encoders import is_encoder
 from model_files.gguf import read_gguf
 from model_files.source import ModelSource, read_json, resolve, text_config
 from protocol.errors import ConfigError
@@ -11,6 +12,7 @@ from protocol.errors import ConfigError
 _LATENT = "its attention (MLA) caches one compressed vector per token in place of keys and values"
 _CHUNKED = "its layers attend in chunks, which no kernel here does"
 _ENCODER = "it is an encoder and a decoder; decoders alone are served"
+_DECODER_HEAD = "it is a decoder with a classification head; such heads are served on encoders alone"
 _COMPOSITE = "it is multimodal; checkpoints of text alone are served, so name one of the family"
 
 
@@ -36,6 +38,8 @@ def _config_reason(config: dict[str, Any]) -> str | None:
     text = text_config(config)
     if config.get("is_encoder_decoder"):
         return _ENCODER
+    if _classifies(config) and not is_encoder(config):
+        return _DECODER_HEAD
     if str(config.get("model_type", "")).startswith("llama4"):
         return _CHUNKED
     if text.get("kv_lora_rank"):
@@ -43,6 +47,10 @@ def _config_reason(config: dict[str, Any]) -> str | None:
     if text is not config:
         return _COMPOSITE
     return None
+
+
+def _classifies(config: dict[str, Any]) -> bool:
+    return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
 
 
 def _gguf_reason(architecture: str, latent_rank: int | None) -> str | None:

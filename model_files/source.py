@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from model_files.download import download
+from model_files.encoders import encoder_length, is_encoder
 from model_files.gguf import GGUFFile, read_gguf
 from protocol.errors import ConfigError, reason
 
@@ -83,15 +84,27 @@ def gguf_facts(file: GGUFFile) -> ModelFacts:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises ConfigError."""
+    value = _json(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object", param="model")
+    return value
+
+
+def read_list(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects that `path` lists. Raises ConfigError."""
+    value = _json(path)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ConfigError(f"{path} must hold a list of JSON objects", param="model")
+    return value
+
+
+def _json(path: Path) -> Any:
     try:
-        value = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", param="model") from error
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}", param="model") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold a JSON object", param="model")
-    return value
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +223,14 @@ def _hf_facts(path: Path) -> ModelFacts:
     eos = dict.fromkeys(id for place in places for id in _ids(place.get("eos_token_id")))
     architecture = next(iter(config.get("architectures") or ()), config.get("model_type", ""))
     sampling = tuple((name, overrides[name]) for name in _SAMPLING if _is_number(overrides.get(name)))
-    return ModelFacts(text["vocab_size"], context_length(text), tuple(eos), architecture, sampling)
+    return ModelFacts(text["vocab_size"], _longest(path, text), tuple(eos), architecture, sampling)
+
+
+def _longest(path: Path, config: dict[str, Any]) -> int:
+    if not is_encoder(config):
+        return context_length(config)
+    sentences = path / "sentence_bert_config.json"
+    return encoder_length(config, read_json(sentences) if sentences.is_file() else {})
 
 
 def _is_number(value: Any) -> bool:

@@ -49,6 +49,7 @@ class TextTokenizer:
         self._byte_fallback = "ByteFallback" in steps
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._closing = _closing(tokenizer)
 
     @classmethod
     def from_directory(cls, path: Path) -> TextTokenizer:
@@ -72,6 +73,14 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self.library.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def cut(self, ids: Sequence[int], tokens: int) -> list[int]:
+        """An encoded text without its end, so that no more than that many tokens are left; the special tokens that
+        close it stay."""
+        if len(ids) <= tokens:
+            return list(ids)
+        closing = min(self._closing, tokens)
+        return [*ids[: tokens - closing], *ids[len(ids) - closing :]]
 
     def token(self, token_id: int) -> str:
         """The vocabulary's own spelling; empty for ids without one (padded vocabularies)."""
@@ -101,6 +110,12 @@ def load_tokenizer(source: ModelSource) -> TextTokenizer:
     if source.kind == "gguf":
         return TextTokenizer(build_tokenizer(read_gguf(source.path).metadata))
     return TextTokenizer.from_directory(source.path)
+
+
+def _closing(tokenizer: Tokenizer) -> int:
+    """How many special tokens the tokenizer puts behind a text."""
+    marks = tokenizer.encode("a").special_tokens_mask
+    return next((count for count, mark in enumerate(reversed(marks)) if not mark), 0)
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[str]:

@@ -12,14 +12,17 @@ from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineConfig
 from engine.ledger import Ledger
 from engine.models import load_model
-from engine.models.base import Model, ModelInfo
+from engine.models.base import Computing, Model, ModelInfo
 from engine.models.decoder import Decoder
+from engine.models.dense_modules import load_dense
+from engine.pooling import Pooler
 from engine.runner import Runner
 from engine.scheduler import Limits
 from kernels.cpu import CpuOps
 from kernels.cpu.dense import PackedLinear
 from kernels.ops import Ops, select
 from model_files.refusals import resolve_runnable
+from model_files.task import read_task
 from node.grammar_masks import make_masks
 from node.pool_memory import make_pool
 from process.limits import available_memory
@@ -53,6 +56,11 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     source = resolve_runnable(settings.model)
+    task = read_task(source, "last")
+    if task.encoder:
+        from node.encoder import assemble_encoder  # which builds on this module
+
+        return assemble_encoder(settings, source, task, device, progress)
     wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant)
     if settings.kv_cache_dtype == "int8" and ops.name == "triton":
@@ -77,7 +85,9 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops))
     config = EngineConfig(fingerprint, settings.block_size, max_model_len, step_limits(settings, device))
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=settings.enable_prefix_caching)
-    engine = Engine(config, Runner(model, kv, settings.block_size, make_masks(source, model.info.vocab_size)), pool)
+    pooler = Pooler(load_dense(source, task.dense, device))
+    masks = make_masks(source, model.info.vocab_size)
+    engine = Engine(config, Runner(model, kv, settings.block_size, masks, pooler), pool)
     log.info(
         "%s in %s on %s, %d %s KV blocks of %d tokens (%.2f GiB), ops %s",
         model.info.name,
@@ -101,7 +111,7 @@ def describe(parts: Assembled) -> dict[str, str]:
     return {
         "model": parts.info.name,
         "device": f"cpu, threads: {threads}" if on_cpu else str(parts.kv.device),
-        "kv_pool": f"{gib:.2f} GiB, {tokens} tokens",
+        "kv_pool": "none" if parts.engine.config.limits.whole else f"{gib:.2f} GiB, {tokens} tokens",
     }
 
 
@@ -137,7 +147,7 @@ def require_batch_invariance(model: Model) -> None:
     raise ConfigError(f"batch_invariant needs {reason}", param="batch_invariant")
 
 
-def arithmetic(settings: WorkerSettings, model: Model, ops: Ops) -> str:
+def arithmetic(settings: WorkerSettings, model: Computing, ops: Ops) -> str:
     """What of a node's arithmetic is part of the fingerprint: the model's number format, and the instruction set where
     equal bits are promised."""
     words = [str(model.dtype).removeprefix("torch.")]

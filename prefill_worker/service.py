@@ -25,6 +25,7 @@ from process.http import read_message
 from process.tracing import TRACER, Span
 from protocol.errors import Cancelled, Draining, InvalidRequest, KvferryError
 from protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, PrefillRequest, Reuse, ShipDone
+from protocol.work import Generate
 
 
 @dataclass(slots=True, eq=False)
@@ -87,8 +88,10 @@ class PrefillService:
         if key_of(job) in self._answers:
             raise InvalidRequest(f"attempt {job.attempt} of {job.request_id} is already here", param="attempt")
         delivered = len(job.token_ids) - job.prompt_len
-        if message.target is None and job.params.max_tokens - delivered > 1:
+        if message.target is None and not job.work.ends_on_prompt(delivered):
             raise InvalidRequest("a prefill without a decode target makes one token", param="max_tokens")
+        if message.target is not None and not isinstance(job.work, Generate):
+            raise InvalidRequest("work that generates nothing has nothing to ship to a decode target", param="target")
         span = TRACER.start("prefill", job.trace, attempt=job.attempt)
         answer = self._answers[key_of(job)] = Answer(job, span)
         if message.target is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from protocol.sampling import SamplingParams
 from protocol.wire import message
-from protocol.work import Grammar, Work
+from protocol.work import Generate, Grammar, Work
 
 
 @message(2)
@@ -85,21 +85,22 @@ class Job:
 
     @property
     def params(self) -> SamplingParams:
-        """How output tokens are drawn."""
+        """How output tokens are drawn, of work that generates."""
+        assert isinstance(self.work, Generate), self.work
         return self.work.params
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the output must match."""
-        return self.work.grammar
+        """What the output must match, of work that generates."""
+        return self.work.grammar if isinstance(self.work, Generate) else None
 
 
 @message(12)
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
     """Router → prefill, `POST /attempts/prefill`. Without a target the request must end with its next
-    token (max_tokens 1, scoring, the last token of a retried request). The answer is a stream of FirstToken, then
-    ShipDone or AttemptFailed."""
+    token, or without one (max_tokens 1, embeddings, the last token of a retried request). The answer is a stream of
+    FirstToken, then ShipDone or AttemptFailed."""
 
     job: Job
     target: DecodeTarget | None = None
@@ -128,6 +129,7 @@ class CancelRequest:
 class TokenDelta:
     """New output tokens of one attempt. `index` is the place of the first of them among the request's output tokens
     (0 = first output token of the whole request, whatever attempt). finish_reason: None, stop, length.
+    `vector` (float32, little-endian) is the whole answer of work that generates nothing: no tokens come with it.
     `stop_token` is the token that ended it, if one did; it is the last of token_ids. `reuse` comes with the first delta
     of a locally prefilled attempt. `prompt_logprobs` (entry 0 is None) come with the first delta when asked for."""
 
@@ -140,6 +142,7 @@ class TokenDelta:
     stop_token: int | None = None
     reuse: Reuse | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    vector: bytes | None = None
 
 
 @message(21)

@@ -59,6 +59,11 @@ class RouterSettings(CommonSettings):
 
     port: int = setting(8000, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
     model: tuple[str, ...] = setting((DEMO,), MODELS)
+    pooling: str = setting(
+        "auto",
+        "how tokens become an embedding; auto: as the model's files say, else last (decoders) or mean (encoders)",
+        choices=("auto", "last", "cls", "mean"),
+    )
     api_key: str = setting("", "bearer token clients must present; empty: none")
     api_keys: str = setting(
         "", "file with the hashes of API keys, their tenants and limits, read again when it changes; see kvferry key"

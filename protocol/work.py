@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.errors import InvalidRequest
 from protocol.sampling import SamplingParams
 from protocol.wire import message
 
@@ -45,5 +46,70 @@ class Generate:
     params: SamplingParams
     grammar: Grammar | None = None
 
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether the prompt's hidden states are all wanted, so that none of it may come from a cache."""
+        return self.params.prompt_logprobs is not None
 
-Work = Generate
+    def ends_on_prompt(self, delivered: int = 0) -> bool:
+        """Whether nothing is left to do once the prompt and `delivered` output tokens are computed but what comes of
+        their last position: no decode node is needed."""
+        return self.params.max_tokens - delivered <= 1
+
+
+POOLINGS = ("last", "cls", "mean")
+
+
+@message(6)
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """A vector of the prompt, from its hidden states after the final norm.
+
+    pooling     last: of its last token; cls: of its first; mean: over all
+    normalize   to length 1
+    dimensions  how many numbers of it to keep, before it is normalised; 0: all
+    """
+
+    pooling: str = "last"
+    normalize: bool = True
+    dimensions: int = 0
+
+    @property
+    def whole_prompt(self) -> bool:
+        """A prefix from the cache brings no hidden states: only the last token's are computed in any case."""
+        return self.pooling != "last"
+
+    def ends_on_prompt(self, delivered: int = 0) -> bool:
+        return True
+
+    def validate(self) -> None:
+        """Raise InvalidRequest for what no node can do."""
+        if self.pooling not in POOLINGS:
+            raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}", param="pooling")
+        if self.dimensions < 0:
+            raise InvalidRequest(f"dimensions must be at least 0, got {self.dimensions}", param="dimensions")
+
+
+@message(7)
+@dataclass(frozen=True, slots=True)
+class Classify:
+    """What a sequence classification model's head says of the prompt: one logit for each of its labels. second_from:
+    where the second text of a pair begins, for families that mark it; 0: no pair, or no mark."""
+
+    second_from: int = 0
+
+    @property
+    def whole_prompt(self) -> bool:
+        return True
+
+    def ends_on_prompt(self, delivered: int = 0) -> bool:
+        return True
+
+    def validate(self) -> None:
+        """Raise InvalidRequest for what no node can do."""
+        if self.second_from < 0:
+            raise InvalidRequest(f"second_from must be at least 0, got {self.second_from}", param="second_from")
+
+
+Work = Generate | Embed | Classify
+"""Embed and Classify are answered by one TokenDelta without tokens, whose `vector` is the result."""

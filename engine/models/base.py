@@ -44,14 +44,17 @@ class ModelInfo:
         )
 
 
-class Model(Protocol):
-    """A decoder on one device. Not thread-safe; the engine thread calls it under `torch.inference_mode()`. ops: what it
-    computes with, on the same device."""
+class Computing(Protocol):
+    """Any model on one device. ops: what it computes with, on the same device."""
 
     info: ModelInfo
     dtype: torch.dtype
     device: torch.device
     ops: Ops
+
+
+class Model(Computing, Protocol):
+    """A decoder. Not thread-safe; the engine thread calls it under `torch.inference_mode()`."""
 
     def forward(
         self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Wanted = always

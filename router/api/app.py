@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response, Security
@@ -36,7 +36,7 @@ from router.api.chat import ChatShape
 from router.api.chunks import chunks
 from router.api.completions import CompletionShape
 from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
-from router.api.door import Admission, Door, Exchange
+from router.api.door import Admission, Door, Exchange, Generating
 from router.api.files import files_router
 from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
@@ -48,6 +48,7 @@ from router.api.messages.errors import PLACE
 from router.api.messages.routes import counting
 from router.api.origins import across_origins
 from router.api.pool import Pool, Pools
+from router.api.reading import READINGS, Reading
 from router.api.responses.answer import ResponseAnswer
 from router.api.responses.answers import ResponseObject
 from router.api.responses.background import Background
@@ -101,19 +102,15 @@ def create_app(
     admission = Admission(settings.max_inflight)
     responses = Responses(kept)
     background = Background(responses, admission)
-    offered = endpoints(responses, background)
-    exchanges = {each.path: Exchange(each, pools, admission, reader, tenancy, metrics) for each in offered}
-    bodies: list[type[BaseModel]] = [
-        *(each.body for each in offered),
-        CountBody,
-        TokenizeBody,
-        DetokenizeBody,
-        BatchBody,
-    ]
+    offered, shared = endpoints(responses, background), (pools, admission, reader, tenancy, metrics)
+    exchanges: dict[str, Generating | Reading] = {each.path: Generating(each, *shared) for each in offered}
+    exchanges |= {each.path: Reading(each, *shared) for each in READINGS}
+    bodies: list[type[BaseModel]] = [*(each.body for each in offered), *dict.fromkeys(each.body for each in READINGS)]
+    bodies += [CountBody, TokenizeBody, DetokenizeBody, BatchBody]
     app = Application(bodies, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     guarded, refusals = (_guarded(), (401,)) if tenancy.keyring.guards else ({"responses": ANSWERED}, ())
     for router in (
-        _generation(exchanges, refusals),
+        _working(exchanges, refusals),
         kept_responses(responses, background),
         counting(pools, reader, (*ENCODING, *refusals)),
         _text(pools, reader),
@@ -133,15 +130,15 @@ def _guarded() -> dict[str, Any]:
     return {"dependencies": [Security(bearer)], "responses": {**ANSWERED, **errors(401)}}
 
 
-def _generation(exchanges: dict[str, Exchange], refusals: Sequence[int]) -> APIRouter:
+def _working(exchanges: Mapping[str, Generating | Reading], refusals: Sequence[int]) -> APIRouter:
     router = APIRouter()
     for exchange in exchanges.values():
-        endpoint = exchange.endpoint
+        endpoint, streamed = exchange.endpoint, STREAMED if isinstance(exchange, Generating) else {}
         router.post(
             endpoint.path,
             summary=endpoint.summary,
             response_model=endpoint.answer,
-            responses={**STREAMED, **errors(*GENERATING, *refusals, model=endpoint.error)},
+            responses={**streamed, **errors(*GENERATING, *refusals, model=endpoint.error)},
             openapi_extra=takes(endpoint.body),
         )(_exchanged(exchange))
     return router

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -29,7 +28,7 @@ from router.api.fold import Answer, Endpoint
 from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
-from router.api.responder import Responder
+from router.api.responder import Finishing, Responder
 from router.api.schemas import GenerationBody
 from router.api.visit import Visit
 from router.call import CALL, Call
@@ -41,7 +40,6 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class Door:
@@ -146,19 +144,19 @@ class Admission:
 
 
 class Exchange:
-    """ASGI application of a generating endpoint. It sees the client leave at any point, and cancels all journeys then.
-    Headers wait for the first output: errors before it have a status."""
+    """ASGI application of an endpoint whose work the nodes do. It sees the client leave at any point, and cancels all
+    journeys then. Headers wait for the first output: errors before it have a status."""
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        path: str,
         pools: Pools,
         admission: Admission,
         reader: BodyReader,
         tenancy: Tenancy,
         metrics: RouterMetrics,
     ) -> None:
-        self.endpoint = endpoint
+        self._path = path
         self._pools = pools
         self._admission = admission
         self._reader = reader
@@ -167,9 +165,9 @@ class Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, metrics, status = scope[CALL], self._metrics, 500
-        span = TRACER.start("request", call.trace, endpoint=self.endpoint.path, id=call.id, tenant=call.tenant)
+        span = TRACER.start("request", call.trace, endpoint=self._path, id=call.id, tenant=call.tenant)
         visit = Visit(call, self._tenancy, metrics, span)
-        responder = Responder(send, self.endpoint.path, visit.headers)
+        responder = Responder(send, self._path, visit.headers)
         try:
             with metrics.inflight.track_inprogress(), visit:
                 self._admission.check(visit.running)
@@ -187,14 +185,33 @@ class Exchange:
             visit.refused(error)
             await responder.fail(error)
         except Exception:
-            logger.exception("%s: %s failed", call.id, self.endpoint.path)
+            logger.exception("%s: %s failed", call.id, self._path)
             await responder.fail(KvferryError("internal error of the router; its log has the details"))
         finally:
-            metrics.requests.labels(self.endpoint.path, str(status)).inc()
+            metrics.requests.labels(self._path, str(status)).inc()
             visit.over(status)
 
-    async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Answer:
+    async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Finishing:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""
+        raise NotImplementedError
+
+
+class Generating(Exchange):
+    """Of an endpoint that generates."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        pools: Pools,
+        admission: Admission,
+        reader: BodyReader,
+        tenancy: Tenancy,
+        metrics: RouterMetrics,
+    ) -> None:
+        super().__init__(endpoint.path, pools, admission, reader, tenancy, metrics)
+        self.endpoint = endpoint
+
+    async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Answer:
         body, size = await self._asked(visit.call, data)
         pool = self._pools.pool(body.model)
         reading = body.reading(pool.text)

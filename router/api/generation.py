@@ -14,7 +14,9 @@ from typing import Any
 
 from protocol.errors import KvferryError
 from protocol.messages import Reuse
+from protocol.metrics import ModelMetrics
 from protocol.sampling import SamplingParams
+from protocol.work import Generate
 from router.api.pool import Pool
 from router.api.visit import Used
 from router.journey.spec import Journey, RequestSpec, Route
@@ -109,7 +111,9 @@ class Generation:
     def size(self) -> Size:
         """What it asks of the nodes."""
         prompt = sum(len(spec.token_ids) for spec in self.prompts)
-        return Size(len(self.choices), prompt, max(spec.work.params.max_tokens for spec in self.prompts))
+        works = [spec.work for spec in self.prompts]
+        longest = max(work.params.max_tokens for work in works if isinstance(work, Generate))
+        return Size(len(self.choices), prompt, longest)
 
     def used(self) -> Used:
         """So far; each prompt counts once."""
@@ -169,6 +173,7 @@ class Generation:
         raise KvferryError("the request ended without a finish reason")
 
     def _transcript(self, spec: RequestSpec) -> Transcript | Stage:
+        assert isinstance(spec.work, Generate)
         tokenizer = self._pool.text.tokenizer
         transcript = Transcript(tokenizer, spec.token_ids, spec.work.params, self._options)
         if self._reading is PLAIN:
@@ -185,8 +190,7 @@ class Generation:
             self._started = True
             self._metrics.ttft.observe(now - self.prompts[0].call.arrival)
         if route is not None:
-            for source, tokens in _sources(route.reuse).items():
-                self._metrics.prompt_tokens[source].inc(tokens)
+            count_prompt(self._metrics, route)
 
     def _count_gap(self, seconds: float, tokens: int) -> None:
         for _ in range(tokens):
@@ -201,6 +205,7 @@ def choice_seed(seed: int, choice: int) -> int:
 
 def _specs(first: RequestSpec, n: int) -> list[RequestSpec]:
     """Specs of a prompt's choices. Log-probabilities of the prompt are the same for all: only the first asks."""
+    assert isinstance(first.work, Generate)
     works = [replace(first.work, params=_later(first.work.params, i)) for i in range(1, n)]
     return [first] + [
         replace(first, request_id=f"{first.request_id}-{i}", work=work) for i, work in enumerate(works, start=1)
@@ -209,6 +214,12 @@ def _specs(first: RequestSpec, n: int) -> list[RequestSpec]:
 
 def _later(params: SamplingParams, choice: int) -> SamplingParams:
     return replace(params, seed=choice_seed(params.seed, choice), prompt_logprobs=None)
+
+
+def count_prompt(metrics: ModelMetrics, route: Route) -> None:
+    """Where the tokens of a prompt came from."""
+    for source, tokens in _sources(route.reuse).items():
+        metrics.prompt_tokens[source].inc(tokens)
 
 
 def _sources(reuse: Reuse) -> dict[str, int]:

@@ -12,7 +12,7 @@ from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from protocol.metrics import ModelMetrics, RouterMetrics
 from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings
-from protocol.work import Generate, Grammar
+from protocol.work import Generate, Grammar, Work
 from router.api.schemas import GenerationBody
 from router.call import Call
 from router.journey.spec import Cluster, RequestSpec
@@ -59,6 +59,8 @@ class Pool:
     async def specs(self, call: Call, body: GenerationBody, size: int = 0) -> list[RequestSpec]:
         """What the body of so many bytes asks for: the first sequence of each of its prompts. Raises InvalidRequest
         naming the field."""
+        if self.text.task.kind != "generate":
+            raise InvalidRequest(f"the model {self.name!r} does not generate: {self.text.task.told}", param="model")
         long = size >= LONG_CHARS
         prompts = await self.encoder.beside(body.prompts, self.text) if long else body.prompts(self.text)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -78,6 +80,12 @@ class Pool:
             if long:
                 await asyncio.sleep(0)
         return specs
+
+    def spec(
+        self, call: Call, request_id: str, token_ids: Sequence[int], work: Work, cache_salt: str | None
+    ) -> RequestSpec:
+        """Of one prompt that was checked."""
+        return RequestSpec(call, request_id, tuple(token_ids), work, namespace(call.realm, cache_salt or ""))
 
     def check_ids(self, token_ids: Sequence[int], field: str) -> None:
         """Raise InvalidRequest unless the model's vocabulary has all of them."""
@@ -113,8 +121,8 @@ class Pool:
         self.check_ids(token_ids, field)
         if body.truncate_prompt_tokens is not None:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
-        work = Generate(self._params(body, self._budget(body, len(token_ids)), bad_words), grammar)
-        return RequestSpec(call, request_id, tuple(token_ids), work, namespace(call.realm, body.cache_salt or ""))
+        params = self._params(body, self._budget(body, len(token_ids)), bad_words)
+        return self.spec(call, request_id, token_ids, Generate(params, grammar), body.cache_salt)
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
         """max_tokens of a prompt: what is asked, else the shape's default, else the rest of the context. An asked 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Send
 
@@ -38,7 +38,10 @@ class Responder:
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def whole(self, status: int, value: Any, headers: Mapping[str, str]) -> None:
-        data = dump(value)
+        await self.json(status, dump(value), headers)
+
+    async def json(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
+        """A whole body that is JSON already."""
         await self._start(status, _JSON, {**headers, "content-length": str(len(data))})
         await self.write(data, more=False)
 
@@ -58,3 +61,9 @@ class Responder:
             (name.encode(), value.encode("latin-1", "replace")) for name, value in {**headers, **self.more()}.items()
         ]
         await self.send({"type": "http.response.start", "status": status, "headers": pairs})
+
+
+class Finishing(Protocol):
+    """An answer of which only the last bytes are still to be sent."""
+
+    async def finish(self, responder: Responder) -> None: ...

@@ -17,6 +17,7 @@ from protocol.errors import Cancelled, DeadlineExceeded, GrantRefused, KvferryEr
 from protocol.hashing import chain, root_hash
 from protocol.lease import NodeLease
 from protocol.messages import Job, TokenDelta
+from protocol.work import Generate
 from router.journey.attempt import Attempt, Event
 from router.journey.ladder import Failure, Ladder
 from router.journey.ports import Ground
@@ -73,10 +74,9 @@ class RouterJourney:
     def _demand(self) -> Demand:
         """What the next attempt needs."""
         fork = self._spec.fork_of
-        left = self._spec.work.params.max_tokens - len(self._sequence.tokens)
         return Demand(
             total_len=len(self._spec.token_ids) + len(self._sequence.tokens),
-            prompt_only=left <= 1,
+            prompt_only=self._spec.work.ends_on_prompt(len(self._sequence.tokens)),
             excluded=frozenset(self._ladder.excluded),
             pinned=self._ladder.pinned,
             local_only=self._ladder.local_only,
@@ -165,7 +165,7 @@ class RouterJourney:
 
     def _job(self, token_ids: tuple[int, ...]) -> Job:
         work = self._spec.work
-        if self._sequence.tokens:
+        if self._sequence.tokens and isinstance(work, Generate):
             work = replace(work, params=replace(work.params, prompt_logprobs=None))
         return Job(
             request_id=self._wire_id,
@@ -187,7 +187,7 @@ class RouterJourney:
             self._take_route(delta)
         if delta.finish_reason is not None:
             self._end(cancel=False)
-        return Output(delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_token, delta.prompt_logprobs)
+        return _output_of(delta)
 
     def _take_route(self, delta: TokenDelta) -> None:
         assert self._attempt
@@ -234,8 +234,13 @@ class RouterJourney:
 
 
 def _hashes(spec: RequestSpec, token_ids: tuple[int, ...], lease: NodeLease) -> list[bytes]:
-    """Of the prompt and what was delivered; empty where nothing can be reused: prompt logprobs need the whole prompt
+    """Of the prompt and what was delivered; empty where nothing can be reused: some work needs the whole prompt
     computed."""
-    if spec.work.params.prompt_logprobs is not None and len(token_ids) == len(spec.token_ids):
+    if spec.work.whole_prompt and len(token_ids) == len(spec.token_ids):
         return []
     return chain(root_hash(lease.fingerprint, spec.namespace), token_ids, lease.block_size)
+
+
+def _output_of(delta: TokenDelta) -> Output:
+    told = (delta.logprobs, delta.finish_reason, delta.stop_token, delta.prompt_logprobs, delta.vector)
+    return Output(delta.token_ids, *told)

@@ -107,7 +107,7 @@ class ModelCluster:
         """The work begins with the first iteration. What is refused here is what no node could take, whatever its
         prompt: one look at kept sums, however many nodes there are."""
         room = self.group.room
-        if spec.work.params.max_tokens > 1 or not room.total.prefills:
+        if not spec.work.ends_on_prompt() or not room.total.prefills:
             refusal = room.refusal()
             if refusal:
                 raise refusal

@@ -10,7 +10,7 @@ from placement.capacity import Capacity
 from placement.terms import NodeKey
 from protocol.messages import Reuse, TokenLogprobs
 from protocol.sampling import SamplingParams
-from protocol.work import Work
+from protocol.work import Generate, Work
 from router.call import Call
 
 
@@ -24,7 +24,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One sequence to generate for `call`. `request_id` begins with the call's id and tells its sequences apart.
+    """One sequence to work on for `call`. `request_id` begins with the call's id and tells its sequences apart.
     `fork_of`: one whose tokens these begin with; it is placed beside it while that costs least."""
 
     call: Call
@@ -36,7 +36,8 @@ class RequestSpec:
 
     @property
     def params(self) -> SamplingParams:
-        """How output tokens are drawn."""
+        """How output tokens are drawn, of work that generates."""
+        assert isinstance(self.work, Generate), self.work
         return self.work.params
 
 
@@ -44,13 +45,15 @@ class RequestSpec:
 class Output:
     """Next output tokens of a request, each exactly once and in order, whatever attempts and nodes they came from.
     finish_reason (stop, length) comes with the last Output; `stop_token` is the ending token if one was drawn and is
-    then the last of token_ids. `prompt_logprobs` come with the first Output when asked for."""
+    then the last of token_ids. `prompt_logprobs` come with the first Output when asked for; `vector` (float32,
+    little-endian) is the one Output of work that generates nothing."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None
     stop_token: int | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    vector: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

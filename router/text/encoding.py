@@ -69,6 +69,19 @@ class Encoder:
             found += await self.beside(lambda some: [encode(text) for text in some], group)
         return found
 
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], bound: Bound) -> list[tuple[list[int], int]]:
+        """Each pair as one text, and where its second one begins. Raises as `encode` does."""
+        for text in {text for pair in pairs for text in pair}:
+            self._check_length(text, bound)
+        found: list[tuple[list[int], int]] = []
+        for pair in pairs:
+            if len(pair[0]) + len(pair[1]) < LONG_CHARS:
+                found.append(self._text.encode_pair(*pair))
+                await asyncio.sleep(0)
+            else:
+                found.append(await self.beside(self._text.encode_pair, *pair))
+        return found
+
     async def beside(self, call: Callable[..., T], *args: Any) -> T:
         """The result of `call(*args)`, from a thread. Cancelled while it waits for one, it is not called."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(call, *args))

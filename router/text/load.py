@@ -10,6 +10,7 @@ from typing import Any
 from model_files.gguf import read_gguf
 from model_files.naming import ModelName, require_distinct, split_names
 from model_files.source import ModelSource, read_facts, read_json, resolve
+from model_files.task import read_task
 from model_files.tokenizer import load_tokenizer
 from protocol.errors import ConfigError
 from protocol.settings import RouterSettings
@@ -64,6 +65,7 @@ def _load(settings: RouterSettings, model: str, served: tuple[str, ...]) -> Text
         load_tokenizer(source),
         template,
         facts,
+        read_task(source, settings.pooling),
         settings.tool_call_parser,
         settings.reasoning_parser,
     )

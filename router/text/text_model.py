@@ -9,6 +9,7 @@ from typing import Any
 
 from model_files.naming import ModelName
 from model_files.source import ModelFacts
+from model_files.task import GENERATES, Task
 from model_files.tokenizer import TextTokenizer
 from protocol.errors import InvalidRequest
 from router.text.parsers.families import AUTO, Dialect, dialect, thinking
@@ -35,6 +36,7 @@ class TextModel:
     tokenizer: TextTokenizer
     template: ChatTemplate | None
     facts: ModelFacts
+    task: Task = GENERATES
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
 
@@ -60,6 +62,12 @@ class TextModel:
         encode = self.tokenizer.library.encode_batch_fast  # the plain `encode` keeps the GIL
         ids: list[int] = encode([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Token ids of two texts as one, with the model's special tokens, and where the second begins."""
+        found = self.tokenizer.library.encode_batch_fast([(first, second)], add_special_tokens=True)[0]
+        ids, places = found.ids, found.sequence_ids
+        return ids, places.index(1) if 1 in places else len(ids)
 
     def render(
         self,

@@ -15,7 +15,7 @@ from protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest
 from protocol.messages import Job, Reuse, TokenDelta, TokenLogprobs
 from protocol.sampling import SamplingParams
 from protocol.wire import WireError, pack, unpack
-from protocol.work import Generate
+from protocol.work import Embed, Generate
 
 PARAMS = SamplingParams(temperature=1, logit_bias=((3, 1.5), (4, -2)), logprobs=2, stop_token_ids=(1, 2))
 JOB = Job("r", 1, (5, 6, 7), 3, Generate(PARAMS), "router", deadline_s=30)
@@ -57,6 +57,7 @@ BAD = [
     GrantRequest(1, 2, "f", replace(JOB, deadline_s=float("nan"))),
     GrantRequest(1, 2, "f", replace(JOB, deadline_s=float("inf"))),
     GrantRequest(1, 2, "f", replace(JOB, deadline_s=-1)),
+    GrantRequest(1, 2, "f", replace(JOB, work=Embed())),
     GrantRequest(1, 2, "f", replace(JOB, work=Generate(replace(PARAMS, logit_bias=((3,),))))),
     Abort(1, 5),
     Refusal(1, b"x", "y"),

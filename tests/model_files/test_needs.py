@@ -95,3 +95,9 @@ def test_the_block_formats_are_as_large_as_their_library_says():
     names = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
     sizes = {kind: size / per for kind, (per, size) in gguf.GGML_QUANT_SIZES.items() if kind.name in names}
     assert sizes == _STORED
+
+
+def test_an_encoder_keeps_nothing_between_steps() -> None:
+    shape = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    assert config_needs(shape | {"model_type": "llama"}).kv_bytes("bfloat16") == 2 * 2 * 32 * 2
+    assert config_needs(shape | {"model_type": "bert"}).kv_bytes("bfloat16") == 0

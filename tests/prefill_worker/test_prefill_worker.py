@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import random
 import signal
+import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,12 +16,13 @@ from typing import Any
 import httpx
 import pytest
 from ledger_books import blocks
-from toy import VOCAB, HeldModel, expected, make_engine, make_job
+from toy import VOCAB, HeldModel, expected, make_engine, make_job, toy_next
 from waiting import until, wait_for
 from worker_pair import Answer, Router, pair, worker
 
 from engine.engine import Engine
-from protocol.messages import AttemptFailed, FirstToken, Job, ShipDone
+from protocol.messages import AttemptFailed, FirstToken, Job, Reuse, ShipDone
+from protocol.work import Embed
 
 LENGTH = 40
 """Three steps of prefill."""
@@ -424,3 +426,14 @@ async def test_a_local_attempt_that_breaks_the_engine_ends_on_the_stream(router:
     await until(lambda: router.failed)
     assert [(f.request_id, f.code) for f in router.failed] == [("a", "node_lost")]
     await router.decode.settle()
+
+
+async def test_a_vector_is_made_without_decode_and_never_shipped(router: Router) -> None:
+    job = dataclasses.replace(make_job("a", prompt()), work=Embed("last", normalize=False))
+    (first,) = await router.post_prefill(job).ended()
+    assert (first.delta.token_ids, first.delta.finish_reason) == ((), "stop")
+    assert struct.unpack("<f", first.delta.vector) == (toy_next(prompt()),)
+    assert first.delta.reuse == Reuse(len(prompt()), computed=len(prompt()))
+    refused = router.post_prefill(dataclasses.replace(job, attempt=1), router.decode.target)
+    await refused.ended()
+    assert (refused.status, refused.error["param"]) == (400, "target")

@@ -24,6 +24,7 @@ SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     float: st.floats(allow_nan=False),
     str: st.text(max_size=8),
     bool: st.booleans(),
+    bytes: st.binary(max_size=8),
     type(None): st.none(),
 }
 MODULES = (messages, link_messages, lease)

@@ -21,6 +21,9 @@ ERRORS = {
     **dict.fromkeys(GENERATING, 429),
     **dict.fromkeys(("/v1/messages/count_tokens", "/tokenize", "/detokenize"), 400),
 }
+READING = (
+    "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/classify", "/classify",
+)  # fmt: skip
 TAKING = (*GENERATING, "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 
 
@@ -86,9 +89,9 @@ async def test_what_is_taken_and_what_is_answered_have_names_of_their_own() -> N
 async def test_every_route_is_described_and_every_error_has_its_schema() -> None:
     document = await described()
     assert set(document["paths"]) == {
-        *TAKING, "/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items", "/v1/models",
-        "/v1/models/{id}", "/health", "/ready", "/metrics", "/version", "/", "/tokenizer_info", "/v1/files",
-        "/v1/files/{file_id}", "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}",
+        *TAKING, *READING, "/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items",
+        "/v1/models", "/v1/models/{id}", "/health", "/ready", "/metrics", "/version", "/", "/tokenizer_info",
+        "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}",
         "/v1/batches/{batch_id}/cancel",
     }  # fmt: skip
     for path in GENERATING:

@@ -1,0 +1,130 @@
+"""Embeddings a second: the engine against one padded batch of transformers, by turns, with the same weights.
+
+    python -m benchmarks.embedding [--model MODEL ...] [--inputs 64] [--rounds 5]
+
+Without --model: the demo model, and a random encoder of the shape of all-MiniLM-L6 (6 layers of 384).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.engine import Engine
+from engine.events import Generated
+from engine.models.hf import transformers_module
+from model_files.source import ModelSource, resolve
+from model_files.task import Task, read_task
+from node.assembly import assemble
+from protocol.messages import Job
+from protocol.settings import WorkerSettings
+from protocol.work import Embed
+
+MINILM = {
+    "vocab_size": 30_522,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+}
+LENGTHS = (8, 40)
+"""Tokens of the shortest and the longest input."""
+
+
+def prompts(count: int, vocabulary: int) -> list[list[int]]:
+    """Random texts whose lengths are spread evenly; none shares a prefix with another."""
+    chosen = torch.Generator().manual_seed(5)
+    lengths = torch.linspace(*LENGTHS, count).round().int()[torch.randperm(count, generator=chosen)]
+    return [torch.randint(1000, vocabulary, (int(n),), generator=chosen).tolist() for n in lengths]
+
+
+def by_engine(engine: Engine, texts: Sequence[Sequence[int]], task: Task, turn: int) -> torch.Tensor:
+    """Vectors [text, width]; the prefix cache holds none of them."""
+    for index, ids in enumerate(texts):
+        job = Job(f"{turn}-{index}", 0, tuple(ids), len(ids), Embed(task.pooling), "bench", namespace=str(turn))
+        engine.add(job)
+    while engine.has_work():
+        engine.step()
+    found = {e.key[0]: e.delta.vector for e in engine.events if isinstance(e, Generated)}
+    engine.events.clear()
+    vectors = [torch.frombuffer(bytearray(found[f"{turn}-{i}"] or b""), dtype=torch.float32) for i in range(len(texts))]
+    return torch.stack(vectors)
+
+
+@torch.inference_mode()
+def by_transformers(module: Any, texts: Sequence[Sequence[int]], task: Task) -> torch.Tensor:
+    """Vectors [text, width] of one padded batch."""
+    lengths = torch.tensor([len(ids) for ids in texts])
+    places = torch.arange(int(lengths.max()))
+    mask = (places < lengths[:, None]).long()
+    ids = torch.zeros(mask.shape, dtype=torch.long)
+    for row, text in zip(ids, texts, strict=True):
+        row[: len(text)] = torch.tensor(text)
+    hidden = module(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+    if task.pooling == "mean":
+        pooled = (hidden * mask[..., None]).sum(1) / lengths[:, None]
+    else:
+        pooled = hidden[torch.arange(len(texts)), 0 if task.pooling == "cls" else lengths - 1]
+    return torch.nn.functional.normalize(pooled)
+
+
+def compare(model: str, count: int, rounds: int) -> None:
+    """Print medians of both in embeddings a second, and how far their vectors are apart."""
+    source = resolve(model)
+    task, engine = read_task(source), assemble(WorkerSettings(model=model)).engine
+    module, texts = plain(source, engine.runner.model.dtype), prompts(count, engine.runner.model.info.vocab_size)
+    seconds: dict[str, list[float]] = {"kvferry": [], "transformers": []}
+    cosine = 1.0
+    for turn in range(rounds + 1):
+        began = time.perf_counter()
+        ours = by_engine(engine, texts, task, turn)
+        middle = time.perf_counter()
+        theirs = by_transformers(module, texts, task)
+        if turn:
+            seconds["kvferry"].append(middle - began)
+            seconds["transformers"].append(time.perf_counter() - middle)
+            cosine = min(cosine, float((ours * theirs).sum(1).min()))
+    rates = {name: count / statistics.median(values) for name, values in seconds.items()}
+    print(
+        f"{source.name}, {count} inputs of {LENGTHS[0]} to {LENGTHS[1]} tokens, {task.pooling}: "
+        f"kvferry {rates['kvferry']:.0f}/s, transformers {rates['transformers']:.0f}/s "
+        f"({rates['kvferry'] / rates['transformers']:.2f} x), least cosine {cosine:.4f}",
+        flush=True,
+    )
+
+
+def plain(source: ModelSource, dtype: torch.dtype) -> Any:
+    transformers = transformers_module()
+    if source.kind == "gguf":
+        whole = transformers.AutoModelForCausalLM.from_pretrained(
+            source.path.parent, gguf_file=source.path.name, dtype=dtype
+        )
+        return whole.eval().base_model
+    return transformers.AutoModel.from_pretrained(source.path, dtype=dtype).eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", action="append", default=[])
+    parser.add_argument("--inputs", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        models = given.model
+        if not models:
+            encoder, transformers = Path(folder) / "minilm-shaped", transformers_module()
+            transformers.BertModel(transformers.BertConfig(**MINILM)).save_pretrained(encoder)
+            models = ["smollm2", str(encoder)]
+        for model in models:
+            compare(model, given.inputs, given.rounds)
+
+
+if __name__ == "__main__":
+    main()

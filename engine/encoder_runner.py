@@ -1,0 +1,75 @@
+"""Runs one step of an encoder: whole texts, batched by their lengths, and a vector of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from engine.masks import Masks
+from engine.models.base import Unwanted, Wanted, always
+from engine.models.hf_encoder import EncoderModel, Text
+from engine.pooling import Pooler, Read, read, take
+from engine.slices import Slice
+from protocol.work import Classify, Embed
+
+SHORTEST = 0.5
+"""Of a batch's longest text: shorter ones go into another, for each takes the time of the longest."""
+PADDED_TOKENS = 16_384
+"""Of one batch at most, unless it is one text."""
+
+
+class EncoderRunner:
+    """Joins an encoder and a pooler. It has no cache: each slice is a whole text."""
+
+    def __init__(self, model: EncoderModel, pooler: Pooler) -> None:
+        self.model = model
+        self.masks = Masks.none("an encoder generates nothing")
+        self._pooler = pooler
+
+    def copy_block(self, source: int, target: int) -> None:
+        raise AssertionError("an encoder's blocks hold nothing, so none is found and copied")
+
+    @torch.inference_mode()
+    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> list[Read | None]:
+        """The answer to each slice. Raises Unwanted when they were not `wanted` to the end."""
+        texts = [_text(part) for part in slices]
+        found: list[Read | None] = [None] * len(slices)
+        for batch in batches([len(text.token_ids) for text in texts]):
+            if not wanted():
+                raise Unwanted
+            answers = self._answers([slices[i] for i in batch], [texts[i] for i in batch])
+            for index, answer in zip(batch, answers, strict=True):
+                found[index] = answer
+        return found
+
+    def _answers(self, slices: Sequence[Slice], texts: Sequence[Text]) -> Sequence[Read | None]:
+        if isinstance(slices[0].request.job.work, Classify):
+            return [read(logits) for logits in self.model.logits(texts).cpu()]
+        hidden = self.model.hidden(texts)
+        if not isinstance(slices[0].request.job.work, Embed):
+            return [None] * len(slices)
+        for part, rows in zip(slices, hidden, strict=True):
+            take(part, rows[: part.count])
+        return self._pooler.finish([part.request for part in slices])
+
+
+def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of texts in batches, longest texts first, none much shorter than the longest of its batch."""
+    batch: list[int] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        full = batch and (lengths[index] < SHORTEST * longest or (len(batch) + 1) * longest > PADDED_TOKENS)
+        if full or not batch:
+            if batch:
+                yield batch
+            batch, longest = [], lengths[index]
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _text(part: Slice) -> Text:
+    work = part.request.job.work
+    ids = part.request.token_ids[part.start : part.start + part.count]
+    return Text(ids, work.second_from if isinstance(work, Classify) else 0)

@@ -1,0 +1,78 @@
+"""From hidden states to the vector of a prompt: what a pooling keeps of each chunk, and what the last one ends in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.request import Request
+from engine.slices import Slice
+from protocol.work import Embed
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The answer of work that generates nothing: float32 in little-endian order; empty: they are no numbers."""
+
+    vector: bytes
+
+
+class Dense:
+    """A layer behind the pooling: weight [out, in] and bias [out], float32, then `activation`."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: torch.nn.Module) -> None:
+        self._weight, self._bias, self._activation = weight, bias, activation
+
+    def __call__(self, vectors: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self._activation(torch.nn.functional.linear(vectors, self._weight, self._bias))
+        return made
+
+
+class Pooler:
+    """Of one model; `dense` are the layers that its files put behind the pooling."""
+
+    def __init__(self, dense: Sequence[Dense] = ()) -> None:
+        self._dense = tuple(dense)
+
+    def finish(self, requests: Sequence[Request]) -> list[Read]:
+        """The vectors of requests whose last slice was taken."""
+        pooled = []
+        for request in requests:
+            assert request.pooled is not None
+            mean = _work(request).pooling == "mean"
+            pooled.append(request.pooled / len(request.token_ids) if mean else request.pooled)
+        vectors = torch.stack(pooled)
+        for layer in self._dense:
+            vectors = layer(vectors)
+        return [_read(vector, _work(request)) for vector, request in zip(vectors.cpu(), requests, strict=True)]
+
+
+def take(part: Slice, hidden: torch.Tensor) -> None:
+    """Keep of the slice's hidden states [count, hidden] what its request's pooling needs; slices come in order."""
+    request, pooling = part.request, _work(part.request).pooling
+    if pooling == "mean":
+        chunk = hidden.sum(0, dtype=torch.float32)
+        request.pooled = chunk if request.pooled is None else request.pooled + chunk
+    elif pooling == "cls" and part.start == 0:
+        request.pooled = hidden[0].float()
+    elif pooling == "last" and part.samples:
+        request.pooled = hidden[-1].float()
+
+
+def read(logits: torch.Tensor) -> Read:
+    """Of float32 numbers on the CPU."""
+    found: bool = torch.isfinite(logits).all().item()  # type: ignore[assignment]
+    return Read(logits.numpy().astype("<f4").tobytes() if found else b"")
+
+
+def _read(vector: torch.Tensor, work: Embed) -> Read:
+    """Cut first, then normalised: what is kept of a vector of length 1 has another length."""
+    kept = vector[: work.dimensions or None]
+    return read(torch.nn.functional.normalize(kept, dim=0) if work.normalize else kept)
+
+
+def _work(request: Request) -> Embed:
+    assert isinstance(request.job.work, Embed)
+    return request.job.work

@@ -1,0 +1,23 @@
+"""Encoders, known by their config: models that see their whole text at once and generate nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ENCODERS = frozenset(("bert", "roberta", "xlm-roberta", "camembert", "modernbert", "distilbert", "electra"))
+"""By model_type: those that transformers runs by token ids, an attention mask and token types alone."""
+_OFFSET = frozenset(("roberta", "xlm-roberta", "camembert"))
+"""Their first position is the one behind the padding token's id."""
+
+
+def is_encoder(config: dict[str, Any]) -> bool:
+    """Whether a config.json is of an encoder."""
+    return config.get("model_type") in ENCODERS and not config.get("is_decoder")
+
+
+def encoder_length(config: dict[str, Any], sentences: dict[str, Any]) -> int:
+    """Longest text in tokens; 0: the config does not tell. sentences: sentence_bert_config.json, empty without one."""
+    length = int(config.get("max_position_embeddings") or 0)
+    if config.get("model_type") in _OFFSET and length:
+        length -= int(config.get("pad_token_id") or 0) + 1
+    return min(length, int(sentences.get("max_seq_length") or length))

@@ -1,0 +1,76 @@
+"""From settings to an engine around an encoder, which needs no KV pool.
+
+Each text in a step holds one block of a pool that takes next to no memory: a block has more slots than the longest text
+has tokens, so none is ever full, found or shipped, and all else that an engine does stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from engine.block_pool import BlockPool
+from engine.encoder_runner import EncoderRunner
+from engine.engine import Engine, EngineConfig
+from engine.ledger import Ledger
+from engine.models.dense_modules import load_dense
+from engine.models.hf_encoder import load_encoder
+from engine.models.loader import auto_dtype
+from engine.pooling import Pooler
+from engine.scheduler import Limits
+from kernels.reference import ReferenceOps
+from model_files.source import ModelSource
+from model_files.task import Task
+from node.assembly import Assembled, arithmetic
+from node.pool_memory import make_pool
+from protocol.errors import ConfigError
+from protocol.settings import WorkerSettings
+from protocol.work import Classify, Embed
+
+log = logging.getLogger("kvferry.node")
+
+CPU_TOKENS, GPU_TOKENS = 1024, 16_384
+"""Of a step, where no budget is given: no stream waits for its end."""
+
+
+def assemble_encoder(
+    settings: WorkerSettings,
+    source: ModelSource,
+    task: Task,
+    device: torch.device,
+    progress: Callable[[float], None] | None = None,
+) -> Assembled:
+    """Load the model. Raises ConfigError naming the flag to change."""
+    _require_plain(settings)
+    dtype = auto_dtype(device, compiled=False) if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    classifies = task.kind == "classify"
+    ops = ReferenceOps()
+    model = load_encoder(source, classifies=classifies, device=device, dtype=dtype, ops=ops, progress=progress)
+    info = model.info
+    if settings.max_model_len > info.max_model_len:
+        raise ConfigError(f"the model takes at most {info.max_model_len} tokens; lower --max-model-len to that")
+    longest = settings.max_model_len or info.max_model_len
+    layout = info.layout(torch.float32, longest + 1)
+    blocks = max(2, settings.max_num_seqs)
+    kv = make_pool(layout, blocks, device)
+    fingerprint = layout.fingerprint(info.revision, arithmetic(settings, model, ops))
+    budget = settings.max_num_batched_tokens or (GPU_TOKENS if device.type == "cuda" else CPU_TOKENS)
+    limits = Limits(budget, budget, settings.max_num_seqs, whole=True)
+    takes = (Classify,) if classifies else (Embed,)
+    config = EngineConfig(fingerprint, layout.block_size, longest, limits, takes)
+    runner = EncoderRunner(model, Pooler(load_dense(source, task.dense, device)))
+    engine = Engine(config, runner, BlockPool(blocks, Ledger(blocks), prefix_caching=False))
+    log.info("%s, an encoder in %s on %s", info.name, str(model.dtype).removeprefix("torch."), device)
+    return Assembled(engine, kv, info, layout, fingerprint, longest)
+
+
+def _require_plain(settings: WorkerSettings) -> None:
+    for flag, refused in (
+        ("quantization", settings.quantization == "int8"),
+        ("batch_invariant", settings.batch_invariant),
+    ):
+        if refused:
+            name = flag.replace("_", "-")
+            raise ConfigError(f"--{name} is for decoders; the model is an encoder", param=flag)

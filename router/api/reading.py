@@ -1,0 +1,75 @@
+"""The endpoints that read prompts and generate nothing, and how their requests come in."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from protocol.metrics import RouterMetrics
+from router.api.answers import ErrorAnswer
+from router.api.body_reader import BodyReader, parse
+from router.api.door import Admission, Exchange
+from router.api.embeddings import EmbeddingBody, embeddings
+from router.api.pool import Pool, Pools
+from router.api.reading_answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
+from router.api.readings import WholeAnswer
+from router.api.responder import Responder
+from router.api.schemas import RequestBody
+from router.api.scoring import ClassifyBody, RerankBody, ScoreBody, classify, rerank, score
+from router.api.visit import Visit
+from router.tenants.tenancy import Tenancy
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingEndpoint:
+    """Where it is, what it takes, what it does; `summary`, `answer` and `error` are for its description."""
+
+    path: str
+    summary: str
+    body: type[RequestBody]
+    work: Callable[[Pool, Visit, Any], Awaitable[WholeAnswer]]
+    answer: type[BaseModel]
+    error: type[BaseModel] = ErrorAnswer
+
+
+def _scores(path: str) -> ReadingEndpoint:
+    return ReadingEndpoint(path, "Score pairs of texts", ScoreBody, score, ScoreAnswer)
+
+
+def _ranks(path: str) -> ReadingEndpoint:
+    return ReadingEndpoint(path, "Order documents by their relevance to a query", RerankBody, rerank, RerankAnswer)
+
+
+def _classifies(path: str) -> ReadingEndpoint:
+    return ReadingEndpoint(path, "Label texts", ClassifyBody, classify, ClassifyAnswer)
+
+
+READINGS = (
+    ReadingEndpoint("/v1/embeddings", "Vectors of texts", EmbeddingBody, embeddings, EmbeddingAnswer),
+    *map(_scores, ("/v1/score", "/score")),
+    *map(_ranks, ("/v1/rerank", "/v2/rerank", "/rerank")),
+    *map(_classifies, ("/v1/classify", "/classify")),
+)
+
+
+class Reading(Exchange):
+    """Of an endpoint that generates nothing."""
+
+    def __init__(
+        self,
+        endpoint: ReadingEndpoint,
+        pools: Pools,
+        admission: Admission,
+        reader: BodyReader,
+        tenancy: Tenancy,
+        metrics: RouterMetrics,
+    ) -> None:
+        super().__init__(endpoint.path, pools, admission, reader, tenancy, metrics)
+        self.endpoint = endpoint
+
+    async def _work(self, visit: Visit, data: bytes, responder: Responder) -> WholeAnswer:
+        body = parse(self.endpoint.body, data)
+        return await self.endpoint.work(self._pools.pool(body.model), visit, body)

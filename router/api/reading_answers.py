@@ -1,0 +1,76 @@
+"""What the endpoints that generate nothing answer, for the documentation and for tests that hold the answers to it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class ReadUsage(BaseModel):
+    """`prompt_tokens_details.cached_tokens`: tokens that were not computed again."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="numbers, or with encoding_format base64 their float32 bytes")
+
+
+class EmbeddingAnswer(BaseModel):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: ReadUsage
+
+
+class Score(BaseModel):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreAnswer(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: ReadUsage
+
+
+class Document(BaseModel):
+    text: str
+
+
+class Ranked(BaseModel):
+    index: int
+    relevance_score: float
+    document: Document | None = Field(default=None, description="absent with return_documents false")
+
+
+class RerankAnswer(BaseModel):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: ReadUsage
+
+
+class Classified(BaseModel):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyAnswer(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classified]
+    usage: ReadUsage

@@ -1,0 +1,171 @@
+"""Work that reads prompts and generates nothing: what each prompt's journey brings, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.errors import ContextLengthExceeded, InvalidRequest, KvferryError
+from router.api.fields import Prompt
+from router.api.generation import count_prompt
+from router.api.pool import Pool
+from router.api.responder import Responder
+from router.api.sse import dump
+from router.api.visit import Used, Visit
+from router.journey.spec import RequestSpec, Route
+from router.tenants.turns import Size
+from router.text.encoding import Bound
+
+AT_ONCE = 64
+"""Prompts of one request that are with the nodes at a time: a thousand would queue in front of everybody else's."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """A body that is ready to be sent."""
+
+    data: bytes
+    headers: Mapping[str, str]
+
+    async def finish(self, responder: Responder) -> None:
+        await responder.json(200, self.data, self.headers)
+
+
+class Readings:
+    """Of one HTTP request: `vectors` waits for its turn and starts a journey for each spec, AT_ONCE at a time. When one
+    fails, or the client leaves, all end. route: of the first prompt, once its vector is there."""
+
+    def __init__(self, pool: Pool, visit: Visit, specs: Sequence[RequestSpec]) -> None:
+        self.route: Route | None = None
+        self._pool, self._visit, self._specs = pool, visit, specs
+        self._found: list[array[float]] = [array("f")] * len(specs)
+        self._used = Used()
+
+    async def vectors(self) -> list[array[float]]:
+        """What each prompt's nodes said, in the order of the specs. Raises the KvferryError of the first that fails."""
+        await self._visit.turn(self._pool.turns, Size(1, sum(len(spec.token_ids) for spec in self._specs), 0))
+        open_specs = iter(enumerate(self._specs))
+        workers = [asyncio.create_task(self._read(open_specs)) for _ in self._specs[:AT_ONCE]]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+        return self._found
+
+    def usage(self) -> dict[str, Any]:
+        tokens, details = self._used.prompt, {"cached_tokens": self._used.cached}
+        return {"prompt_tokens": tokens, "total_tokens": tokens, "prompt_tokens_details": details}
+
+    def answer(self, body: Mapping[str, Any]) -> WholeAnswer:
+        """With the header that tells where the first prompt went."""
+        return self.written(dump(body))
+
+    def written(self, data: bytes) -> WholeAnswer:
+        """The same of a body that is JSON already."""
+        return WholeAnswer(data, {} if self.route is None else {"x-kvferry-route": str(self.route)})
+
+    async def _read(self, specs: Iterator[tuple[int, RequestSpec]]) -> None:
+        for index, spec in specs:
+            journey = self._pool.cluster.start(spec)
+            vector: bytes | None = None
+            async for output in journey:
+                vector = output.vector
+            if vector is None:
+                raise KvferryError("a node ended the request without a vector")
+            self._found[index] = floats(vector)
+            self._count(spec, journey.route)
+            if index == 0:
+                self.route = journey.route
+
+    def _count(self, spec: RequestSpec, route: Route | None) -> None:
+        """A vector has come; the first one tells the visit."""
+        begins, cached = not self._used.prompt, 0
+        if route is not None:
+            count_prompt(self._pool.metrics, route)
+            cached = route.reuse.cached_len
+        self._used = Used(self._used.prompt + len(spec.token_ids), self._used.cached + cached)
+        if begins:
+            self._visit.began(lambda: self._used)
+
+
+def floats(vector: bytes) -> array[float]:
+    """Of a vector as it travels: float32, little-endian."""
+    found = array("f")
+    found.frombytes(vector)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found
+
+
+async def encoded(pool: Pool, prompts: Sequence[Prompt], field: str, truncate: int | None) -> list[list[int]]:
+    """Token ids of each prompt, texts with the model's special tokens. truncate: keep that many tokens from the left;
+    -1: as many as the model takes. Raises InvalidRequest naming the field."""
+    limit = pool.max_model_len
+    kept = limit if truncate is None else _kept(truncate, limit)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    bound = Bound(limit, field, truncated=truncate is not None)
+    found = iter(await pool.encoder.encode(texts, bound, add_special_tokens=True))
+    made: list[list[int]] = []
+    for prompt in prompts:
+        ids = next(found) if isinstance(prompt, str) else list(prompt)
+        if truncate is not None:
+            ids = pool.text.tokenizer.cut(ids, kept) if isinstance(prompt, str) else ids[:kept]
+        check_prompt(pool, ids, field)
+        made.append(ids)
+    return made
+
+
+async def encoded_pairs(
+    pool: Pool, pairs: Sequence[tuple[str, str]], field: str, truncate: int | None
+) -> list[tuple[list[int], int]]:
+    """Token ids of each pair, and where its second text begins, whose end is what `truncate` cuts. Raises
+    InvalidRequest naming the field."""
+    limit = pool.max_model_len
+    bound = Bound(limit, field, truncated=truncate is not None)
+    made: list[tuple[list[int], int]] = []
+    for ids, second in await pool.encoder.encode_pairs(pairs, bound):
+        if truncate is not None:
+            ids = pool.text.tokenizer.cut(ids, _kept(truncate, limit))
+            if second >= len(ids):
+                raise InvalidRequest(
+                    f"truncate_prompt_tokens: {len(ids)} tokens leave nothing of the second text behind the first, "
+                    f"which has {second}",
+                    param="truncate_prompt_tokens",
+                )
+        check_prompt(pool, ids, field)
+        made.append((ids, second))
+    return made
+
+
+def check_prompt(pool: Pool, ids: Sequence[int], field: str) -> None:
+    """Raise InvalidRequest unless the model can read them."""
+    limit = pool.max_model_len
+    if not ids:
+        raise InvalidRequest(f"{field} must hold at least one token in each item", param=field)
+    pool.check_ids(ids, field)
+    if len(ids) > limit:
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {limit} tokens, but an item of {field} has {len(ids)}; shorten it "
+            "or set truncate_prompt_tokens",
+            param=field,
+        )
+
+
+def names_of(call_id: str, count: int) -> list[str]:
+    """Of the requests that a call makes of so many prompts."""
+    return [call_id] if count == 1 else [f"{call_id}-p{number}" for number in range(count)]
+
+
+def _kept(truncate: int, limit: int) -> int:
+    if truncate > limit:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be at most {limit}, the model's context length, got {truncate}",
+            param="truncate_prompt_tokens",
+        )
+    return limit if truncate < 0 else truncate

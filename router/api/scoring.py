@@ -1,0 +1,199 @@
+"""POST /v1/score, /v1/rerank and /v1/classify, in the shapes of vLLM, Jina and Cohere.
+
+Texts are scored in pairs by a cross-encoder's head, where the model has one; otherwise by the cosine of their
+embeddings, each text embedded once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from array import array
+from collections.abc import Sequence
+from operator import mul
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from protocol.errors import InvalidRequest
+from protocol.sampling import MAX_COUNT
+from protocol.work import Classify
+from router.api.embeddings import MAX_INPUTS, CacheSalt, Truncate, embedding_work
+from router.api.fields import Prompts
+from router.api.pool import Pool
+from router.api.readings import Readings, WholeAnswer, encoded, encoded_pairs, names_of
+from router.api.schemas import RequestBody
+from router.api.visit import Visit
+
+PAUSE_EVERY = 64
+"""Scores computed here before other requests get a turn."""
+
+
+def _texts(value: Any) -> Any:
+    """One text or several, as a list; Cohere's and Jina's documents may be objects that hold their text."""
+    items = value if isinstance(value, list) else [value]
+    texts = [item.get("text") if isinstance(item, dict) else item for item in items]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a string, or a list of strings or of objects with a string `text`")
+    if not 1 <= len(texts) <= MAX_INPUTS:
+        raise ValueError(f"must hold 1 to {MAX_INPUTS} texts, got {len(texts)}")
+    return texts
+
+
+_TEXT = {
+    "anyOf": [{"type": "string"}, {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}}]
+}
+_SCHEMA = {"anyOf": [*_TEXT["anyOf"], {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_INPUTS}]}
+Texts = Annotated[list[str], BeforeValidator(_texts), WithJsonSchema(_SCHEMA)]
+
+
+class _ReadingBody(RequestBody):
+    truncate_prompt_tokens: Truncate | None = None
+    user: str | None = None
+    cache_salt: CacheSalt | None = None
+
+    def check(self) -> None:
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
+
+
+class ScoreBody(_ReadingBody):
+    """POST /v1/score: one text against each of several, or pairs of two lists of the same length."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+
+    def check(self) -> None:
+        super().check()
+        firsts, seconds = self.sides()
+        if len(firsts) not in (1, len(seconds)):
+            raise InvalidRequest(
+                f"{len(firsts)} texts cannot be paired with {len(seconds)}: give one, or as many", param=self.fields[0]
+            )
+
+    @property
+    def fields(self) -> tuple[str, str]:
+        return ("text_1", "text_2") if self.text_1 is not None else ("queries", "documents")
+
+    def sides(self) -> tuple[list[str], list[str]]:
+        """Raises InvalidRequest for what is missing."""
+        first, second = self.fields
+        for field in self.fields:
+            if getattr(self, field) is None:
+                raise InvalidRequest("give text_1 and text_2, or queries and documents", param=field)
+        return getattr(self, first), getattr(self, second)
+
+
+class RerankBody(_ReadingBody):
+    """POST /v1/rerank: documents in the order of their relevance to the query."""
+
+    query: str
+    documents: Texts
+    top_n: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    return_documents: bool | None = True
+
+
+class ClassifyBody(_ReadingBody):
+    """POST /v1/classify. `input` becomes a list of texts and tuples of token ids."""
+
+    input: Prompts
+
+    def check(self) -> None:
+        super().check()
+        if not 1 <= len(self.input) <= MAX_INPUTS:
+            raise InvalidRequest(f"input must hold 1 to {MAX_INPUTS} items, got {len(self.input)}", param="input")
+
+
+async def score(pool: Pool, visit: Visit, body: ScoreBody) -> WholeAnswer:
+    """Raises InvalidRequest, and what a journey raises."""
+    firsts, seconds = body.sides()
+    pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
+    readings, scores = await _scores(pool, visit, pairs, body, body.fields[1])
+    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
+    return readings.answer({**_head("score", pool, visit), "data": data, "usage": readings.usage()})
+
+
+async def rerank(pool: Pool, visit: Visit, body: RerankBody) -> WholeAnswer:
+    """Raises InvalidRequest, and what a journey raises."""
+    pairs = [(body.query, document) for document in body.documents]
+    readings, scores = await _scores(pool, visit, pairs, body, "documents")
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    shown = [
+        {"index": index, "relevance_score": scores[index]}
+        | ({} if body.return_documents is False else {"document": {"text": body.documents[index]}})
+        for index in order[: body.top_n or None]
+    ]
+    head = {"id": f"rerank-{visit.call.id}", "model": pool.name}
+    return readings.answer({**head, "results": shown, "usage": readings.usage()})
+
+
+async def classify(pool: Pool, visit: Visit, body: ClassifyBody) -> WholeAnswer:
+    """Raises InvalidRequest, and what a journey raises."""
+    task = pool.text.task
+    if task.kind != "classify":
+        raise InvalidRequest(f"the model {pool.name!r} does not classify: {task.told}", param="model")
+    prompts = await encoded(pool, body.input, "input", body.truncate_prompt_tokens)
+    names = names_of(visit.call.id, len(prompts))
+    specs = [pool.spec(visit.call, *each, Classify(), body.cache_salt) for each in zip(names, prompts, strict=True)]
+    readings = Readings(pool, visit, specs)
+    data = []
+    for index, logits in enumerate(await readings.vectors()):
+        probs = activated(logits, "sigmoid" if task.activation == "none" and len(logits) == 1 else task.activation)
+        label = task.labels[max(range(len(probs)), key=probs.__getitem__)]
+        data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
+    return readings.answer({**_head("classify", pool, visit), "data": data, "usage": readings.usage()})
+
+
+async def _scores(
+    pool: Pool, visit: Visit, pairs: Sequence[tuple[str, str]], body: _ReadingBody, field: str
+) -> tuple[Readings, list[float]]:
+    """The score of each pair. field: where the second texts are, for errors."""
+    task = pool.text.task
+    if task.kind == "classify" and not task.scores_pairs:
+        raise InvalidRequest(f"the model {pool.name!r} does not score pairs: {task.told}", param="model")
+    if task.kind != "classify":
+        return await _cosines(pool, visit, pairs, body, field)
+    found = await encoded_pairs(pool, pairs, field, body.truncate_prompt_tokens)
+    specs = [
+        pool.spec(visit.call, name, ids, Classify(second if task.typed else 0), body.cache_salt)
+        for name, (ids, second) in zip(names_of(visit.call.id, len(found)), found, strict=True)
+    ]
+    readings = Readings(pool, visit, specs)
+    return readings, [activated(logits, task.activation)[0] for logits in await readings.vectors()]
+
+
+async def _cosines(
+    pool: Pool, visit: Visit, pairs: Sequence[tuple[str, str]], body: _ReadingBody, field: str
+) -> tuple[Readings, list[float]]:
+    work = embedding_work(pool, normalize=True)
+    places = {text: place for place, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
+    prompts = await encoded(pool, list(places), field, body.truncate_prompt_tokens)
+    names = names_of(visit.call.id, len(prompts))
+    specs = [pool.spec(visit.call, *each, work, body.cache_salt) for each in zip(names, prompts, strict=True)]
+    readings, scores = Readings(pool, visit, specs), []
+    vectors = await readings.vectors()
+    for number, (first, second) in enumerate(pairs):
+        scores.append(sum(map(mul, vectors[places[first]], vectors[places[second]])))
+        if number % PAUSE_EVERY == PAUSE_EVERY - 1:
+            await asyncio.sleep(0)
+    return readings, scores
+
+
+def activated(logits: array[float], activation: str) -> list[float]:
+    """softmax, sigmoid, or the logits as they are."""
+    if activation == "softmax":
+        top = max(logits)
+        powers = [math.exp(logit - top) for logit in logits]
+        return [power / sum(powers) for power in powers]
+    return [_sigmoid(logit) for logit in logits] if activation == "sigmoid" else list(logits)
+
+
+def _sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
+
+
+def _head(kind: str, pool: Pool, visit: Visit) -> dict[str, Any]:
+    return {"id": f"{kind}-{visit.call.id}", "object": "list", "created": int(time.time()), "model": pool.name}
