@@ -23,13 +23,13 @@ from protocol.errors import KvferryError, Overloaded, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.beams import BeamGeneration
-from router.api.body_reader import BodyReader, parse
+from router.api.bodies.generating import GenerationBody
+from router.api.bodies.reader import BodyReader, parse
 from router.api.fold import Answer, Endpoint
 from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
 from router.api.responder import Finishing, Responder
-from router.api.schemas import GenerationBody
 from router.api.visit import Visit
 from router.call import CALL, Call
 from router.tenants.tenancy import Tenancy

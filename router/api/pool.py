@@ -13,7 +13,7 @@ from protocol.metrics import ModelMetrics, RouterMetrics
 from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings
 from protocol.work import Generate, Grammar, Work
-from router.api.schemas import GenerationBody
+from router.api.bodies.generating import GenerationBody
 from router.call import Call
 from router.journey.spec import Cluster, RequestSpec
 from router.tenants.tenancy import Tenancy

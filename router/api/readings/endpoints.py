@@ -10,15 +10,15 @@ from pydantic import BaseModel
 
 from protocol.metrics import RouterMetrics
 from router.api.answers import ErrorAnswer
-from router.api.body_reader import BodyReader, parse
+from router.api.bodies.generating import RequestBody
+from router.api.bodies.reader import BodyReader, parse
 from router.api.door import Admission, Exchange
-from router.api.embeddings import EmbeddingBody, embeddings
 from router.api.pool import Pool, Pools
-from router.api.reading_answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
-from router.api.readings import WholeAnswer
+from router.api.readings.answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
+from router.api.readings.embeddings import EmbeddingBody, embeddings
+from router.api.readings.readings import WholeAnswer
+from router.api.readings.scoring import ClassifyBody, RerankBody, ScoreBody, classify, rerank, score
 from router.api.responder import Responder
-from router.api.schemas import RequestBody
-from router.api.scoring import ClassifyBody, RerankBody, ScoreBody, classify, rerank, score
 from router.api.visit import Visit
 from router.tenants.tenancy import Tenancy
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest, KvferryError
-from router.api.fields import Prompt
+from router.api.bodies.fields import Prompt
 from router.api.generation import count_prompt
 from router.api.pool import Pool
 from router.api.responder import Responder

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.errors import InvalidRequest
 from protocol.sampling import MAX_COUNT
-from router.api.choice_fields import ChoiceFields
-from router.api.fields import (
+from router.api.bodies.choices import ChoiceFields
+from router.api.bodies.fields import (
     Count,
     Messages,
     Objects,
@@ -24,9 +24,9 @@ from router.api.fields import (
     StreamOptions,
     Top,
 )
-from router.api.structured import Asked, StructuredFields
-from router.api.tools import ToolFields, Tools, ToolUse, bounded, reading
-from router.api.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompletions
+from router.api.bodies.structured import Asked, StructuredFields
+from router.api.bodies.tools import ToolFields, Tools, ToolUse, bounded, reading
+from router.api.bodies.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompletions
 from router.text.parsers.stage import PLAIN, Reading
 from router.text.text_model import TextModel
 from router.text.transcript import TextOptions

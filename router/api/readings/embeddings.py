@@ -13,10 +13,10 @@ from pydantic import Field
 from protocol.errors import InvalidRequest
 from protocol.sampling import MAX_COUNT
 from protocol.work import Embed
-from router.api.fields import Prompts
+from router.api.bodies.fields import Prompts
+from router.api.bodies.generating import RequestBody
 from router.api.pool import Pool
-from router.api.readings import Readings, WholeAnswer, encoded, names_of
-from router.api.schemas import RequestBody
+from router.api.readings.readings import Readings, WholeAnswer, encoded, names_of
 from router.api.sse import dump
 from router.api.visit import Visit
 

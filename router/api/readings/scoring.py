@@ -19,11 +19,11 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from protocol.errors import InvalidRequest
 from protocol.sampling import MAX_COUNT
 from protocol.work import Classify
-from router.api.embeddings import MAX_INPUTS, CacheSalt, Truncate, embedding_work
-from router.api.fields import Prompts
+from router.api.bodies.fields import Prompts
+from router.api.bodies.generating import RequestBody
 from router.api.pool import Pool
-from router.api.readings import Readings, WholeAnswer, encoded, encoded_pairs, names_of
-from router.api.schemas import RequestBody
+from router.api.readings.embeddings import MAX_INPUTS, CacheSalt, Truncate, embedding_work
+from router.api.readings.readings import Readings, WholeAnswer, encoded, encoded_pairs, names_of
 from router.api.visit import Visit
 
 PAUSE_EVERY = 64

@@ -13,8 +13,8 @@ from typing_extensions import TypedDict
 from grammars import lark
 from protocol.errors import InvalidRequest
 from protocol.work import Grammar
-from router.api.fields import told
-from router.api.structured import Asked
+from router.api.bodies.fields import told
+from router.api.bodies.structured import Asked
 from router.text.parsers.families import marker_ids
 from router.text.parsers.stage import CallReading, Reading
 from router.text.parsers.syntax import Tool, after_thought, either, grammar

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from protocol.errors import InvalidRequest
-from router.api.body_reader import build
-from router.api.fields import Prompt
-from router.api.schemas import ChatBody
+from router.api.bodies.fields import Prompt
+from router.api.bodies.generating import ChatBody
+from router.api.bodies.reader import build
 from router.text.text_model import TextModel
 
 

@@ -11,7 +11,7 @@ import pytest
 from api_parts import Api, FakeCluster, demo_text, ids_of, outputs_for, says
 
 from protocol.errors import NodeLost, NoNodes, Overloaded
-from router.api.body_reader import parse
+from router.api.bodies.reader import parse
 from router.api.messages.body import MessagesBody
 from router.api.messages.chat import MessagesChat, chat, messages
 from router.text.transcript import CallDelta, Piece, Transcript

@@ -12,8 +12,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from protocol.errors import InvalidRequest, NodeLost, Overloaded
+from router.api.bodies.translated import renamed
 from router.api.responses.asked import ResponsesChat
-from router.api.translated import renamed
 from router.text.transcript import CallDelta, Piece, Transcript
 
 ANSWER = "Hello there, 42 emoji 👩‍👧 done."
