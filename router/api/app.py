@@ -35,7 +35,7 @@ from router.api.batches.files import files_router
 from router.api.bodies.generating import ChatBody, CompletionBody
 from router.api.bodies.reader import BodyReader
 from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
-from router.api.door import Admission, Door, Exchange, Generating
+from router.api.door import Admission, Door, Generating
 from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
 from router.api.messages.answer import MessageAnswer
@@ -147,7 +147,7 @@ def _working(exchanges: Mapping[str, Generating | Reading], refusals: Sequence[i
 class _Exchanged(Response):
     """Answers by an exchange, which reads and writes for itself."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: ASGIApp) -> None:
         super().__init__()
         self._exchange = exchange
 
@@ -155,7 +155,7 @@ class _Exchanged(Response):
         await self._exchange(scope, receive, send)
 
 
-def _exchanged(exchange: Exchange) -> Callable[[], Awaitable[Response]]:
+def _exchanged(exchange: ASGIApp) -> Callable[[], Awaitable[Response]]:
     async def generate() -> Response:
         return _Exchanged(exchange)
 

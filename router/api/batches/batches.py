@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from router.api.batches.files import page
+from router.api.batches.pages import page
 from router.api.bodies.generating import RequestBody
 from router.api.bodies.reader import BodyReader, parse
 from router.api.documentation import errors, path_parameter, query_parameters, takes
