@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from protocol.errors import InvalidRequest, NodeLost, Overloaded
-from router.api.bodies.translated import renamed
+from router.api.bodies.translated import renamed, translated
 from router.api.responses.asked import ResponsesChat
 from router.text.transcript import CallDelta, Piece
 
@@ -200,6 +200,13 @@ async def test_a_format_that_is_none_is_refused_under_its_own_name() -> None:
     assert response.status_code == 400
     assert error["param"].startswith("text.format")
     assert error["message"].startswith("text.format")
+
+
+def test_a_grammar_is_asked_for_under_the_request_s_own_name() -> None:
+    fields = {"messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": "json_object"}}
+    asked = translated(ResponsesChat, fields, None).grammar(demo_text(), [])
+    assert asked is not None
+    assert (asked[0], asked[1].kind) == ("text.format", "json_object")
 
 
 def test_errors_of_the_chat_s_fields_name_the_request_s() -> None:
