@@ -40,9 +40,9 @@ class TestUnit(Params, ChatModelUnitTests):
         env = {"OPENAI_API_KEY": "key", "OPENAI_API_BASE": "https://base.test"}
         return env, {"model": MODEL}, {"openai_api_key": "key", "openai_api_base": "https://base.test"}
 
-    @pytest.mark.skip(reason="compares how the client class is written down with a stored copy: no server in it")
-    def test_serdes(self):
-        pass
+    @pytest.mark.xfail(reason="compares how the client class is written down with a stored copy: no server in it")
+    def test_serdes(self, model, snapshot):
+        super().test_serdes(model, snapshot)
 
 
 class TestIntegration(Params, ChatModelIntegrationTests):
