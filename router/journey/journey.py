@@ -81,6 +81,7 @@ class RouterJourney:
             pinned=self._ladder.pinned,
             local_only=self._ladder.local_only,
             beside=fork.node if fork and not self._sequence.tokens else None,
+            adapter=self._spec.adapter,
         )
 
     async def _outputs(self) -> AsyncIterator[Output]:
@@ -178,6 +179,7 @@ class RouterJourney:
             trace=self._spec.call.trace,
             deadline_s=max(0.0, self._deadline_at - asyncio.get_running_loop().time()),
             fork_of=self._spec.fork_of.request_id if self._spec.fork_of else "",
+            adapter=self._spec.adapter,
         )
 
     def _output(self, delta: TokenDelta) -> Output:
@@ -238,7 +240,7 @@ def _hashes(spec: RequestSpec, token_ids: tuple[int, ...], lease: NodeLease) -> 
     computed."""
     if spec.work.whole_prompt and len(token_ids) == len(spec.token_ids):
         return []
-    return chain(root_hash(lease.fingerprint, spec.namespace), token_ids, lease.block_size)
+    return chain(root_hash(lease.fingerprint, spec.namespace, spec.adapter), token_ids, lease.block_size)
 
 
 def _output_of(delta: TokenDelta) -> Output:
