@@ -10,7 +10,7 @@ from fastapi import Request
 
 from engine.loop import EngineLoop
 from engine.models.adapters import load_adapter
-from engine.models.base import Model
+from engine.models.base import Computing
 from kernels.low_rank import Adapter
 from model_files.adapter import read_adapter
 from process.http import read_message
@@ -28,7 +28,7 @@ class NodeAdapters:
     def __init__(
         self,
         settings: WorkerSettings,
-        model: Model,
+        model: Computing,
         engine: EngineLoop,
         first: Sequence[AdapterName],
         announce: Callable[[], Awaitable[None]],
@@ -69,7 +69,7 @@ class NodeAdapters:
             log.info("adapter %s unloaded", name)
 
 
-def read_one(settings: WorkerSettings, model: Model, path: str, held: int) -> Adapter:
+def read_one(settings: WorkerSettings, model: Computing, path: str, held: int) -> Adapter:
     """The adapter at `path`, for a node that holds so many. Raises ConfigError."""
     if settings.batch_invariant:
         raise ConfigError("adapters are not batch-invariant; leave --batch-invariant out", param="lora")
@@ -78,7 +78,7 @@ def read_one(settings: WorkerSettings, model: Model, path: str, held: int) -> Ad
     return load_adapter(read_adapter(path, settings.max_lora_rank), model)
 
 
-def read_first(settings: WorkerSettings, model: Model) -> list[tuple[AdapterName, Adapter]]:
+def read_first(settings: WorkerSettings, model: Computing) -> list[tuple[AdapterName, Adapter]]:
     """The adapters of --lora. Raises ConfigError."""
     found: list[tuple[AdapterName, Adapter]] = []
     for given in settings.lora:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.models.base import Model
+from engine.models.base import Computing
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
 from kernels.low_rank import Adapter, LowRank
@@ -31,7 +31,7 @@ class _Site:
     outputs: int
 
 
-def load_adapter(files: AdapterFiles, model: Model) -> Adapter:
+def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
     """The adapter on the model's device, in its dtype. Raises ConfigError: it does not fit the model, or the device's
     memory does not hold it."""
     if not isinstance(model, Decoder):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from fastapi.responses import PlainTextResponse
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from protocol.adapters import ChangeAdapter
 from protocol.errors import InvalidRequest, ModelNotFound
@@ -18,6 +17,10 @@ CHANGING: Responses = errors(400, 403, 404, 413, 429, 500, 503)
 
 class Forbidden(InvalidRequest):
     status, code = 403, "forbidden"
+
+
+class Changed(BaseModel):
+    message: str
 
 
 class UnloadAdapterBody(RequestBody):
@@ -47,24 +50,22 @@ def adapter_routes(pools: Pools, reader: BodyReader, allowed: bool) -> APIRouter
     @router.post(
         "/v1/load_lora_adapter",
         summary="Have the nodes of a model load an adapter",
-        response_class=PlainTextResponse,
         openapi_extra=takes(LoadAdapterBody),
     )
-    async def load(request: Request) -> str:
+    async def load(request: Request) -> Changed:
         check()
         body = parse(LoadAdapterBody, await reader.read(request))
         if pools.serves(body.lora_name):
             raise InvalidRequest(f"{body.lora_name!r} is the name of a model", param="lora_name")
         await pools.pool(body.model).cluster.adapters.change(ChangeAdapter(body.lora_name, body.lora_path))
-        return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+        return Changed(message=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post(
         "/v1/unload_lora_adapter",
         summary="Have the nodes of a model unload an adapter",
-        response_class=PlainTextResponse,
         openapi_extra=takes(UnloadAdapterBody),
     )
-    async def unload(request: Request) -> str:
+    async def unload(request: Request) -> Changed:
         check()
         body = parse(UnloadAdapterBody, await reader.read(request))
         holders = (pool for pool in pools if body.lora_name in pool.cluster.adapters.ids)
@@ -72,6 +73,6 @@ def adapter_routes(pools: Pools, reader: BodyReader, allowed: bool) -> APIRouter
         if body.lora_name not in pool.cluster.adapters.ids:
             raise ModelNotFound(f"{pool.text.name!r} has no adapter {body.lora_name!r}", param="lora_name")
         await pool.cluster.adapters.change(ChangeAdapter(body.lora_name))
-        return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+        return Changed(message=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return router

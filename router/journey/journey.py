@@ -17,7 +17,7 @@ from protocol.errors import Cancelled, DeadlineExceeded, GrantRefused, KvferryEr
 from protocol.hashing import chain, root_hash
 from protocol.lease import NodeLease
 from protocol.messages import Job, TokenDelta
-from protocol.work import Generate
+from protocol.work import Generate, Work
 from router.journey.attempt import Attempt, Event
 from router.journey.ladder import Failure, Ladder
 from router.journey.ports import Ground
@@ -165,15 +165,12 @@ class RouterJourney:
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, rung)
 
     def _job(self, token_ids: tuple[int, ...]) -> Job:
-        work = self._spec.work
-        if self._sequence.tokens and isinstance(work, Generate):
-            work = replace(work, params=replace(work.params, prompt_logprobs=None))
         return Job(
             request_id=self._wire_id,
             attempt=self._attempts,
             token_ids=token_ids,
             prompt_len=len(self._spec.token_ids),
-            work=work,
+            work=_later(self._spec.work) if self._sequence.tokens else self._spec.work,
             router_id=self._ground.router_id,
             namespace=self._spec.namespace,
             trace=self._spec.call.trace,
@@ -233,6 +230,11 @@ class RouterJourney:
             self._timer.cancel()
         if self._attempt:
             self._attempt.close(cancel=cancel)
+
+
+def _later(work: Work) -> Work:
+    """Of an attempt after the first output."""
+    return replace(work, params=replace(work.params, prompt_logprobs=None)) if isinstance(work, Generate) else work
 
 
 def _hashes(spec: RequestSpec, token_ids: tuple[int, ...], lease: NodeLease) -> list[bytes]:
