@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import cache
@@ -21,6 +22,7 @@ from protocol.errors import KvferryError
 from protocol.messages import Reuse, TokenLogprobs
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
+from protocol.work import Generate
 from router.api.app import create_app
 from router.api.pool import Pools, pool_of
 from router.batch.batches import Batches
@@ -119,7 +121,10 @@ def says(text: str, *, finish: str = "stop", per_output: int = 1) -> Script:
 def outputs_for(
     spec: RequestSpec, token_ids: Sequence[int], *, finish: str = "stop", per_output: int = 1
 ) -> list[Output]:
-    """Outputs a node would send: cut at max_tokens, ended by the end-of-sequence token when `finish` is stop."""
+    """Outputs a node would send: cut at max_tokens, ended by the end-of-sequence token when `finish` is stop. Work that
+    generates nothing gets a vector of one number."""
+    if not isinstance(spec.work, Generate):
+        return [Output((), finish_reason="stop", vector=struct.pack("<f", 1.0))]
     ids = [*token_ids, EOS] if finish == "stop" else list(token_ids)
     if len(ids) > spec.params.max_tokens:
         ids, finish = ids[: spec.params.max_tokens], "length"
