@@ -57,6 +57,7 @@ class Checker:
         self._pending: dict[str, _Asked] = {}
         self._child: _Child | None = None
         self._starting = asyncio.Lock()
+        self._closed = False
         self._number = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -64,20 +65,23 @@ class Checker:
         """Raises InvalidRequest on the field `param` that says what is wrong, naming the limit; Overloaded when too
         many are being tried."""
         key = hashlib.sha256(repr(astuple(grammar)).encode(errors="surrogatepass")).hexdigest()
-        if key not in self._known:
-            await self._learn(key, grammar)
-        self._known.move_to_end(key)
-        wrong = self._known[key]
+        if key in self._known:
+            self._known.move_to_end(key)
+            wrong = self._known[key]
+        else:
+            wrong = await self._learn(key, grammar)
         if wrong is not None:
             raise InvalidRequest(f"{param}: {wrong}", param=param)
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process. Who still waits for a verdict hears Overloaded."""
+        self._closed = True
         if self._child is not None:
             self._end(self._child)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _learn(self, key: str, grammar: Grammar) -> None:
+    async def _learn(self, key: str, grammar: Grammar) -> str | None:
+        """What is wrong with it, as its trial says."""
         asked = self._pending.get(key)
         if asked is None:
             if len(self._pending) >= PENDING:
@@ -86,10 +90,10 @@ class Checker:
             task = asyncio.create_task(self._try(key, asked))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        await asyncio.shield(asked.verdict)
+        return await asyncio.shield(asked.verdict)
 
     async def _try(self, key: str, asked: _Asked) -> None:
-        """Until there is a verdict."""
+        """Until there is a verdict. It is kept, unless it took too long: that may be the machine's doing."""
         wrong: str | None
         try:
             while not asked.verdict.done():
@@ -98,7 +102,8 @@ class Checker:
                 if wrong is _DIED and asked.tries < _TRIES:
                     continue
                 asked.verdict.set_result(wrong)
-                self._known[key] = wrong
+                if wrong is not _LATE:
+                    self._known[key] = wrong
                 if len(self._known) > KNOWN:
                     self._known.popitem(last=False)
         except Exception as error:
@@ -124,13 +129,15 @@ class Checker:
             if child.runaways >= RUNAWAYS:
                 log.info("%d grammars ran away: their process is ended", child.runaways)
                 self._end(child)
-            return f"the grammar was not ready within {CHECK_S:.0f} s, which is the limit"
+            return _LATE
         finally:
             child.asked.pop(number, None)
 
     async def _ready(self) -> _Child:
         """A process that takes grammars. Raises InvalidRequest when the tokenizer cannot be read."""
         async with self._starting:
+            if self._closed:
+                raise Overloaded("this server is ending", retry_after=1)
             if self._child is not None:
                 return self._child
             process = await asyncio.create_subprocess_exec(
@@ -158,15 +165,19 @@ class Checker:
 
     async def _listen(self, child: _Child) -> None:
         assert child.process.stdout is not None
-        while line := await child.process.stdout.readline():
-            number, wrong = json.loads(line)
-            asked = child.asked.get(number)
-            if asked is not None and not asked.verdict.done():
-                asked.verdict.set_result(wrong)
-        self._end(child)
-        for asked in child.asked.values():
-            if not asked.verdict.done():
-                asked.verdict.set_result(_DIED)
+        try:
+            while line := await child.process.stdout.readline():
+                number, wrong = json.loads(line)
+                asked = child.asked.get(number)
+                if asked is not None and not asked.verdict.done():
+                    asked.verdict.set_result(wrong)
+        except ValueError:
+            log.exception("a process that tries grammars says what cannot be read")
+        finally:  # nobody may ask a process to which nobody listens
+            self._end(child)
+            for asked in child.asked.values():
+                if not asked.verdict.done():
+                    asked.verdict.set_result(_DIED)
         await child.process.wait()
 
     def _end(self, child: _Child) -> None:
@@ -177,3 +188,4 @@ class Checker:
 
 
 _DIED = "the grammar ended the process that compiles it"
+_LATE = f"the grammar was not ready within {CHECK_S:.0f} s, which is the limit"

@@ -18,6 +18,8 @@ from protocol.errors import KvferryError, reason
 from protocol.work import Grammar
 
 THREADS, SLOW = 1, 6
+LONGEST_SAID = 1000
+"""Characters of what is wrong with a grammar: it may quote the grammar, and the other side reads lines."""
 MEMORY = 6 * 2**30
 """Bytes of address space, most of it reserved for threads and never used."""
 
@@ -61,7 +63,7 @@ _saying = threading.Lock()
 
 def _say(number: int, wrong: str | None) -> None:
     with _saying:
-        sys.stdout.write(json.dumps([number, wrong]) + "\n")
+        sys.stdout.write(json.dumps([number, wrong and wrong[:LONGEST_SAID]]) + "\n")
         sys.stdout.flush()
 
 

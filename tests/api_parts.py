@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import cache
@@ -16,10 +17,12 @@ from starlette.types import ASGIApp
 
 from cluster_state.responses import MemoryResponses, ResponseStore
 from placement.capacity import Capacity
+from protocol.adapters import ChangeAdapter
 from protocol.errors import KvferryError
 from protocol.messages import Reuse, TokenLogprobs
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
+from protocol.work import Generate
 from router.api.app import create_app
 from router.api.pool import Pools, pool_of
 from router.batch.batches import Batches
@@ -65,6 +68,19 @@ class FakeJourney:
         self.cancelled.set()
 
 
+class FakeAdapters:
+    def __init__(self) -> None:
+        self.ids: dict[str, str] = {}
+        self.changes: list[ChangeAdapter] = []
+
+    async def change(self, change: ChangeAdapter) -> None:
+        self.changes.append(change)
+        if change.path:
+            self.ids[change.name] = f"id of {change.path}"
+        else:
+            del self.ids[change.name]
+
+
 class FakeCluster:
     """Answers every spec with what `script` says; remembers the journeys."""
 
@@ -72,6 +88,7 @@ class FakeCluster:
         self.script, self.gap_s, self.cached = script, gap_s, cached
         self.max_model_len = max_model_len
         self.journeys: list[FakeJourney] = []
+        self.adapters = FakeAdapters()
         self.refusal: KvferryError | None = None
         self.is_ready = True
         self.takes = Capacity()
@@ -104,7 +121,10 @@ def says(text: str, *, finish: str = "stop", per_output: int = 1) -> Script:
 def outputs_for(
     spec: RequestSpec, token_ids: Sequence[int], *, finish: str = "stop", per_output: int = 1
 ) -> list[Output]:
-    """Outputs a node would send: cut at max_tokens, ended by the end-of-sequence token when `finish` is stop."""
+    """Outputs a node would send: cut at max_tokens, ended by the end-of-sequence token when `finish` is stop. Work that
+    generates nothing gets a vector of one number."""
+    if not isinstance(spec.work, Generate):
+        return [Output((), finish_reason="stop", vector=struct.pack("<f", 1.0))]
     ids = [*token_ids, EOS] if finish == "stop" else list(token_ids)
     if len(ids) > spec.params.max_tokens:
         ids, finish = ids[: spec.params.max_tokens], "length"

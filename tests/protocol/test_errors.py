@@ -12,6 +12,7 @@ from protocol import errors
 from protocol.errors import (
     ConfigError,
     DeadlineExceeded,
+    GrammarFailed,
     InvalidRequest,
     KvferryError,
     ModelFailed,
@@ -45,7 +46,7 @@ def test_an_error_arrives_as_the_class_that_was_sent(cls: type[KvferryError]) ->
 
 def test_what_another_attempt_cannot_help() -> None:
     hopeless = {cls for cls in CLASSES if not cls.retryable}
-    assert hopeless == {ConfigError, ModelFailed, DeadlineExceeded} | {
+    assert hopeless == {ConfigError, ModelFailed, GrammarFailed, DeadlineExceeded} | {
         cls for cls in CLASSES if issubclass(cls, InvalidRequest)
     }
 

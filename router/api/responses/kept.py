@@ -60,10 +60,10 @@ class Responses:
         if body.previous_response_id:
             previous = await self._continued(call.tenant, body.previous_response_id)
             history, earlier = previous.conversation(), previous.size
-        items = await self._resolved(call.tenant, normal(body.input, name))
+        items, referred = await self._resolved(call.tenant, normal(body.input, name))
         asked = Asked(name, body, items, history, partial(self._keep, call.tenant, items, history), kept)
         chat = await fitted(asked, pool) if body.truncation == "auto" else asked.chat()
-        chat.earlier = earlier
+        chat.earlier = earlier + referred
         return chat
 
     async def get(self, tenant: str, response_id: str, *, param: str | None = None) -> Kept:
@@ -109,9 +109,12 @@ class Responses:
             raise InvalidRequest(f"{field}: {response_id!r} is still in progress", param=field)
         return kept
 
-    async def _resolved(self, tenant: str, items: list[Item]) -> list[Item]:
-        """The items, with those that references name in their places."""
+    async def _resolved(self, tenant: str, items: list[Item]) -> tuple[list[Item], int]:
+        """The items, with those that references name in their places, and the bytes of the records they are in. An item
+        is named once: a short request could ask for any number of a long one."""
         found: dict[str, Kept] = {}
+        named: set[str] = set()
+        size = 0
         for place, item in enumerate(items):
             if item["type"] != "item_reference":
                 continue
@@ -119,14 +122,21 @@ class Responses:
             missing = NotFound(f"{field}.id: no item {item['id']!r} is kept here{self._why()}", param=f"{field}.id")
             if own is None:
                 raise missing
+            if item["id"] in named:
+                raise InvalidRequest(f"{field}.id: {item['id']!r} is named before, too", param=f"{field}.id")
+            named.add(item["id"])
             name, is_input, number = own
             if name not in found:
                 found[name] = await self.get(tenant, name, param=f"{field}.id")
+                size += found[name].size
+            if size > LONGEST:
+                told = f"{field}: the responses whose items are named have more than {LONGEST} bytes together"
+                raise InvalidRequest(told, param=field)
             there = found[name].input if is_input else found[name].response["output"]
             if number >= len(there) or there[number]["id"] != item["id"]:
                 raise missing
             items[place] = there[number]
-        return items
+        return items, size
 
     def _why(self) -> str:
         return "" if self._store is not None else "; this server keeps no responses"

@@ -11,6 +11,7 @@ from openai.types.responses import ResponseItemList
 
 from cluster_state.responses import MemoryResponses
 from protocol.errors import NotFound
+from router.api.pool import Pool
 from router.api.responses.kept import Kept, Responses
 
 
@@ -147,3 +148,31 @@ async def test_nobody_reads_anothers_responses() -> None:
 async def test_without_a_store_nothing_is_kept_and_the_refusal_says_so() -> None:
     with pytest.raises(NotFound, match="this server keeps no responses"):
         await Responses(None).get("", "resp_a")
+
+
+async def test_a_short_request_cannot_ask_for_a_long_item_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = Api(FakeCluster(says("fine")))
+    first = await respond(api, input="one " * 100)
+    (asked,) = (await api.http.get(f"/v1/responses/{first['id']}/input_items")).json()["data"]
+    reference = {"type": "item_reference", "id": asked["id"]}
+    twice = await api.http.post(
+        "/v1/responses", json={"input": [reference, {"role": "user", "content": "x"}, reference]}
+    )
+    assert (twice.status_code, error_of(twice)["param"]) == (400, "input[2].id")
+    monkeypatch.setattr("router.api.responses.kept.LONGEST", 100)
+    long = await api.http.post("/v1/responses", json={"input": [reference]})
+    assert (long.status_code, error_of(long)["param"]) == (400, "input[0]")
+    assert "100 bytes" in error_of(long)["message"]
+
+
+async def test_what_is_only_named_counts_as_long_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts are encoded beside the event loop."""
+    api, sizes = Api(FakeCluster(says("fine"))), []
+    specs = Pool.specs
+    monkeypatch.setattr(
+        Pool, "specs", lambda pool, call, body, size: sizes.append(size) or specs(pool, call, body, size)
+    )
+    first = await respond(api, input="one " * 2000)
+    (asked,) = (await api.http.get(f"/v1/responses/{first['id']}/input_items")).json()["data"]
+    await respond(api, input=[{"type": "item_reference", "id": asked["id"]}])
+    assert sizes[1] > 8000

@@ -1,0 +1,72 @@
+"""The process that tries grammars, as a hostile client and a busy machine would have it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+from api_parts import demo_text
+
+from grammars.checker import Checker
+from protocol.errors import InvalidRequest, Overloaded
+from protocol.work import Grammar
+from router.text.grammar_vocabulary import vocabulary_of
+
+CHILD = (
+    "import sys, json, time\n"
+    "sys.stdin.readline(); print('[-1, null]', flush=True)\n"
+    "late = True\n"
+    "for line in sys.stdin:\n"
+    "    number, grammar = json.loads(line)\n"
+    "    if grammar[1] == 'busy' and late: late = False; continue\n"
+    "    wrong = 'x' * 200_000 if grammar[1] == 'long' else None\n"
+    "    if grammar[1] != 'hang': print(json.dumps([number, wrong]), flush=True)\n"
+)
+
+
+def checker_of(*command: str) -> Checker:
+    return Checker(lambda: vocabulary_of(demo_text()), command)
+
+
+async def test_what_took_too_long_on_a_busy_machine_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grammars.checker.CHECK_S", 0.3)
+    checker = checker_of(sys.executable, "-c", CHILD)
+    try:
+        with pytest.raises(InvalidRequest, match="not ready within"):
+            await checker.check(Grammar("regex", "busy"), "guided_regex")
+        await checker.check(Grammar("regex", "busy"), "guided_regex")
+    finally:
+        await checker.close()
+
+
+async def test_a_line_too_long_to_be_read_ends_the_process_and_nobody_waits_for_it() -> None:
+    checker = checker_of(sys.executable, "-c", CHILD)
+    try:
+        with pytest.raises(InvalidRequest, match="ended the process"):
+            await asyncio.wait_for(checker.check(Grammar("regex", "long"), "guided_regex"), 5)
+        await asyncio.wait_for(checker.check(Grammar("regex", "fine"), "guided_regex"), 5)
+    finally:
+        await checker.close()
+
+
+async def test_an_error_that_quotes_all_of_a_grammar_is_cut() -> None:
+    checker = checker_of()
+    try:
+        with pytest.raises(InvalidRequest) as caught:
+            await asyncio.wait_for(checker.check(Grammar("k" * 100_000, ""), "guided_regex"), 30)
+        assert "kkk" in caught.value.message
+        assert len(caught.value.message) < 2000
+    finally:
+        await checker.close()
+
+
+async def test_closing_starts_no_other_process() -> None:
+    checker = checker_of(sys.executable, "-c", CHILD)
+    await checker.check(Grammar("regex", "fine"), "guided_regex")
+    waiting = asyncio.create_task(checker.check(Grammar("regex", "hang"), "guided_regex"))
+    await asyncio.sleep(0.1)
+    await asyncio.wait_for(checker.close(), 5)
+    with pytest.raises((InvalidRequest, Overloaded)):
+        await waiting
+    assert checker._child is None
