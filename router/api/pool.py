@@ -73,7 +73,7 @@ class Pool:
             encoded = iter([self.text.encode(text, add_special_tokens=body.marks_texts()) for text in texts])
         bad_words = bad_word_ids(body.bad_words, self.text) if body.bad_words else ()
         specs: list[RequestSpec] = []
-        for name, prompt in zip(call.names(len(prompts)), prompts, strict=True):
+        for name, prompt in zip(request_names(call, len(prompts)), prompts, strict=True):
             ids = next(encoded) if isinstance(prompt, str) else prompt
             if not specs:
                 grammar = await self._grammar(body, ids)
@@ -162,6 +162,11 @@ class Pool:
         )
         params.validate(facts.vocab_size)
         return params
+
+
+def request_names(call: Call, prompts: int) -> list[str]:
+    """What the requests are called that a call makes of so many prompts."""
+    return [call.id] if prompts == 1 else [f"{call.id}-p{number}" for number in range(prompts)]
 
 
 def pool_of(

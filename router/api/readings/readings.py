@@ -13,7 +13,7 @@ from protocol.errors import ContextLengthExceeded, InvalidRequest, KvferryError
 from protocol.work import Work
 from router.api.bodies.fields import Prompt
 from router.api.generation import count_prompt
-from router.api.pool import Pool
+from router.api.pool import Pool, request_names
 from router.api.responder import Responder
 from router.api.sse import dump
 from router.api.visit import Used, Visit
@@ -45,7 +45,7 @@ class Readings:
     ) -> None:
         self.route: Route | None = None
         self._pool, self._visit = pool, visit
-        asked = zip(visit.call.names(len(prompts)), prompts, works, strict=True)
+        asked = zip(request_names(visit.call, len(prompts)), prompts, works, strict=True)
         self._specs = [pool.spec(visit.call, *each, cache_salt) for each in asked]
         self._found: list[array[float]] = [array("f")] * len(prompts)
         self._used = Used()

@@ -13,7 +13,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from api_parts import Api, FakeCluster, demo_text, error_of, ids_of, says, served
+from api_parts import Api, FakeCluster, demo_text, error_of, ids_of, served
 
 from model_files.task import Task
 from protocol.errors import KvferryError, NoNodes
@@ -177,7 +177,7 @@ async def test_the_first_failure_ends_all_and_is_the_answer() -> None:
 
 
 async def test_an_answer_without_a_vector_is_an_error_and_no_empty_vector() -> None:
-    answer = await embed(Api(FakeCluster(says("x"))), input="a")
+    answer = await embed(Api(FakeCluster(lambda spec: [Output((), finish_reason="stop")])), input="a")
     assert answer.status_code == 500
 
 
