@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from api_parts import Api, FakeCluster, says
 
 from cli.main import SERVE_FIXED, kvferry
 from cli.options import flag
@@ -37,3 +38,9 @@ def test_every_flag_of_serve_is_in_some_table():
 def test_every_command_is_named():
     for name in kvferry.commands:
         assert re.search(rf"`kvferry {name}( [A-Z]+)?`", README), name
+
+
+async def test_every_endpoint_is_named():
+    described = (await Api(FakeCluster(says("x"))).http.get("/openapi.json")).json()
+    named = set(re.findall(r"/[\w{}/]*", "".join(re.findall(r"^\| `[A-Z].*", README, re.MULTILINE))))
+    assert {re.sub(r"{\w+}", "{id}", path) for path in described["paths"]} <= named
