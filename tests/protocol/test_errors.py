@@ -12,6 +12,7 @@ from protocol import errors
 from protocol.errors import (
     ConfigError,
     DeadlineExceeded,
+    GrammarFailed,
     InvalidRequest,
     KvferryError,
     ModelFailed,
@@ -45,7 +46,7 @@ def test_an_error_arrives_as_the_class_that_was_sent(cls: type[KvferryError]) ->
 
 def test_what_another_attempt_cannot_help() -> None:
     hopeless = {cls for cls in CLASSES if not cls.retryable}
-    assert hopeless == {ConfigError, ModelFailed, DeadlineExceeded} | {
+    assert hopeless == {ConfigError, ModelFailed, GrammarFailed, DeadlineExceeded} | {
         cls for cls in CLASSES if issubclass(cls, InvalidRequest)
     }
 
@@ -76,3 +77,10 @@ def test_an_unknown_code_keeps_its_message() -> None:
     error = from_body({"error": {"code": "from_the_future", "message": "hello"}})
     assert type(error) is KvferryError
     assert error.message == "hello"
+
+
+def test_a_message_that_quotes_a_client_is_cut() -> None:
+    message = InvalidRequest("no role " + "x" * 100_000).body()["error"]["message"]
+    assert message.startswith("no role xxx")
+    assert message.endswith("…")
+    assert len(message) == 2000
