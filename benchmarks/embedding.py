@@ -20,6 +20,7 @@ import torch
 from engine.engine import Engine
 from engine.events import Generated
 from engine.models.hf import transformers_module
+from engine.models.loader import auto_dtype
 from model_files.source import ModelSource, resolve
 from model_files.task import Task, read_task
 from node.assembly import assemble
@@ -79,7 +80,7 @@ def compare(model: str, count: int, rounds: int) -> None:
     """Print medians of both in embeddings a second, and how far their vectors are apart."""
     source = resolve(model)
     task, engine = read_task(source), assemble(WorkerSettings(model=model)).engine
-    module, texts = plain(source, engine.runner.model.dtype), prompts(count, engine.runner.model.info.vocab_size)
+    module, texts = plain(source), prompts(count, engine.runner.model.info.vocab_size)
     seconds: dict[str, list[float]] = {"kvferry": [], "transformers": []}
     cosine = 1.0
     for turn in range(rounds + 1):
@@ -100,8 +101,9 @@ def compare(model: str, count: int, rounds: int) -> None:
     )
 
 
-def plain(source: ModelSource, dtype: torch.dtype) -> Any:
-    transformers = transformers_module()
+def plain(source: ModelSource) -> Any:
+    """transformers' own, in the number format that is fastest here."""
+    transformers, dtype = transformers_module(), auto_dtype(torch.device("cpu"), compiled=False)
     if source.kind == "gguf":
         whole = transformers.AutoModelForCausalLM.from_pretrained(
             source.path.parent, gguf_file=source.path.name, dtype=dtype

@@ -188,7 +188,7 @@ class BlockPool:
         if self._blocks[block_id].hash is not None:
             self._cached[block_id] = None
         else:
-            self._free.put(block_id)
+            self._free.put(block_id, last=block_id in self.tails)
 
     def _changed(self, block_id: int, parent: int, by: int) -> None:
         for anew in self._recounts:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine import roster
+from engine.adapters import Adapters
 from engine.block_pool import BlockPool
 from engine.door import Door
 from engine.events import Event, Failed, ReservationFailed
@@ -60,6 +61,7 @@ class Engine:
         info = runner.model.info
         self.grammars = Grammars(self, runner.masks)
         self._door = Door(self.longest, info.vocab_size, config.takes, info.name)
+        self.adapters = Adapters()
         self._stepper = Stepper(self.scheduler, runner, self.lent, self.leaving, self.longest, self.events)
 
     def add(
@@ -153,7 +155,9 @@ class Engine:
         """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). If it breaks, every
         running request ends with the error; what is queued stays, but for its head where nothing ran. It ends early,
         with nothing committed, when all that it computes is for attempts that are `leaving`."""
-        return self._stepper.step()
+        ran = self._stepper.step()
+        self.adapters.settle(self.roster)
+        return ran
 
     def load(self) -> Load:
         """What the node is doing now."""
@@ -213,8 +217,9 @@ class Engine:
             self.grammars.open(request)
 
     def _request(self, job: Job) -> Request:
-        root = root_hash(self.config.fingerprint, job.namespace)
-        return Request(job, root, self.config.block_size)
+        adapter = self.adapters.find(job.adapter)
+        root = root_hash(self.config.fingerprint, job.namespace, job.adapter)
+        return Request(job, root, self.config.block_size, adapter=adapter)
 
 
 def audit(engine: Engine) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from engine.request import Request
 from engine.slices import Slice
+from kernels.low_rank import Adapted, Adapter
 from kernels.plan import BatchPlan
 
 SPARE_BLOCKS = 8
@@ -56,6 +58,7 @@ class _Decodes:
         self._tensors = tuple(map(torch.from_numpy, (ids, positions, slots, self._table, query_start, total_len)))
         self._views = (ids.data, positions.data, slots.data, total_len.data)
         self._query_lens = (1,) * count
+        self._adapted = adapted_tokens(slices, device)
         for row in range(count):
             self._read_blocks(row)
             self._write(row)
@@ -90,6 +93,7 @@ class _Decodes:
             total_lens=tuple(start + 1 for start in self._starts),
             num_decodes=len(self._starts),
             block_size=self._block_size,
+            adapted=self._adapted,
         )
 
     def _read_blocks(self, row: int) -> None:
@@ -130,4 +134,16 @@ def build_plan(slices: Sequence[Slice], block_size: int, device: torch.device) -
         total_lens=total_lens,
         num_decodes=sum(s.decodes for s in slices),
         block_size=block_size,
+        adapted=adapted_tokens(slices, device),
     )
+
+
+def adapted_tokens(slices: Sequence[Slice], device: torch.device) -> tuple[Adapted, ...]:
+    """Which tokens of the batch are computed with which adapter."""
+    tokens: defaultdict[Adapter, list[int]] = defaultdict(list)
+    start = 0
+    for s in slices:
+        if s.request.adapter is not None:
+            tokens[s.request.adapter].extend(range(start, start + s.count))
+        start += s.count
+    return tuple(Adapted(adapter, torch.tensor(rows, device=device)) for adapter, rows in tokens.items())

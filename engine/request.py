@@ -11,6 +11,7 @@ import torch
 from engine.ports import GRANT, REQUEST
 from engine.sampler import SampleRow
 from engine.states import MOVES, Awaits, State
+from kernels.low_rank import Adapter
 from protocol.hashing import chain
 from protocol.messages import Job, TokenLogprobs
 from protocol.work import Generate
@@ -70,6 +71,7 @@ class Request:
     prefill_only  ends with its first output token
     generates     tokens are drawn; if not, a vector is read from its prompt
     expected_tokens  while queued: tokens it will compute, as far as the cache told when it was queued
+    adapter       what its tokens are computed with beside the model
     sample_row    what is kept for drawing its tokens, from the first one on
     pooled        float32 [hidden], what its pooling keeps of the tokens computed so far, if it reads and draws nothing
     """
@@ -99,6 +101,7 @@ class Request:
     sample_row: SampleRow | None = None
     pooled: torch.Tensor | None = None
     generates: bool = True
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         self.generates = isinstance(self.job.work, Generate)

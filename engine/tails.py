@@ -19,7 +19,8 @@ class Tail(NamedTuple):
 
 class Tails:
     """A block is known from when the K/V of its tokens is in it until it is taken for another chain: whoever holds it
-    writes only behind them, and freed it stays as it is. At most one entry a block. Owned by the engine thread."""
+    writes only behind them, and freed it stays as it is and is taken after all blocks that are no tails. At most one
+    entry a block. Owned by the engine thread."""
 
     def __init__(self) -> None:
         self._by_parent: dict[bytes, dict[tuple[int, ...], int]] = {}
@@ -27,6 +28,9 @@ class Tails:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._places
 
     def put(self, parent: bytes, token_ids: Sequence[int], block_id: int) -> None:
         """The block begins with the K/V of these tokens, which follow the block that hashes to `parent`."""
@@ -40,8 +44,12 @@ class Tails:
         self._places[block_id] = (parent, tokens)
 
     def match(self, parent: bytes, token_ids: Sequence[int]) -> Tail | None:
-        """The block, of the newest few, that has most of these tokens in front; None if none has any."""
+        """The block that has just these tokens, or of the newest few the one with most of them in front; None if none
+        has any."""
         tails = self._by_parent.get(parent, {})
+        known = tails.get(tuple(token_ids))
+        if known is not None:
+            return Tail(known, len(token_ids))
         newest = [tokens for tokens, _ in zip(reversed(tails), range(TRIED), strict=False)]
         best = max(newest, key=lambda tokens: _shared(tokens, token_ids), default=())
         length = _shared(best, token_ids)

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from kernels.draw import NoiseKeys
+from kernels.low_rank import LowRank
 from kernels.plan import BatchPlan
 from kernels.step import DecoderForm, Linear, Step, StoredRows
 from protocol.sampling import SamplingParams
@@ -34,6 +35,10 @@ class Ops(Protocol):
     def record(self, form: DecoderForm) -> Step | None:
         """The decoder's decode step as one call, where this row can replay the form; its dense layers are this row's
         `linear`."""
+
+    def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:
+        """Add x[tokens] @ down.T @ up.T of each part to its outputs of y[tokens], in place. x: [T, in]; y: [T, out];
+        tokens: int64, each once."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x * rsqrt(mean(x^2) + eps) * weight over the last dimension, statistics in float32. x: [..., d]."""

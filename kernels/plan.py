@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.low_rank import Adapted
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
@@ -22,6 +24,7 @@ class BatchPlan:
     total_len     int32 [num_seqs]       tokens in the cache once this step's are written
     query_lens / total_lens              the same as Python ints, so that no kernel launch waits for the device
     num_decodes   sequences with one query token, at the front
+    adapted       the tokens that are computed with adapters, by adapter
     """
 
     positions: torch.Tensor
@@ -33,6 +36,7 @@ class BatchPlan:
     total_lens: tuple[int, ...]
     num_decodes: int
     block_size: int
+    adapted: tuple[Adapted, ...] = ()
 
     @property
     def num_seqs(self) -> int:

@@ -23,9 +23,11 @@ from kernels.cpu.dense import PackedLinear
 from kernels.ops import Ops, select
 from model_files.refusals import resolve_runnable
 from model_files.task import read_task
+from node.adapters import read_first
 from node.grammar_masks import make_masks
 from node.pool_memory import make_pool
 from process.limits import available_memory
+from protocol.adapters import AdapterName
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.settings import CPU_POOL_GIB, WorkerSettings
@@ -48,6 +50,7 @@ class Assembled:
     layout: KVLayout
     fingerprint: str
     max_model_len: int
+    adapters: tuple[AdapterName, ...] = ()
 
 
 def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None = None) -> Assembled:
@@ -88,6 +91,9 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     pooler = Pooler(load_dense(source, task.dense, device))
     masks = make_masks(source, model.info.vocab_size)
     engine = Engine(config, Runner(model, kv, settings.block_size, masks, pooler), pool)
+    adapters = read_first(settings, model)
+    for _, adapter in adapters:
+        engine.adapters.put(adapter)
     log.info(
         "%s in %s on %s, %d %s KV blocks of %d tokens (%.2f GiB), ops %s",
         model.info.name,
@@ -99,7 +105,8 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         num_blocks * layout.block_bytes / GIB,
         f"{ops.name} ({ops.instruction_set}, {ops.threads} threads)" if isinstance(ops, CpuOps) else ops.name,
     )
-    return Assembled(engine, kv, model.info, layout, fingerprint, max_model_len)
+    names = tuple(name for name, _ in adapters)
+    return Assembled(engine, kv, model.info, layout, fingerprint, max_model_len, names)
 
 
 def describe(parts: Assembled) -> dict[str, str]:

@@ -17,6 +17,7 @@ from cluster_state.redis_store import RedisStore
 from engine.loop import EngineLoop
 from kv_transfer.ucx import UcxLink
 from model_files.naming import split_names
+from node.adapters import NodeAdapters
 from node.assembly import Assembled
 from node.face import Face
 from node.membership import Membership
@@ -72,6 +73,10 @@ class Loaded:
                 call_soon=self.call_soon,
             )
         )
+        self._adapters = NodeAdapters(
+            settings, parts.engine.runner.model, self.engine, parts.adapters, lambda: self._membership.announce()
+        )
+        face.app.post("/adapters", status_code=202)(self._adapters.post_change)
         self._membership = Membership(store, self.lease, parts.engine.pool.findable, metrics)
         self._vitals = Vitals(self.engine, self.link, parts.engine.config.limits.max_num_batched_tokens, self._rates)
         news = News(self.service, metrics, self._rates, self._membership.note, self.call_soon)
@@ -116,6 +121,7 @@ class Loaded:
             load=self.engine.load,
             rates=self._rates.rates,
             served_names=self._served_names,
+            adapters=self._adapters.held,
             max_num_seqs=self._settings.max_num_seqs,
         )
 

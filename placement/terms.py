@@ -44,6 +44,7 @@ class Demand:
     pinned        the prefill node to use if it is there
     beside        the node that has the K/V of all tokens but the last, for a request that forks from one there
     local_only    no prefill node
+    adapter       id of the one that the nodes must hold; empty: none
     model         of the nodes that are asked, for errors
     """
 
@@ -54,6 +55,7 @@ class Demand:
     pinned: NodeKey | None = None
     local_only: bool = False
     model: str = ""
+    adapter: str = ""
     beside: NodeKey | None = None
 
 

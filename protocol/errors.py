@@ -18,6 +18,7 @@ KvferryError                 500 server_error
 │  ├─ NodeLost               503 node_lost
 │  ├─ TransferFailed         503 transfer_failed
 │  ├─ GrantRefused           503 grant_refused
+│  ├─ AdapterNotLoaded       503 adapter_not_loaded (on this node, or not any more)
 │  ├─ RegistryUnavailable    503 registry_unavailable (Redis: nodes and block index)
 │  └─ Draining               503 draining
 ├─ Incompatible              503 incompatible (fingerprints differ: the pair never works)
@@ -122,6 +123,10 @@ class TransferFailed(Retryable):
 
 class GrantRefused(Retryable):
     code = "grant_refused"
+
+
+class AdapterNotLoaded(Retryable):
+    code = "adapter_not_loaded"
 
 
 class RegistryUnavailable(Retryable):

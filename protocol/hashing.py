@@ -10,9 +10,13 @@ from collections.abc import Sequence
 HASH_BYTES = 16
 
 
-def root_hash(fingerprint: str, namespace: str = "") -> bytes:
-    """Parent of a sequence's first block: covers model revision, KV layout and the tenant's namespace."""
-    return hashlib.sha256(b"kvferry-root\0" + fingerprint.encode() + b"\0" + namespace.encode()).digest()[:HASH_BYTES]
+def root_hash(fingerprint: str, namespace: str = "", adapter: str = "") -> bytes:
+    """Parent of a sequence's first block: covers model revision, KV layout, the tenant's namespace, and the id of the
+    adapter, if there is one."""
+    root = hashlib.sha256(b"kvferry-root\0" + fingerprint.encode() + b"\0" + namespace.encode()).digest()
+    if adapter:
+        root = hashlib.sha256(b"kvferry-adapter\0" + root + adapter.encode()).digest()
+    return root[:HASH_BYTES]
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int], extras: bytes = b"") -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from protocol.adapters import AdapterName
 from protocol.messages import DecodeTarget
 from protocol.wire import message
 
@@ -43,7 +44,7 @@ class NodeLease:
 
     role is prefill or decode; state is ready or draining; http_url and link_address are what other processes dial.
     model is the model's name after its files, served_names are what the node was told to call it. max_num_seqs is how
-    many requests it runs at once, 0: not told.
+    many requests it runs at once, 0: not told. adapters: those it can compute the model with.
     """
 
     node_id: str
@@ -61,6 +62,7 @@ class NodeLease:
     rates: Rates = field(default_factory=Rates)
     served_names: tuple[str, ...] = ()
     max_num_seqs: int = 0
+    adapters: tuple[AdapterName, ...] = ()
 
     @property
     def target(self) -> DecodeTarget:

@@ -67,6 +67,7 @@ class Job:
     router_id         whose token stream gets the output
     namespace         tenant namespace, part of the root of the block hashes
     deadline_s        seconds left for the request when the message was sent
+    adapter           id of the adapter that the model is computed with, part of the root too; empty: none
     fork_of           request_id of one whose token_ids these begin with: where its blocks are they are shared, and what
                       both have of its last one is copied. Empty: none
     trace             W3C `traceparent` of the attempt; empty: none
@@ -82,6 +83,7 @@ class Job:
     deadline_s: float = 600.0
     fork_of: str = ""
     trace: str = ""
+    adapter: str = ""
 
     @property
     def params(self) -> SamplingParams:

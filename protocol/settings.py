@@ -100,6 +100,9 @@ class RouterSettings(CommonSettings):
     )
     request_timeout: float = setting(600.0, "seconds a request may take from arrival to its last token", least=0)
     max_inflight: int = setting(1024, "requests in progress beyond which new ones get 429", least=1)
+    allow_lora_updates: bool = setting(
+        False, "whether who may call the API may have the nodes load adapters from their disks, and unload them"
+    )
     max_body_mib: int = setting(16, "request bodies longer than this many MiB get 413", least=1)
     header_timeout: float = setting(10.0, "seconds a client may take to send a request's header; 0: any", least=0)
     body_timeout: float = setting(30.0, "seconds that may pass between two pieces of a body; 0: any", least=0)
@@ -165,6 +168,9 @@ class WorkerSettings(CommonSettings):
     model_impl: str = setting(
         "auto", "decoder; auto: our own where the family is known", choices=("auto", "kvferry", "transformers")
     )
+    lora: tuple[str, ...] = setting((), "adapter to load, as name=path of a directory in PEFT's layout; repeatable")
+    max_loras: int = setting(8, "adapters that a node holds at most", least=1)
+    max_lora_rank: int = setting(64, "largest rank of an adapter", least=1)
     verify_checksums: float = setting(
         1.0, "share of shipped blocks whose checksum is verified, 0 to 1", least=0, most=1
     )

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from cluster_state.responses import MemoryResponses, ResponseStore
 from placement.capacity import Capacity
+from protocol.adapters import ChangeAdapter
 from protocol.errors import KvferryError
 from protocol.messages import Reuse, TokenLogprobs
 from protocol.metrics import RouterMetrics
@@ -67,6 +68,19 @@ class FakeJourney:
         self.cancelled.set()
 
 
+class FakeAdapters:
+    def __init__(self) -> None:
+        self.ids: dict[str, str] = {}
+        self.changes: list[ChangeAdapter] = []
+
+    async def change(self, change: ChangeAdapter) -> None:
+        self.changes.append(change)
+        if change.path:
+            self.ids[change.name] = f"id of {change.path}"
+        else:
+            del self.ids[change.name]
+
+
 class FakeCluster:
     """Answers every spec with what `script` says; remembers the journeys."""
 
@@ -74,6 +88,7 @@ class FakeCluster:
         self.script, self.gap_s, self.cached = script, gap_s, cached
         self.max_model_len = max_model_len
         self.journeys: list[FakeJourney] = []
+        self.adapters = FakeAdapters()
         self.refusal: KvferryError | None = None
         self.is_ready = True
         self.takes = Capacity()

@@ -19,6 +19,7 @@ from waiting import until
 
 from cluster_state.memory_store import MemoryStore
 from model_files.naming import ModelName
+from protocol.adapters import AdapterName, ChangeAdapter
 from protocol.errors import KvferryError
 from protocol.lease import Load, NodeLease
 from protocol.messages import (
@@ -97,6 +98,7 @@ class FakeWorker:
     prefills: list[PrefillRequest] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     cancels: list[CancelRequest] = field(default_factory=list)
+    store: MemoryStore | None = None
 
     async def start(self) -> None:
         self._queues: dict[str, asyncio.Queue[StepFrame | None]] = {}
@@ -108,6 +110,7 @@ class FakeWorker:
             HttpRoute("/attempts/prefill", self._prefill, methods=["POST"]),
             HttpRoute("/attempts/generate", self._generate, methods=["POST"]),
             HttpRoute("/attempts/cancel", self._cancel, methods=["POST"]),
+            HttpRoute("/adapters", self._change_adapter, methods=["POST"]),
             HttpRoute("/streams/{router}", self._stream),
         ]
         self._socket = socket.socket()
@@ -224,6 +227,19 @@ class FakeWorker:
             task.cancel()
         return Response(status_code=202)
 
+    async def _change_adapter(self, request: Request) -> Response:
+        """As the node's lease tells it at once."""
+        change = unpack(await request.body())
+        assert isinstance(change, ChangeAdapter)
+        if self.refusal and change.path:
+            return _error(self.refusal)
+        others = tuple(each for each in self.lease.adapters if each.name != change.name)
+        added = (AdapterName(change.name, f"id of {change.path}"),) if change.path else ()
+        self.lease = replace(self.lease, adapters=others + added)
+        assert self.store is not None
+        await self.store.announce(self.lease)
+        return Response(status_code=202)
+
     async def _stream(self, request: Request) -> Response:
         queue: asyncio.Queue[StepFrame | None] = asyncio.Queue()
         self._queues[request.path_params["router"]] = queue
@@ -303,6 +319,7 @@ class Bench:
         for other in self.workers.values():
             other.peers = self.workers
         await worker.start()
+        worker.store = self.store
         await self.store.announce(worker.lease)
 
     async def __aenter__(self) -> Bench:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import re
 import signal
@@ -25,6 +26,8 @@ from cluster_state.redis_store import RedisStore
 from protocol.lease import NodeLease
 
 START_S = 120.0
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 MODEL = "SmolLM2-135M-Instruct"
 
 
@@ -122,6 +125,12 @@ def idle(samples: Samples) -> bool:
     return now["active"] == 0 and now["granted"] == 0
 
 
+def _end_with_parent() -> None:
+    """Between fork and exec: Linux ends the cluster when the tests end, be it by SIGKILL."""
+    if hasattr(_LIBC, "prctl"):
+        _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
 @contextmanager
 def local_cluster(*args: str) -> Iterator[LocalCluster]:
     """`kvferry serve --port 0 …`; ended with SIGTERM, and by id if that does not do."""
@@ -130,6 +139,7 @@ def local_cluster(*args: str) -> Iterator[LocalCluster]:
     data = tempfile.TemporaryDirectory(prefix="kvferry-")
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=_end_with_parent,
         env={**_environment(), "KVFERRY_DATA_DIR": data.name},
     )  # fmt: skip
     log: list[str] = []

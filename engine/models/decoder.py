@@ -59,7 +59,7 @@ class Decoder(Model):
     def forward(
         self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Wanted = always
     ) -> torch.Tensor:
-        if self._step is not None and self._step.takes(plan, kv):
+        if self._step is not None and not plan.adapted and self._step.takes(plan, kv):
             return self._step(token_ids, kv, plan)
         ops, eps = self.ops, self.config.rms_norm_eps
         layers = self.parameters.layers
@@ -68,9 +68,9 @@ class Decoder(Model):
         for index, layer in enumerate(layers):
             if not wanted():
                 raise Unwanted
-            x = self._attention(layer, x, kv[:, index], plan)
+            x = self._attention(index, x, kv[:, index], plan)
             x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = layer.down(ops.silu_mul(layer.gate_up(x)))
+            x = self._dense(index, "down", ops.silu_mul(self._dense(index, "gate_up", x, plan)), plan)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else self.parameters.norm
             x, residual = ops.add_rms_norm(x, residual, following, eps)
         return x
@@ -79,7 +79,7 @@ class Decoder(Model):
         return self.parameters.head(hidden, torch.float32)
 
     def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
-        if self._step is not None and self._step.takes(plan, kv):
+        if self._step is not None and not plan.adapted and self._step.takes(plan, kv):
             return self._step.logits(token_ids, kv, plan)
         return super().next_logits(token_ids, kv, plan)
 
@@ -89,17 +89,27 @@ class Decoder(Model):
             yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
         yield self.parameters.head
 
-    def _attention(self, layer: LayerForm, x: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        config, ops = self.config, self.ops
+    def _dense(self, index: int, name: str, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """The dense layer `name` of layer `index`, and what the adapters of the batch add to it."""
+        linear: Linear = getattr(self.parameters.layers[index], name)
+        y = linear(x)
+        for adapter, tokens in ((each.adapter, each.tokens) for each in plan.adapted):
+            if parts := adapter.layers[index].get(name):
+                self.ops.add_low_rank(y, x, tokens, parts)
+        return y
+
+    def _attention(self, index: int, x: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        config, ops, layer = self.config, self.ops, self.parameters.layers[index]
         sizes = [config.q_size, config.kv_size, config.kv_size]
-        q, k, v = (part.view(len(x), -1, config.head_dim) for part in torch.split(layer.qkv(x), sizes, dim=1))
+        qkv = self._dense(index, "qkv", x, plan)
+        q, k, v = (part.view(len(x), -1, config.head_dim) for part in torch.split(qkv, sizes, dim=1))
         if layer.q_norm is not None and layer.k_norm is not None:
             q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
         cos, sin = (self._cos, self._sin) if layer.rotated else (None, None)
         q = ops.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
         out = ops.paged_attention(q, kv_layer, plan, self._scale, layer.window)
-        return layer.o(out.flatten(1))
+        return self._dense(index, "o", out.flatten(1), plan)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from kernels.cpu.dense import PackedLinear, plain_rows, whole_panels
 from kernels.cpu.extension import extension, instruction_set
 from kernels.cpu.step import CpuStep, record
 from kernels.draw import NoiseKeys
+from kernels.low_rank import LowRank
 from kernels.noise import row_key
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
@@ -67,6 +68,9 @@ class CpuOps:
 
     def record(self, form: DecoderForm) -> CpuStep | None:
         return record(self._step_type, self._kernels, form, self._batch_invariant)
+
+    def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:
+        self._reference.add_low_rank(y, x, tokens, parts)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.dtype not in _DTYPES:

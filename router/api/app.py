@@ -18,6 +18,7 @@ from process.refusal import retry_headers
 from protocol.metrics import ROLES, RouterMetrics
 from protocol.settings import RouterSettings
 from protocol.version import VERSION
+from router.api.adapters import ADAPTER_BODIES, adapter_routes
 from router.api.answers import (
     ChatAnswer,
     CompletionAnswer,
@@ -106,7 +107,7 @@ def create_app(
     exchanges: dict[str, Generating | Reading] = {each.path: Generating(each, *shared) for each in offered}
     exchanges |= {each.path: Reading(each, *shared) for each in READINGS}
     bodies: list[type[BaseModel]] = [*(each.body for each in offered), *dict.fromkeys(each.body for each in READINGS)]
-    bodies += [CountBody, TokenizeBody, DetokenizeBody, BatchBody]
+    bodies += [CountBody, TokenizeBody, DetokenizeBody, BatchBody, *ADAPTER_BODIES]
     app = Application(bodies, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     guarded, refusals = (_guarded(), (401,)) if tenancy.keyring.guards else ({"responses": ANSWERED}, ())
     for router in (
@@ -116,6 +117,7 @@ def create_app(
         _text(pools, reader),
         files_router(batches, settings.files_mib * 2**20),
         batches_router(batches, reader),
+        adapter_routes(pools, reader, settings.allow_lora_updates),
         _about(pools),
     ):
         app.include_router(router, **guarded)
@@ -191,14 +193,14 @@ def _about(pools: Pools) -> APIRouter:
             object="model",
             created=created,
             owned_by="kvferry",
-            root=pool.text.called.own,
-            parent=None,
+            root=pool.adapter[1] or pool.text.called.own,
+            parent=pool.text.name if pool.adapter[0] else None,
             max_model_len=pool.max_model_len,
         )
 
     @router.get("/v1/models", summary="The models that are served, under all of their names")
     async def models() -> ModelList:
-        return ModelList(object="list", data=[model(pool, name) for pool in pools for name in pool.text.called.all])
+        return ModelList(object="list", data=[model(pools.pool(name), name) for name in pools.names()])
 
     @router.get(
         "/v1/models/{id:path}", summary="One of them", responses=errors(404), openapi_extra=path_parameter("id")

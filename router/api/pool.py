@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from grammars.checker import Checker
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
@@ -35,7 +35,7 @@ BadWords = tuple[tuple[int, ...], ...]
 @dataclass(frozen=True, slots=True)
 class Pool:
     """Everything behind one served model: its text side, its limits, the nodes that compute it, and the queue of those
-    that want them."""
+    that want them. With an adapter (name, id) it is computed with that."""
 
     text: TextModel
     cluster: Cluster
@@ -44,10 +44,12 @@ class Pool:
     turns: Turns = field(default_factory=Turns)
     checker: Checker | None = None
     """Tries grammars before nodes compile them; None: grammars are refused."""
+    adapter: tuple[str, str] = ("", "")
 
     @property
     def name(self) -> str:
-        return self.text.name
+        """As answers tell it."""
+        return self.adapter[0] or self.text.name
 
     @property
     def max_model_len(self) -> int:
@@ -85,7 +87,8 @@ class Pool:
         self, call: Call, request_id: str, token_ids: Sequence[int], work: Work, cache_salt: str | None
     ) -> RequestSpec:
         """Of one prompt that was checked."""
-        return RequestSpec(call, request_id, tuple(token_ids), work, namespace(call.realm, cache_salt or ""))
+        realm = namespace(call.realm, cache_salt or "")
+        return RequestSpec(call, request_id, tuple(token_ids), work, realm, adapter=self.adapter[1])
 
     def check_ids(self, token_ids: Sequence[int], field: str) -> None:
         """Raise InvalidRequest unless the model's vocabulary has all of them."""
@@ -185,10 +188,24 @@ class Pools:
         """By each model's first name: nodes of each role that could take a request now."""
         return {pool.name: pool.cluster.ready() for pool in self}
 
+    def names(self) -> list[str]:
+        """Of all models, and of their adapters behind them."""
+        return [name for pool in self for name in (*pool.text.called.all, *pool.cluster.adapters.ids)]
+
+    def serves(self, name: str) -> bool:
+        """Whether a model, not an adapter, is called so."""
+        return name in self._named
+
     def pool(self, model: str | None) -> Pool:
-        """Raises ModelNotFound."""
-        pool = self._named.get(model) if model else self.first
+        """Of a model, or of a model with an adapter, by name. Raises ModelNotFound."""
+        if not model:
+            return self.first
+        pool = self._named.get(model)
         if pool is None:
-            served = ", ".join(map(repr, self._named))
+            for each in self._pools:
+                if model in (ids := each.cluster.adapters.ids):
+                    return replace(each, adapter=(model, ids[model]))
+            adapters = [name for each in self._pools for name in each.cluster.adapters.ids]
+            served = ", ".join(map(repr, [*self._named, *adapters]))
             raise ModelNotFound(f"the model {model!r} does not exist here; this server has {served}", param="model")
         return pool

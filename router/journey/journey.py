@@ -17,7 +17,7 @@ from protocol.errors import Cancelled, DeadlineExceeded, GrantRefused, KvferryEr
 from protocol.hashing import chain, root_hash
 from protocol.lease import NodeLease
 from protocol.messages import Job, TokenDelta
-from protocol.work import Generate
+from protocol.work import Generate, Work
 from router.journey.attempt import Attempt, Event
 from router.journey.ladder import Failure, Ladder
 from router.journey.ports import Ground
@@ -81,6 +81,7 @@ class RouterJourney:
             pinned=self._ladder.pinned,
             local_only=self._ladder.local_only,
             beside=fork.node if fork and not self._sequence.tokens else None,
+            adapter=self._spec.adapter,
         )
 
     async def _outputs(self) -> AsyncIterator[Output]:
@@ -164,20 +165,18 @@ class RouterJourney:
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, rung)
 
     def _job(self, token_ids: tuple[int, ...]) -> Job:
-        work = self._spec.work
-        if self._sequence.tokens and isinstance(work, Generate):
-            work = replace(work, params=replace(work.params, prompt_logprobs=None))
         return Job(
             request_id=self._wire_id,
             attempt=self._attempts,
             token_ids=token_ids,
             prompt_len=len(self._spec.token_ids),
-            work=work,
+            work=_later(self._spec.work) if self._sequence.tokens else self._spec.work,
             router_id=self._ground.router_id,
             namespace=self._spec.namespace,
             trace=self._spec.call.trace,
             deadline_s=max(0.0, self._deadline_at - asyncio.get_running_loop().time()),
             fork_of=self._spec.fork_of.request_id if self._spec.fork_of else "",
+            adapter=self._spec.adapter,
         )
 
     def _output(self, delta: TokenDelta) -> Output:
@@ -233,12 +232,17 @@ class RouterJourney:
             self._attempt.close(cancel=cancel)
 
 
+def _later(work: Work) -> Work:
+    """Of an attempt after the first output."""
+    return replace(work, params=replace(work.params, prompt_logprobs=None)) if isinstance(work, Generate) else work
+
+
 def _hashes(spec: RequestSpec, token_ids: tuple[int, ...], lease: NodeLease) -> list[bytes]:
     """Of the prompt and what was delivered; empty where nothing can be reused: some work needs the whole prompt
     computed."""
     if spec.work.whole_prompt and len(token_ids) == len(spec.token_ids):
         return []
-    return chain(root_hash(lease.fingerprint, spec.namespace), token_ids, lease.block_size)
+    return chain(root_hash(lease.fingerprint, spec.namespace, spec.adapter), token_ids, lease.block_size)
 
 
 def _output_of(delta: TokenDelta) -> Output:

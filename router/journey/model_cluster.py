@@ -19,6 +19,7 @@ from protocol.metrics import RouterMetrics
 from router.journey.attempt import Attempt, Errands, Event
 from router.journey.journey import RouterJourney
 from router.journey.spec import ClusterInfo, RequestSpec
+from router.nodes.adapters import GroupAdapters
 from router.nodes.client import NodeClient
 from router.nodes.entry import NodeEntry
 from router.nodes.group import NodeGroup
@@ -86,6 +87,7 @@ class ModelCluster:
         self.patience_s = shared.patience_s
         self.router_id = shared.client.router_id
         self._client, self._index, self._local_tokens = shared.client, shared.index, shared.local_tokens
+        self.adapters = GroupAdapters(group, shared.nodes, shared.client)
         self._info: ClusterInfo | None = None
         self._capacity, self._capacity_until = Capacity(), 0.0
         self.nodes.listen(self._follow)
@@ -140,7 +142,7 @@ class ModelCluster:
             if entry.key[0] in held
             else entry.view
             for entry in self.group.members
-            if entry.reachable(now) or entry.key == demand.pinned
+            if (entry.reachable(now) or entry.key == demand.pinned) and _holds(entry.lease, demand.adapter)
         ]
         return place(replace(demand, local_tokens=self._local_tokens, model=self.group.name.first), views)
 
@@ -198,3 +200,7 @@ class ModelCluster:
                 block_size=leases[0].block_size,
                 fingerprint=leases[0].fingerprint,
             )
+
+
+def _holds(lease: NodeLease, adapter: str) -> bool:
+    return not adapter or any(each.id == adapter for each in lease.adapters)

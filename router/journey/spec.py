@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from placement.capacity import Capacity
 from placement.terms import NodeKey
+from protocol.adapters import ChangeAdapter
 from protocol.messages import Reuse, TokenLogprobs
 from protocol.sampling import SamplingParams
 from protocol.work import Generate, Work
@@ -25,7 +26,8 @@ class Fork:
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
     """One sequence to work on for `call`. `request_id` begins with the call's id and tells its sequences apart.
-    `fork_of`: one whose tokens these begin with; it is placed beside it while that costs least."""
+    `fork_of`: one whose tokens these begin with; it is placed beside it while that costs least. `adapter`:
+    id of the one that the model is computed with."""
 
     call: Call
     request_id: str
@@ -33,6 +35,7 @@ class RequestSpec:
     work: Work
     namespace: str = ""
     fork_of: Fork | None = None
+    adapter: str = ""
 
     @property
     def params(self) -> SamplingParams:
@@ -98,8 +101,24 @@ class ClusterInfo:
     fingerprint: str
 
 
+class Adapters(Protocol):
+    """Those that a model's nodes hold."""
+
+    @property
+    def ids(self) -> Mapping[str, str]:
+        """By name."""
+
+    async def change(self, change: ChangeAdapter) -> None:
+        """Have every node load or unload an adapter; on return it can be asked for, or not any more. Raises the error
+        of a node that refused, with all as it was; NoNodes without nodes."""
+
+
 class Cluster(Protocol):
     """The nodes of one model as the router sees them."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """Of its nodes."""
 
     def capacity(self) -> Capacity:
         """What they take at once, as of less than a second ago. Asked for at every request."""

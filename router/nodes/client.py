@@ -49,13 +49,13 @@ class NodeClient:
     async def prefill(self, node: NodeLease, request: PrefillRequest, deliver: Callable[[Any], None]) -> None:
         """Send the attempt and deliver the messages of its answer as they come; returns when the answer ends. It may
         stay silent while the request waits in the node's queue, so no silence is too long here."""
-        await self._call(node, "POST /attempts/prefill", pack(request), None, None, deliver)
+        await self.call(node, "POST /attempts/prefill", pack(request), None, None, deliver)
 
     async def generate(self, node: NodeLease, request: GenerateRequest) -> None:
-        await self._call(node, "POST /attempts/generate", pack(request), self._answer_s, None, None)
+        await self.call(node, "POST /attempts/generate", pack(request), self._answer_s, None, None)
 
     async def cancel(self, node: NodeLease, request: CancelRequest) -> None:
-        await self._call(node, "POST /attempts/cancel", pack(request), self._answer_s, None, None)
+        await self.call(node, "POST /attempts/cancel", pack(request), self._answer_s, None, None)
 
     async def stream(self, node: NodeLease, opened: Callable[[], None], deliver: Callable[[StepFrame], None]) -> None:
         """Read the node's token stream for this router: `opened` once it is accepted, `deliver` for every frame. Ends
@@ -66,10 +66,10 @@ class NodeClient:
                 raise WireError(f"a {type(frame).__name__} on a token stream")
             deliver(frame)
 
-        await self._call(node, f"GET /streams/{self.router_id}", b"", self._silence_s, opened, step)
+        await self.call(node, f"GET /streams/{self.router_id}", b"", self._silence_s, opened, step)
         raise NodeLost(f"{node.node_id} closed the token stream")
 
-    async def _call(
+    async def call(
         self, node: NodeLease, what: str, body: bytes, silence_s: float | None, opened: Told, deliver: Told
     ) -> None:
         """`what`: method and path."""

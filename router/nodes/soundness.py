@@ -7,6 +7,7 @@ from math import isfinite
 from operator import attrgetter
 from typing import Any
 
+from protocol.adapters import AdapterName
 from protocol.lease import Load, NodeLease, Rates
 
 _TEXTS = attrgetter("node_id", "http_url", "link_address", "fingerprint", "model")
@@ -24,6 +25,8 @@ def is_sound(lease: NodeLease) -> bool:
         and all(map(_is_count, _COUNTS(lease)))
         and type(lease.served_names) is tuple
         and all(type(name) is str for name in lease.served_names)
+        and type(lease.adapters) is tuple
+        and all(isinstance(each, AdapterName) and type(each.name) is type(each.id) is str for each in lease.adapters)
         and _is_count(lease.block_size)
         and lease.block_size > 0
         and isinstance(lease.load, Load)

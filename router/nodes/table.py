@@ -18,6 +18,7 @@ from typing import Protocol
 
 from model_files.naming import ModelName
 from placement.terms import NodeKey
+from protocol.adapters import AdapterName
 from protocol.errors import NodeLost
 from protocol.lease import NodeLease
 from protocol.metrics import NODE_STATES, ROLES, RouterMetrics
@@ -90,7 +91,7 @@ class NodeTable:
         return group
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Call `changed` after every poll that added, removed or changed the state of a node."""
+        """Call `changed` after every poll that added or removed a node, or changed its state or its adapters."""
         self._listeners.append(changed)
 
     def suspect(self, entry: NodeEntry) -> None:
@@ -170,8 +171,8 @@ class NodeTable:
         known = [entry.lease for entry in self.entries.values() if any(is_same(entry.lease, lease) for lease in odd)]
         return [lease for lease in leases if is_sound(lease)] + known
 
-    def _states(self) -> dict[NodeKey, str]:
-        return {key: entry.lease.state for key, entry in self.entries.items()}
+    def _states(self) -> dict[NodeKey, tuple[str, tuple[AdapterName, ...]]]:
+        return {key: (entry.lease.state, entry.lease.adapters) for key, entry in self.entries.items()}
 
     def _notice_emptiness(self, empty: bool) -> None:
         if empty and not self._empty:

@@ -208,6 +208,7 @@ def test_mistakes_are_one_line_and_status_2_before_anything_starts(tmp_path):
             ("--port", "0", "--model", str(tmp_path)): "name a model's own directory",
             ("--port", "0", "--model", "smollm2", "--model", "smollm2"): "--served-model-name",
             ("--port", "0", "--served-model-name", ","): "--served-model-name",
+            ("--port", "0", "--model", "smollm2", "--model", "x", "--lora", "a=/a"): "--lora",
         }
         for flags, remedy in cases.items():
             cluster = Cluster(tmp_path, *flags)

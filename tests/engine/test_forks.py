@@ -94,6 +94,22 @@ def test_a_fork_goes_on_from_what_its_parent_made() -> None:
         assert reuse_of(engine, f"b{step}").computed == 1
 
 
+@pytest.mark.parametrize("width", [2, 5, 20])
+def test_beams_of_a_step_leave_each_other_s_parents_in_place(width: int) -> None:
+    """What a step of beams freed is copied by the next one's, each from its own parent, whichever comes first."""
+    engine = make_engine(num_blocks=128)
+    beams = [prompt(5)]
+    engine.add(make_job("b0-0", beams[0], 1))
+    finish(engine)
+    for step in range(1, 4):
+        beams = [[*beams[(3 * i) % len(beams)], (11 * step + i) % VOCAB] for i in range(width)]
+        for i, tokens in enumerate(beams):
+            engine.add(fork(f"b{step}-{i}", tokens, f"b{step - 1}-{(3 * i) % len(beams)}", 1))
+        finish(engine)
+        assert [reuse_of(engine, f"b{step}-{i}").computed for i in range(width)] == [1] * width
+        assert [tokens_of(engine, f"b{step}-{i}") for i in range(width)] == [expected(tokens, 1) for tokens in beams]
+
+
 def test_a_request_that_is_no_fork_reuses_full_blocks_only() -> None:
     engine = make_engine()
     for name in ("a", "b"):

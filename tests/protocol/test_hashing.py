@@ -47,7 +47,8 @@ def test_hashes_are_equal_exactly_as_far_as_the_tokens_are(left: list[int], righ
 
 def test_tenant_model_and_extras_separate_equal_tokens() -> None:
     roots = {root_hash("a"), root_hash("b"), root_hash("a", "tenant"), root_hash("a", "other")}
-    assert len(roots) == 4
+    roots |= {root_hash("a", adapter="x"), root_hash("a", adapter="y"), root_hash("a", "tenant", "x")}
+    assert len(roots) == 7
     assert len({block_hash(ROOT, [1, 2]), block_hash(ROOT, [1, 2], b"x"), block_hash(ROOT, [1, 2], b"y")}) == 3
 
 

@@ -19,7 +19,7 @@ ASK = {
 
 class Person(BaseModel):
     name: Literal["Ada", "Bob"]
-    age: int
+    age: Literal[36, 63]
 
 
 def extracts(mode):

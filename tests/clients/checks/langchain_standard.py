@@ -27,11 +27,13 @@ class Params:
 
     @property
     def chat_model_params(self):
-        return {"model": MODEL, "base_url": URL, "api_key": "none", "stream_usage": True, "max_retries": 0}
+        """The penalty keeps so small a model from repeating itself to the end of its tokens within a string."""
+        given = {"model": MODEL, "base_url": URL, "api_key": "none", "stream_usage": True, "max_retries": 0}
+        return {**given, "frequency_penalty": 1.0}
 
     @property
     def standard_chat_model_params(self):
-        return {**super().standard_chat_model_params, "temperature": 0, "max_tokens": 200, "timeout": 60}
+        return {**super().standard_chat_model_params, "temperature": 0, "max_tokens": 400, "timeout": 60}
 
 
 class TestUnit(Params, ChatModelUnitTests):
@@ -40,9 +42,9 @@ class TestUnit(Params, ChatModelUnitTests):
         env = {"OPENAI_API_KEY": "key", "OPENAI_API_BASE": "https://base.test"}
         return env, {"model": MODEL}, {"openai_api_key": "key", "openai_api_base": "https://base.test"}
 
-    @pytest.mark.skip(reason="compares how the client class is written down with a stored copy: no server in it")
-    def test_serdes(self):
-        pass
+    @pytest.mark.xfail(reason="compares how the client class is written down with a stored copy: no server in it")
+    def test_serdes(self, model, snapshot):
+        super().test_serdes(model, snapshot)
 
 
 class TestIntegration(Params, ChatModelIntegrationTests):
@@ -54,7 +56,9 @@ class TestResponses(Params, ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self):
-        return {**super().chat_model_params, "use_responses_api": True}
+        given = super().chat_model_params
+        del given["frequency_penalty"]
+        return {**given, "use_responses_api": True}
 
 
 class TestEmbeddings(EmbeddingsIntegrationTests):

@@ -92,7 +92,7 @@ async def test_every_route_is_described_and_every_error_has_its_schema() -> None
         *TAKING, *READING, "/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items",
         "/v1/models", "/v1/models/{id}", "/health", "/ready", "/metrics", "/version", "/", "/tokenizer_info",
         "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}",
-        "/v1/batches/{batch_id}/cancel",
+        "/v1/batches/{batch_id}/cancel", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
     }  # fmt: skip
     for path in GENERATING:
         responses = document["paths"][path]["post"]["responses"]

@@ -1,0 +1,45 @@
+"""The adapters that an engine computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.request import Request
+from kernels.low_rank import Adapter
+from protocol.errors import AdapterNotLoaded
+
+
+class Adapters:
+    """By id. One that is dropped is refused to new attempts at once; those that are here keep it until they end, and
+    with the last of them its memory is free. Owned by the engine thread."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Adapter] = {}
+        self._leaving: set[Adapter] = set()
+
+    def put(self, adapter: Adapter) -> None:
+        """Compute with it from now on; one of its id that is here already stays."""
+        self._held.setdefault(adapter.id, adapter)
+
+    def drop(self, adapter_id: str, here: Iterable[Request]) -> None:
+        """Refuse it from now on; `here`: the engine's attempts."""
+        adapter = self._held.pop(adapter_id, None)
+        if adapter is not None:
+            self._leaving.add(adapter)
+            self.settle(here)
+
+    def find(self, adapter_id: str) -> Adapter | None:
+        """The adapter of an attempt; None for the empty id. Raises AdapterNotLoaded."""
+        if not adapter_id:
+            return None
+        if adapter_id not in self._held:
+            raise AdapterNotLoaded(f"the adapter {adapter_id} is not loaded here")
+        return self._held[adapter_id]
+
+    def settle(self, here: Iterable[Request]) -> None:
+        """Release those that were dropped and that no attempt which is `here` computes with."""
+        if self._leaving:
+            unused = self._leaving - {request.adapter for request in here}
+            self._leaving -= unused
+            for adapter in unused:
+                adapter.release()

@@ -1,0 +1,103 @@
+"""Adapters of a decoder: read from PEFT's safetensors, checked against the model, placed on its device."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.models.base import Computing
+from engine.models.config import DecoderConfig
+from engine.models.decoder import Decoder
+from kernels.low_rank import Adapter, LowRank
+from model_files.adapter import WEIGHTS, AdapterFiles
+from protocol.errors import ConfigError
+
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.default)?\.weight"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """Where a target's outputs are: in which dense layer of `LayerForm`, from which output on, and its sizes."""
+
+    layer: str
+    first: int
+    inputs: int
+    outputs: int
+
+
+def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
+    """The adapter on the model's device, in its dtype. Raises ConfigError: it does not fit the model, or the device's
+    memory does not hold it."""
+    if not isinstance(model, Decoder):
+        raise _misfit(files, "adapters need a model of our own decoder, not transformers' (--model-impl kvferry)")
+    sites = _sites(model.config)
+    layers: list[defaultdict[str, list[LowRank]]] = [defaultdict(list) for _ in range(model.config.num_layers)]
+    for (index, target), (down, up) in sorted(_pairs(files).items()):
+        if index >= len(layers):
+            raise _misfit(files, f"it adapts layer {index}, and {model.info.name} has {len(layers)}")
+        site = sites.get(target)
+        if site is None:
+            raise _misfit(files, f"its target {target} is none of {', '.join(sites)}")
+        wanted = ((files.rank, site.inputs), (site.outputs, files.rank))
+        found = (tuple(down.shape), tuple(up.shape))
+        if found != wanted:
+            raise _misfit(files, f"layer {index} {target} has shapes {found}; {model.info.name} takes {wanted}")
+        layers[index][site.layer].append(_placed(files, model, site, down, up))
+    return Adapter(files.id, tuple({name: tuple(parts) for name, parts in layer.items()} for layer in layers))
+
+
+def _sites(config: DecoderConfig) -> dict[str, _Site]:
+    hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    return {
+        "q_proj": _Site("qkv", 0, hidden, q),
+        "k_proj": _Site("qkv", q, hidden, kv),
+        "v_proj": _Site("qkv", q + kv, hidden, kv),
+        "o_proj": _Site("o", 0, q, hidden),
+        "gate_proj": _Site("gate_up", 0, hidden, inner),
+        "up_proj": _Site("gate_up", inner, hidden, inner),
+        "down_proj": _Site("down", 0, inner, hidden),
+    }
+
+
+def _pairs(files: AdapterFiles) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]:
+    """A and B by layer and target."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors: dict[str, Any] = load_file(files.path / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise _misfit(files, f"cannot read {WEIGHTS}: {error}") from error
+    found: defaultdict[tuple[int, str], dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise _misfit(files, f"it holds {name}, which is no low-rank part of an attention or MLP layer")
+        found[int(match[1]), match[2]][match[3]] = tensor
+    if not found:
+        raise _misfit(files, f"{WEIGHTS} is empty")
+    for (index, target), pair in found.items():
+        if len(pair) < 2:
+            raise _misfit(files, f"layer {index} {target} has only one of lora_A and lora_B")
+    return {key: (pair["A"], pair["B"]) for key, pair in found.items()}
+
+
+def _placed(files: AdapterFiles, model: Decoder, site: _Site, down: torch.Tensor, up: torch.Tensor) -> LowRank:
+    try:
+        return LowRank(
+            down.to(model.device, model.dtype).contiguous(),
+            (up.float() * files.scale).to(model.device, model.dtype).contiguous(),
+            site.first,
+        )
+    except torch.OutOfMemoryError as error:
+        raise _misfit(files, f"it does not fit the memory of {model.device}") from error
+
+
+def _misfit(files: AdapterFiles, reason: str) -> ConfigError:
+    return ConfigError(f"adapter {files.path}: {reason}", param="lora")

@@ -1,0 +1,85 @@
+"""Adapters on disk: a directory in PEFT's layout, checked and named by its content without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model_files.source import read_json
+from protocol.errors import ConfigError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_REFUSED = {
+    "use_dora": "DoRA is not served",
+    "rank_pattern": "ranks that differ by module are not served",
+    "alpha_pattern": "scales that differ by module are not served",
+    "modules_to_save": "whole modules cannot be exchanged, only low-rank parts added",
+    "fan_in_fan_out": "transposed weights are not served",
+    "layer_replication": "replicated layers are not served",
+    "trainable_token_indices": "trained tokens are not served",
+    "target_parameters": "targets that are no dense layers are not served",
+}
+"""Settings of a config that change what the adapter means; without them it is low-rank parts and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter that was checked as far as its config goes. id: 32 hex digits of its content. scale: what the product
+    of its matrices is multiplied by."""
+
+    path: Path
+    id: str
+    rank: int
+    scale: float
+
+
+def read_adapter(path: str, max_rank: int) -> AdapterFiles:
+    """The adapter in the directory `path`. Raises ConfigError naming what is missing, or cannot be served."""
+    folder = Path(path).expanduser()
+    weights = folder / WEIGHTS
+    for file in (folder / CONFIG, weights):
+        if not file.is_file():
+            raise _refused(folder, f"it holds no {file.name}")
+    config = read_json(folder / CONFIG)
+    _check_kind(folder, config)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise _refused(folder, f"r and lora_alpha must be a rank and a number, got {rank!r} and {alpha!r}")
+    if rank > max_rank:
+        raise _refused(folder, f"its rank is {rank} and --max-lora-rank is {max_rank}")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return AdapterFiles(folder, _content(weights, scale), rank, scale)
+
+
+def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise _refused(folder, f"its peft_type is {config.get('peft_type')!r}; LORA is served")
+    if config.get("bias", "none") != "none":
+        raise _refused(folder, f"it changes biases (bias: {config['bias']!r})")
+    for name, reason in _REFUSED.items():
+        if config.get(name):
+            raise _refused(folder, f"{reason} ({name})")
+    targets = config.get("target_modules")
+    if isinstance(targets, list) and (odd := sorted({str(name).rpartition(".")[2] for name in targets} - {*TARGETS})):
+        raise _refused(folder, f"its target {odd[0]} is none of {', '.join(TARGETS)}")
+
+
+def _content(weights: Path, scale: float) -> str:
+    """Two adapters of one id compute the same."""
+    digest = hashlib.sha256(f"lora\0{scale!r}\0".encode())
+    try:
+        with weights.open("rb") as file:
+            while part := file.read(1 << 20):
+                digest.update(part)
+    except OSError as error:
+        raise _refused(weights.parent, f"{weights.name}: {error.strerror or error}") from error
+    return digest.hexdigest()[:32]
+
+
+def _refused(folder: Path, reason: str) -> ConfigError:
+    return ConfigError(f"adapter {folder}: {reason}", param="lora")

@@ -1,0 +1,78 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's shapes: the nodes of a model are told."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from protocol.adapters import ChangeAdapter
+from protocol.errors import InvalidRequest, ModelNotFound
+from router.api.body_reader import BodyReader, parse
+from router.api.documentation import Responses, errors, takes
+from router.api.pool import Pools
+from router.api.schemas import RequestBody
+
+CHANGING: Responses = errors(400, 403, 404, 413, 429, 500, 503)
+
+
+class Forbidden(InvalidRequest):
+    status, code = 403, "forbidden"
+
+
+class Changed(BaseModel):
+    message: str
+
+
+class UnloadAdapterBody(RequestBody):
+    """POST /v1/unload_lora_adapter. `model`: whose adapter it is; without, of the model that has it."""
+
+    lora_name: str = Field(min_length=1)
+
+
+class LoadAdapterBody(UnloadAdapterBody):
+    """POST /v1/load_lora_adapter. `lora_path`: a directory in PEFT's layout, on the machines of the nodes; `model`:
+    whose nodes; without, the first model's."""
+
+    lora_path: str = Field(min_length=1)
+
+
+ADAPTER_BODIES = (LoadAdapterBody, UnloadAdapterBody)
+
+
+def adapter_routes(pools: Pools, reader: BodyReader, allowed: bool) -> APIRouter:
+    """Refused unless they are `allowed`: a client names a path that the nodes will read."""
+    router = APIRouter(responses=CHANGING)
+
+    def check() -> None:
+        if not allowed:
+            raise Forbidden("adapters are not loaded at run time here; start the router with --allow-lora-updates")
+
+    @router.post(
+        "/v1/load_lora_adapter",
+        summary="Have the nodes of a model load an adapter",
+        openapi_extra=takes(LoadAdapterBody),
+    )
+    async def load(request: Request) -> Changed:
+        check()
+        body = parse(LoadAdapterBody, await reader.read(request))
+        if pools.serves(body.lora_name):
+            raise InvalidRequest(f"{body.lora_name!r} is the name of a model", param="lora_name")
+        await pools.pool(body.model).cluster.adapters.change(ChangeAdapter(body.lora_name, body.lora_path))
+        return Changed(message=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @router.post(
+        "/v1/unload_lora_adapter",
+        summary="Have the nodes of a model unload an adapter",
+        openapi_extra=takes(UnloadAdapterBody),
+    )
+    async def unload(request: Request) -> Changed:
+        check()
+        body = parse(UnloadAdapterBody, await reader.read(request))
+        holders = (pool for pool in pools if body.lora_name in pool.cluster.adapters.ids)
+        pool = pools.pool(body.model) if body.model else next(holders, pools.first)
+        if body.lora_name not in pool.cluster.adapters.ids:
+            raise ModelNotFound(f"{pool.text.name!r} has no adapter {body.lora_name!r}", param="lora_name")
+        await pool.cluster.adapters.change(ChangeAdapter(body.lora_name))
+        return Changed(message=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    return router

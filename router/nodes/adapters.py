@@ -1,0 +1,57 @@
+"""The adapters that a model's nodes hold, and how they come to hold others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+from placement.refusals import no_nodes
+from protocol.adapters import ChangeAdapter
+from protocol.lease import NodeLease
+from protocol.wire import pack
+from router.nodes.client import NodeClient
+from router.nodes.group import NodeGroup
+from router.nodes.table import NodeTable
+
+log = logging.getLogger(__name__)
+
+READING_S = 120.0
+"""What reading an adapter from a disk may take a node."""
+
+
+class GroupAdapters:
+    """Of one group of the table. `ids`: by name the id of the adapter that most members hold by it; without members,
+    what was so last."""
+
+    def __init__(self, group: NodeGroup, nodes: NodeTable, client: NodeClient) -> None:
+        self.ids: Mapping[str, str] = {}
+        self._group, self._nodes, self._client = group, nodes, client
+        nodes.listen(self._follow)
+
+    async def change(self, change: ChangeAdapter) -> None:
+        """Have every node load or unload an adapter; on return it can be asked for, or not any more. Raises what a
+        node refused it with: then those that loaded it now have unloaded it again. Raises NoNodes without nodes."""
+        nodes = [entry.lease for entry in self._group.members if entry.lease.state == "ready"]
+        if not nodes:
+            raise no_nodes(self._group.name.first)
+        held = {node.node_id for node in nodes if any(each.name == change.name for each in node.adapters)}
+        answers = await asyncio.gather(*(self._tell(node, change) for node in nodes), return_exceptions=True)
+        refusals = {node.node_id: error for node, error in zip(nodes, answers, strict=True) if error is not None}
+        if refusals and change.path:
+            fresh = [node for node in nodes if node.node_id not in refusals.keys() | held]
+            undo = ChangeAdapter(change.name)
+            await asyncio.gather(*(self._tell(node, undo) for node in fresh), return_exceptions=True)
+        await self._nodes.refresh()
+        for node_id, error in refusals.items():
+            log.warning("%s did not change the adapter %s: %s", node_id, change.name, error)
+            raise error
+
+    async def _tell(self, node: NodeLease, change: ChangeAdapter) -> None:
+        await self._client.call(node, "POST /adapters", pack(change), READING_S, None, None)
+
+    def _follow(self) -> None:
+        if leases := [entry.lease for entry in self._group.members]:
+            held = Counter(adapter for lease in leases for adapter in lease.adapters)
+            self.ids = {adapter.name: adapter.id for adapter, _ in reversed(held.most_common())}
