@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from protocol.errors import InvalidRequest
 from router.api.body_reader import build
 from router.api.fields import Prompt
 from router.api.schemas import ChatBody
+from router.api.structured import Asked
+from router.text.parsers.stage import Reading
 from router.text.text_model import TextModel
 
 
@@ -36,6 +38,19 @@ class TranslatedChat(ChatBody):
             return super().prompts(text)
         except InvalidRequest as error:
             raise renamed(error, self.names) from error
+
+    def reading(self, text: TextModel) -> Reading:
+        try:
+            return super().reading(text)
+        except InvalidRequest as error:
+            raise renamed(error, self.names) from error
+
+    def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
+        try:
+            found = super().grammar(text, prompt)
+        except InvalidRequest as error:
+            raise renamed(error, self.names) from error
+        return found and (self.names.get(found[0], found[0]), found[1])
 
     def output_bound(self) -> tuple[str, int | None]:
         return self.bound_field, self.max_completion_tokens
