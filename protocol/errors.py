@@ -30,6 +30,9 @@ from __future__ import annotations
 
 from typing import Any
 
+LONGEST = 2000
+"""Characters of a message: it may quote what a client sent, however long that was."""
+
 
 class KvferryError(Exception):
     """Base of the tree. `status` is the HTTP status, `code` the stable name on the wire, `retryable` whether a request
@@ -42,6 +45,8 @@ class KvferryError(Exception):
     retryable = True
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None):
+        if len(message) > LONGEST:
+            message = message[: LONGEST - 1] + "…"
         super().__init__(message)
         self.message = message
         self.param = param

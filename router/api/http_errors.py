@@ -37,14 +37,20 @@ def error_response(error: KvferryError, path: str) -> Response:
     return Response(dump(shown(error, path)), error.status, headers, "application/json")
 
 
+def _local(request: Request) -> str:
+    """The path below the root that a proxy shows."""
+    root: str = request.scope.get("root_path", "")
+    return request.url.path.removeprefix(root)
+
+
 async def _own(request: Request, error: Exception) -> Response:
     assert isinstance(error, KvferryError)
-    return error_response(error, request.url.path)
+    return error_response(error, _local(request))
 
 
 async def _framework(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = error_response(_translated(error, request), request.url.path)
+    response = error_response(_translated(error, request), _local(request))
     response.headers.update(error.headers or {})
     return response
 
@@ -53,7 +59,7 @@ async def _unexpected(request: Request, error: Exception) -> Response:
     call = request.scope[CALL].id
     logger.error("%s: %s %s failed", call, request.method, request.url.path, exc_info=error)
     failed = KvferryError("internal error of the router; its log has the details")
-    return error_response(failed, request.url.path)
+    return error_response(failed, _local(request))
 
 
 HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import re
+import shutil
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
@@ -96,9 +98,16 @@ class BatchFolder:
         return batch
 
     def all(self) -> list[Batch]:
-        """Newest first."""
-        batches = [self.get(path.parent.name) for path in self.root.glob("batch_*/batch.json")]
+        """Newest first, of those that can be read."""
+        batches = []
+        for path in self.root.glob("batch_*/batch.json"):
+            with contextlib.suppress(NotFound):
+                batches.append(self.get(path.parent.name))
         return sorted(batches, key=lambda batch: (batch.created_at, batch.id), reverse=True)
+
+    def forget(self, batch_id: str) -> None:
+        """One that has ended; the files that it read and wrote stay."""
+        shutil.rmtree(self.folder(batch_id), ignore_errors=True)
 
     def cancel(self, batch_id: str) -> None:
         """Ask whoever runs it, in whatever process, to cancel it."""

@@ -18,6 +18,8 @@ from router.batch.runner import Runner
 
 MOST = 64
 """Batches of one tenant that have not ended."""
+MOST_ENDED = 1000
+"""Of one tenant are told of; the oldest are forgotten."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ class Batches:
         batch = Batch.new(endpoint, file_id, tenant, metadata)
         try:
             await asyncio.to_thread(folder.create, batch)
+            for old in [batch for batch in known if batch.status in ENDED][MOST_ENDED:]:
+                await asyncio.to_thread(folder.forget, old.id)
         except OSError as error:
             raise DiskFailed(f"the batch cannot be kept: {reason(error)}") from error
         self._start(batch, folder)

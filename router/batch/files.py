@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,7 +19,11 @@ from typing import BinaryIO
 from protocol.errors import InvalidRequest, KvferryError, NotFound, RequestTooLarge, reason
 
 PURPOSES = ("batch", "batch_output")
+MOST = 10_000
+"""Files of one tenant, whatever their size."""
 _ID = re.compile(r"file-[0-9a-f]{32}")
+_counting = threading.Lock()
+"""Held while room is counted and taken: two files that arrive together may not have the same."""
 
 
 class DiskFailed(KvferryError):
@@ -54,21 +59,16 @@ class FileStore:
         file_id = f"file-{uuid.uuid4().hex}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            room = self._limit - sum(file.bytes for file in self.all())
             partly = self.folder / f"{file_id}.part"
             try:
                 with partly.open("wb") as out:
                     shutil.copyfileobj(content, out, 2**20)
-                size = partly.stat().st_size
-                if size > room:
-                    raise RequestTooLarge(
-                        f"file: its {size} bytes do not fit into the {max(room, 0)} that are left of {self._limit}; "
-                        "delete files that are not needed",
-                        param="file",
-                    )
-                stored = StoredFile(file_id, size, int(time.time()), filename[:255], purpose)
-                partly.rename(self._content(file_id))
-                write_whole(self._description(file_id), json.dumps(asdict(stored)))
+                with _counting:
+                    size = partly.stat().st_size
+                    self._check_room(size)
+                    stored = StoredFile(file_id, size, int(time.time()), filename[:255], purpose)
+                    partly.rename(self._content(file_id))
+                    write_whole(self._description(file_id), json.dumps(asdict(stored)))
                 return stored
             finally:
                 partly.unlink(missing_ok=True)
@@ -96,6 +96,21 @@ class FileStore:
         self.get(file_id)
         self._description(file_id).unlink(missing_ok=True)
         self._content(file_id).unlink(missing_ok=True)
+
+    def _check_room(self, size: int) -> None:
+        known = self.all()
+        room = self._limit - sum(file.bytes for file in known)
+        if size > room:
+            raise RequestTooLarge(
+                f"file: its {size} bytes do not fit into the {max(room, 0)} that are left of {self._limit}; "
+                "delete files that are not needed",
+                param="file",
+            )
+        if len(known) >= MOST:
+            raise RequestTooLarge(
+                f"file: {len(known)} files are kept, and no more than {MOST} may be; delete files that are not needed",
+                param="file",
+            )
 
     def _content(self, file_id: str) -> Path:
         return self.folder / f"{file_id}.data"

@@ -6,10 +6,13 @@ import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 MAX_ROWS = 50_000
+LONGEST_ROW = 16 * 2**20
+"""Bytes of one line: reading it holds the interpreter's lock, and so the event loop, for a moment."""
 MAX_ERRORS = 100
 """As many wrong lines are told of."""
 
@@ -36,10 +39,13 @@ class Wrong:
 
 
 def read_rows(path: Path, endpoint: str) -> Iterator[Row | Wrong]:
-    """Every line of the file that is not blank. Blocks."""
+    """Every line of the file that is not blank, up to the first that is too long. Blocks."""
     seen: set[str] = set()
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(partial(lines.readline, LONGEST_ROW + 1), b""), start=1):
+            if len(line) > LONGEST_ROW:
+                yield Wrong(number, f"the line is longer than {LONGEST_ROW} bytes", code="line_too_long")
+                return
             if not line.strip():
                 continue
             row = _row(number, line, endpoint)
@@ -56,6 +62,8 @@ def read_rows(path: Path, endpoint: str) -> Iterator[Row | Wrong]:
 def _row(number: int, line: bytes, endpoint: str) -> Row | Wrong:
     try:
         value = json.loads(line)
+    except RecursionError:
+        return Wrong(number, "the line nests too deep", code="invalid_json_line")
     except ValueError as error:
         return Wrong(number, f"the line is not valid JSON: {error}", code="invalid_json_line")
     if not isinstance(value, dict):

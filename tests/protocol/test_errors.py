@@ -77,3 +77,10 @@ def test_an_unknown_code_keeps_its_message() -> None:
     error = from_body({"error": {"code": "from_the_future", "message": "hello"}})
     assert type(error) is KvferryError
     assert error.message == "hello"
+
+
+def test_a_message_that_quotes_a_client_is_cut() -> None:
+    message = InvalidRequest("no role " + "x" * 100_000).body()["error"]["message"]
+    assert message.startswith("no role xxx")
+    assert message.endswith("…")
+    assert len(message) == 2000

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
 from pydantic import BaseModel
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.types import Message
 
-from protocol.errors import InvalidRequest, Overloaded, RequestTooLarge
+from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestTooLarge
 from router.api.batches.pages import page
 from router.api.documentation import errors, path_parameter, query_parameters
 from router.batch.batches import Batches
 from router.batch.files import PURPOSES, FileStore, StoredFile, check_purpose
-from router.call import CALL
+from router.call import CALL, Call
 
 UPLOADS = 8
 """As many files may be arriving at the same time."""
@@ -63,14 +64,15 @@ class Uploads:
         self._arriving = 0
 
     async def take(self, request: Request, files: FileStore) -> StoredFile:
-        """Raises InvalidRequest, RequestTooLarge, Overloaded, DiskFailed."""
+        """Raises InvalidRequest, RequestTooLarge, Overloaded, DiskFailed; DeadlineExceeded if it does not come."""
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise InvalidRequest("the request body must be a multipart form with file and purpose")
         if self._arriving >= UPLOADS:
             raise Overloaded(f"{UPLOADS} files are arriving already", retry_after=5.0)
         self._arriving += 1
         try:
-            async with self._bounded(request).form(max_files=1, max_fields=16) as form:
+            form = await self._form(request)
+            try:
                 file, purpose = form.get("file"), form.get("purpose")
                 if not isinstance(file, UploadFile):
                     raise InvalidRequest("file must be a file", param="file")
@@ -78,8 +80,18 @@ class Uploads:
                     raise InvalidRequest("purpose must be given", param="purpose")
                 check_purpose(purpose)
                 return await asyncio.to_thread(files.add, file.file, file.filename or "file", purpose)
+            finally:
+                await form.close()
         finally:
             self._arriving -= 1
+
+    async def _form(self, request: Request) -> FormData:
+        call: Call = request.scope[CALL]
+        try:
+            async with asyncio.timeout(call.deadline - time.monotonic()):
+                return await self._bounded(request).form(max_files=1, max_fields=16)
+        except TimeoutError:
+            raise DeadlineExceeded("the file has not arrived before the request's deadline", param="file") from None
 
     def _bounded(self, request: Request) -> Request:
         """The request, which fails as soon as more than the longest body has arrived."""
@@ -111,7 +123,7 @@ def files_router(batches: Batches, longest: int) -> APIRouter:
     one: dict[str, Any] = {"responses": errors(404), "openapi_extra": path_parameter("file_id")}
 
     @router.post(
-        "/v1/files", summary="Keep a file", response_model=FileAnswer, responses=errors(400, 413, 429, 500),
+        "/v1/files", summary="Keep a file", response_model=FileAnswer, responses=errors(400, 413, 429, 500, 504),
         openapi_extra=_TAKES,
     )  # fmt: skip
     async def keep(request: Request) -> dict[str, Any]:

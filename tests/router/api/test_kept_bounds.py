@@ -1,0 +1,106 @@
+"""What clients keep on disk has bounds, and what they keep waiting has deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_parts import Api, FakeCluster, error_of, says
+
+from router.batch.batch import Batch, BatchFolder
+from router.batch.files import FileStore, StoredFile
+from router.batch.rows import Row, Wrong, read_rows
+
+CHAT = "/v1/chat/completions"
+FILE = {"file": ("in.jsonl", b"no json")}
+
+
+def api(tmp_path: Path, **settings: Any) -> Api:
+    return Api(FakeCluster(says("Yes.")), data_dir=str(tmp_path), **settings)
+
+
+def kept(folder: Path, pattern: str) -> list[Path]:
+    return list(folder.rglob(pattern))
+
+
+async def ended(at: Api, batch_id: str) -> dict[str, Any]:
+    async with asyncio.timeout(20):
+        while True:
+            batch = (await at.http.get(f"/v1/batches/{batch_id}")).json()
+            if batch["status"] in ("completed", "failed", "cancelled", "expired"):
+                return dict(batch)
+            await asyncio.sleep(0.01)
+
+
+async def test_files_have_a_number_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty ones would else be free."""
+    monkeypatch.setattr("router.batch.files.MOST", 2)
+    at = api(tmp_path)
+    answers = [await at.http.post("/v1/files", files=FILE, data={"purpose": "batch"}) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 413]
+    assert "no more than 2" in error_of(answers[2])["message"]
+
+
+async def test_two_that_arrive_together_do_not_share_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = FileStore.all
+
+    def slowly(store: FileStore) -> list[StoredFile]:
+        found = counted(store)
+        time.sleep(0.1)
+        return found
+
+    monkeypatch.setattr(FileStore, "all", slowly)
+    at = api(tmp_path, files_mib=1)
+    big = {"file": ("in.jsonl", b"x" * 700_000)}
+    answers = await asyncio.gather(*(at.http.post("/v1/files", files=big, data={"purpose": "batch"}) for _ in range(2)))
+    assert sorted(answer.status_code for answer in answers) == [200, 413]
+
+
+async def test_an_upload_that_does_not_come_gives_up_its_place(tmp_path: Path) -> None:
+    at = api(tmp_path, request_timeout=0.3)
+
+    async def never() -> AsyncIterator[bytes]:
+        yield b"--b\r\n"
+        await asyncio.sleep(60)
+
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    answer = await asyncio.wait_for(at.http.post("/v1/files", content=never(), headers=headers), 5)
+    assert (answer.status_code, error_of(answer)["code"]) == (504, "deadline_exceeded")
+
+
+async def test_the_oldest_batches_that_ended_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.batch.batches.MOST_ENDED", 2)
+    at = api(tmp_path)
+    uploaded = await at.http.post("/v1/files", files=FILE, data={"purpose": "batch"})
+    body = {"input_file_id": uploaded.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
+    for _ in range(6):
+        begun = (await at.http.post("/v1/batches", json=body)).json()
+        assert (await ended(at, begun["id"]))["status"] == "failed"
+    assert len((await at.http.get("/v1/batches")).json()["data"]) == 3
+    assert len(kept(tmp_path, "batch_*")) == 3
+
+
+def test_a_batch_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    folder = BatchFolder(tmp_path)
+    good, bad = (Batch.new(CHAT, "file-x", "", None) for _ in range(2))
+    folder.create(good)
+    folder.create(bad)
+    (folder.folder(bad.id) / "batch.json").write_text("{}")
+    assert folder.all() == [good]
+
+
+def test_lines_without_end_and_without_bottom_are_at_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.batch.rows.LONGEST_ROW", 300_000)
+    row = b'{"custom_id": "a", "method": "POST", "url": "%s", "body": {}}' % CHAT.encode()
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"[" * 200_000 + b"\n" + row + b"\n" + b"x" * 400_000 + b"\n" + row)
+    deep, good, long = read_rows(path, CHAT)
+    assert isinstance(deep, Wrong)
+    assert (deep.line, deep.code) == (1, "invalid_json_line")
+    assert isinstance(good, Row)
+    assert isinstance(long, Wrong)
+    assert (long.line, long.code) == (3, "line_too_long")
