@@ -63,7 +63,7 @@ class Checker:
 
     async def check(self, grammar: Grammar, param: str) -> None:
         """Raises InvalidRequest on the field `param` that says what is wrong, naming the limit; Overloaded when too
-        many are being tried."""
+        many are being tried, and when those that ran away ended its trial."""
         key = hashlib.sha256(repr(astuple(grammar)).encode(errors="surrogatepass")).hexdigest()
         if key in self._known:
             self._known.move_to_end(key)
@@ -99,8 +99,10 @@ class Checker:
             while not asked.verdict.done():
                 asked.tries += 1
                 wrong = await self._verdict(asked)
-                if wrong is _DIED and asked.tries < _TRIES:
+                if wrong in (_DIED, _ENDED) and asked.tries < _TRIES:
                     continue
+                if wrong is _ENDED:
+                    raise Overloaded("grammars that ran away ended the trial of this one", retry_after=1)
                 asked.verdict.set_result(wrong)
                 if wrong is not _LATE:
                     self._known[key] = wrong
@@ -177,7 +179,7 @@ class Checker:
             self._end(child)
             for asked in child.asked.values():
                 if not asked.verdict.done():
-                    asked.verdict.set_result(_DIED)
+                    asked.verdict.set_result(_ENDED if child.runaways >= RUNAWAYS else _DIED)
         await child.process.wait()
 
     def _end(self, child: _Child) -> None:
@@ -188,4 +190,5 @@ class Checker:
 
 
 _DIED = "the grammar ended the process that compiles it"
+_ENDED = "others' trials ran away, so that the process was ended"
 _LATE = f"the grammar was not ready within {CHECK_S:.0f} s, which is the limit"

@@ -29,3 +29,7 @@ class Call:
     realm: str = ""
     priority: int = 0
     trace: str = ""
+
+    def names(self, prompts: int) -> list[str]:
+        """Of the requests that it makes of so many prompts."""
+        return [self.id] if prompts == 1 else [f"{self.id}-p{number}" for number in range(prompts)]

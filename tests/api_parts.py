@@ -214,6 +214,18 @@ def events(response: httpx.Response) -> list[Any]:
     return [data if data == "[DONE]" else json.loads(data) for data in datas]
 
 
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """Events of a stream, each under its type's name."""
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    found = []
+    for part in response.text.removesuffix("\n\n").split("\n\n"):
+        name, data = part.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        found.append(event)
+    return found
+
+
 def error_of(response: httpx.Response) -> dict[str, Any]:
     """The error object, checked for its shape."""
     error = response.json()["error"]

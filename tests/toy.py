@@ -10,6 +10,7 @@ import torch
 
 from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineConfig
+from engine.events import Generated
 from engine.ledger import Ledger
 from engine.masks import Masks
 from engine.models.base import Model, ModelInfo, Unwanted, Wanted, always
@@ -116,3 +117,15 @@ def expected(token_ids: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(toy_next(tokens))
     return tokens[len(token_ids) :]
+
+
+def tokens_of(engine: Engine, name: str) -> list[int]:
+    """What a request has generated."""
+    return [t for e in engine.events if isinstance(e, Generated) and e.key[0] == name for t in e.delta.token_ids]
+
+
+def finish(engine: Engine) -> None:
+    """Step until nothing is left to do, and check the books."""
+    while engine.has_work():
+        assert engine.step(), "the engine is stuck"
+    engine.check_integrity()

@@ -7,10 +7,10 @@ from pydantic import BaseModel, Field
 
 from protocol.adapters import ChangeAdapter
 from protocol.errors import InvalidRequest, ModelNotFound
-from router.api.body_reader import BodyReader, parse
+from router.api.bodies.generating import RequestBody
+from router.api.bodies.reader import BodyReader, parse
 from router.api.documentation import Responses, errors, takes
 from router.api.pool import Pools
-from router.api.schemas import RequestBody
 
 CHANGING: Responses = errors(400, 403, 404, 413, 429, 500, 503)
 

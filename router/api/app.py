@@ -31,14 +31,12 @@ from router.api.answers import (
     Tokens,
     Version,
 )
-from router.api.batches import BatchBody, batches_router
-from router.api.body_reader import BodyReader
-from router.api.chat import ChatShape
-from router.api.chunks import chunks
-from router.api.completions import CompletionShape
+from router.api.batches.batches import BatchBody, batches_router
+from router.api.batches.files import files_router
+from router.api.bodies.generating import ChatBody, CompletionBody
+from router.api.bodies.reader import BodyReader
 from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
-from router.api.door import Admission, Door, Exchange, Generating
-from router.api.files import files_router
+from router.api.door import Admission, Door, Generating
 from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
 from router.api.messages.answer import MessageAnswer
@@ -49,14 +47,16 @@ from router.api.messages.errors import PLACE
 from router.api.messages.routes import counting
 from router.api.origins import across_origins
 from router.api.pool import Pool, Pools
-from router.api.reading import READINGS, Reading
+from router.api.readings.endpoints import READINGS, Reading
 from router.api.responses.answer import ResponseAnswer
 from router.api.responses.answers import ResponseObject
 from router.api.responses.background import Background
 from router.api.responses.body import ResponsesBody
 from router.api.responses.kept import Responses
 from router.api.responses.routes import kept_responses
-from router.api.schemas import ChatBody, CompletionBody
+from router.api.shapes.chat import ChatShape
+from router.api.shapes.chunks import chunks
+from router.api.shapes.completions import CompletionShape
 from router.api.tokenization import DetokenizeBody, TokenizeBody, describe, detokenize, tokenize
 from router.batch.batches import Batches
 from router.page.page import chat_page
@@ -149,7 +149,7 @@ def _working(exchanges: Mapping[str, Generating | Reading], refusals: Sequence[i
 class _Exchanged(Response):
     """Answers by an exchange, which reads and writes for itself."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: ASGIApp) -> None:
         super().__init__()
         self._exchange = exchange
 
@@ -157,7 +157,7 @@ class _Exchanged(Response):
         await self._exchange(scope, receive, send)
 
 
-def _exchanged(exchange: Exchange) -> Callable[[], Awaitable[Response]]:
+def _exchanged(exchange: ASGIApp) -> Callable[[], Awaitable[Response]]:
     async def generate() -> Response:
         return _Exchanged(exchange)
 

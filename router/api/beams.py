@@ -17,9 +17,9 @@ from protocol.errors import KvferryError
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 from protocol.work import Generate
+from router.api.bodies.generating import GenerationBody
 from router.api.generation import Choice, Generation
 from router.api.pool import Pool
-from router.api.schemas import GenerationBody
 from router.journey.beam_search import Beam, BeamSearch
 from router.journey.spec import Fork, Output, RequestSpec
 from router.tenants.turns import Size

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import aclosing
+from typing import Generic, Protocol, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -23,13 +24,13 @@ from protocol.errors import KvferryError, Overloaded, Unauthorized
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.beams import BeamGeneration
-from router.api.body_reader import BodyReader, parse
+from router.api.bodies.generating import GenerationBody
+from router.api.bodies.reader import BodyReader, parse
 from router.api.fold import Answer, Endpoint
 from router.api.generation import Generation
 from router.api.http_errors import error_response
 from router.api.pool import Pools
 from router.api.responder import Finishing, Responder
-from router.api.schemas import GenerationBody
 from router.api.visit import Visit
 from router.call import CALL, Call
 from router.tenants.tenancy import Tenancy
@@ -143,20 +144,31 @@ class Admission:
         self.count -= 1
 
 
-class Exchange:
+class Placed(Protocol):
+    """What an endpoint of any kind tells an exchange."""
+
+    @property
+    def path(self) -> str: ...
+
+
+Described = TypeVar("Described", bound=Placed)
+
+
+class Exchange(Generic[Described]):
     """ASGI application of an endpoint whose work the nodes do. It sees the client leave at any point, and cancels all
     journeys then. Headers wait for the first output: errors before it have a status."""
 
     def __init__(
         self,
-        path: str,
+        endpoint: Described,
         pools: Pools,
         admission: Admission,
         reader: BodyReader,
         tenancy: Tenancy,
         metrics: RouterMetrics,
     ) -> None:
-        self._path = path
+        self.endpoint = endpoint
+        self._path = endpoint.path
         self._pools = pools
         self._admission = admission
         self._reader = reader
@@ -196,30 +208,18 @@ class Exchange:
         raise NotImplementedError
 
 
-class Generating(Exchange):
+class Generating(Exchange[Endpoint]):
     """Of an endpoint that generates."""
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        pools: Pools,
-        admission: Admission,
-        reader: BodyReader,
-        tenancy: Tenancy,
-        metrics: RouterMetrics,
-    ) -> None:
-        super().__init__(endpoint.path, pools, admission, reader, tenancy, metrics)
-        self.endpoint = endpoint
 
     async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Answer:
         body, size = await self._asked(visit.call, data)
         pool = self._pools.pool(body.model)
-        reading = body.reading(pool.text)
+        parsing = body.parsing(pool.text)
         specs = await pool.specs(visit.prefer(body.priority), body, size)
         if body.use_beam_search:
             generation: Generation = BeamGeneration(pool, specs, body)
         else:
-            generation = Generation(pool, specs, body.text_options(), reading, n=body.sequences())
+            generation = Generation(pool, specs, body.text_options(), parsing, n=body.sequences())
         if self.endpoint.later is not None:
             promise = await self.endpoint.later(visit, pool, body, generation)
             if promise is not None:

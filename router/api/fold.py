@@ -10,12 +10,12 @@ from pydantic import BaseModel
 
 from protocol.errors import KvferryError
 from router.api.answers import ErrorAnswer
+from router.api.bodies.generating import RequestBody
+from router.api.bodies.translated import TranslatedChat
 from router.api.generation import Choice, Generation
 from router.api.pool import Pool, Pools
 from router.api.responder import Responder
-from router.api.schemas import RequestBody
 from router.api.sse import event
-from router.api.translated import TranslatedChat
 from router.api.visit import Visit
 from router.call import Call
 from router.text.transcript import Piece

@@ -22,7 +22,7 @@ from router.api.visit import Used
 from router.journey.spec import Journey, RequestSpec, Route
 from router.tenants.turns import Size
 from router.text.parsers.families import shown_ids
-from router.text.parsers.stage import PLAIN, Reading, Stage
+from router.text.parsers.stage import PLAIN, Parsing, Stage
 from router.text.transcript import Piece, TextOptions, Transcript
 
 _SEEDS = 2**64
@@ -54,16 +54,16 @@ class Generation:
         pool: Pool,
         prompts: Sequence[RequestSpec],
         options: TextOptions,
-        reading: Reading = PLAIN,
+        parsing: Parsing = PLAIN,
         *,
         n: int = 1,
     ) -> None:
         self._pool = pool
         self._metrics = pool.metrics
         self._options = options
-        if reading is not PLAIN:
+        if parsing is not PLAIN:
             self._options = replace(options, shown_ids=shown_ids(pool.text.tokenizer, options))
-        self._reading = reading
+        self._parsing = parsing
         self._started = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self.prompts = tuple(prompts)
@@ -131,7 +131,7 @@ class Generation:
             "total_tokens": used.prompt + used.output,
             "prompt_tokens_details": {"cached_tokens": used.cached},
         }
-        if self._reading.thinking is not None:
+        if self._parsing.thinking is not None:
             thought = sum(choice.transcript.reasoning_tokens or 0 for choice in self.choices if choice.transcript)
             usage["completion_tokens_details"] = {"reasoning_tokens": thought}
         return usage
@@ -176,9 +176,9 @@ class Generation:
         assert isinstance(spec.work, Generate)
         tokenizer = self._pool.text.tokenizer
         transcript = Transcript(tokenizer, spec.token_ids, spec.work.params, self._options)
-        if self._reading is PLAIN:
+        if self._parsing is PLAIN:
             return transcript
-        return Stage(transcript, self._reading, opened=self._reading.opened(tokenizer, spec.token_ids))
+        return Stage(transcript, self._parsing, opened=self._parsing.opened(tokenizer, spec.token_ids))
 
     async def _cancel(self, choice: Choice) -> None:
         if choice.journey is not None and not choice.ended:

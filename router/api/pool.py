@@ -13,7 +13,7 @@ from protocol.metrics import ModelMetrics, RouterMetrics
 from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings
 from protocol.work import Generate, Grammar, Work
-from router.api.schemas import GenerationBody
+from router.api.bodies.generating import GenerationBody
 from router.call import Call
 from router.journey.spec import Cluster, RequestSpec
 from router.tenants.tenancy import Tenancy
@@ -71,10 +71,9 @@ class Pool:
             encoded = iter(await self.encoder.encode(texts, bound, add_special_tokens=body.marks_texts()))
         else:
             encoded = iter([self.text.encode(text, add_special_tokens=body.marks_texts()) for text in texts])
-        names = [call.id] if len(prompts) == 1 else [f"{call.id}-p{number}" for number in range(len(prompts))]
         bad_words = bad_word_ids(body.bad_words, self.text) if body.bad_words else ()
         specs: list[RequestSpec] = []
-        for name, prompt in zip(names, prompts, strict=True):
+        for name, prompt in zip(call.names(len(prompts)), prompts, strict=True):
             ids = next(encoded) if isinstance(prompt, str) else prompt
             if not specs:
                 grammar = await self._grammar(body, ids)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from protocol.errors import InvalidRequest
-from router.api.body_reader import parse
-from router.api.fields import Messages, TokenIds
+from router.api.bodies.fields import Messages, TokenIds
+from router.api.bodies.generating import ChatPrompt, RequestBody
+from router.api.bodies.reader import parse
 from router.api.pool import Pools
-from router.api.schemas import ChatPrompt, RequestBody
 from router.text.encoding import Bound
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import VOCAB, expected, make_engine, make_job
+from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
 from engine.engine import Engine
 from engine.events import Failed, Generated, Reserved, Stepped
@@ -29,10 +29,6 @@ def fork(name: str, tokens: list[int], of: str, max_tokens: int = 6, **params: o
     return replace(make_job(name, tokens, max_tokens, **params), fork_of=of)
 
 
-def tokens_of(engine: Engine, name: str) -> list[int]:
-    return [t for e in engine.events if isinstance(e, Generated) and e.key[0] == name for t in e.delta.token_ids]
-
-
 def reuse_of(engine: Engine, name: str) -> Reuse:
     (reuse,) = [e.delta.reuse for e in engine.events if isinstance(e, Generated) and e.key[0] == name and e.delta.reuse]
     assert reuse.balanced
@@ -41,12 +37,6 @@ def reuse_of(engine: Engine, name: str) -> Reuse:
 
 def computed(engine: Engine) -> int:
     return sum(e.prefill_tokens for e in engine.events if isinstance(e, Stepped))
-
-
-def finish(engine: Engine) -> None:
-    while engine.has_work():
-        assert engine.step(), "the engine is stuck"
-    engine.check_integrity()
 
 
 @pytest.mark.parametrize("length", LENGTHS)

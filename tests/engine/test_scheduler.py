@@ -6,25 +6,14 @@ import random
 
 import pytest
 import torch
-from toy import VOCAB, expected, make_engine, make_job
+from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
-from engine.engine import Engine
 from engine.events import Admitted, Failed, Generated, Reserved
 from protocol.messages import TokenDelta
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=length)
-
-
-def tokens_of(engine: Engine, name: str) -> list[int]:
-    return [t for e in engine.events if isinstance(e, Generated) and e.key[0] == name for t in e.delta.token_ids]
-
-
-def finish(engine: Engine) -> None:
-    while engine.has_work():
-        assert engine.step(), "the engine is stuck"
-    engine.check_integrity()
 
 
 def test_prompts_that_arrive_together_share_their_prefix() -> None:

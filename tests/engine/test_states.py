@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from toy import expected, make_engine, make_job
+from toy import expected, finish, make_engine, make_job, tokens_of
 
 from engine.engine import Engine
-from engine.events import Failed, Generated, ReservationFailed, Reserved
+from engine.events import Failed, ReservationFailed, Reserved
 from engine.request import Request
 from engine.states import MOVES, Awaits, State
 from protocol.errors import InvalidRequest, KvferryError, TransferFailed
@@ -16,16 +16,6 @@ from protocol.messages import TokenDelta
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 BAD = InvalidRequest("the grammar is too large", param="response_format")
-
-
-def tokens_of(engine: Engine, name: str) -> list[int]:
-    return [t for e in engine.events if isinstance(e, Generated) and e.key[0] == name for t in e.delta.token_ids]
-
-
-def finish(engine: Engine) -> None:
-    while engine.has_work():
-        assert engine.step(), "the engine is stuck"
-    engine.check_integrity()
 
 
 def land(engine: Engine, grant: str, name: str) -> None:

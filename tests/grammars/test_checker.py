@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 import pytest
 from api_parts import demo_text
 
-from grammars.checker import Checker
+from grammars.checker import RUNAWAYS, Checker
 from protocol.errors import InvalidRequest, Overloaded
 from protocol.work import Grammar
 from router.text.grammar_vocabulary import vocabulary_of
@@ -46,6 +47,29 @@ async def test_a_line_too_long_to_be_read_ends_the_process_and_nobody_waits_for_
         with pytest.raises(InvalidRequest, match="ended the process"):
             await asyncio.wait_for(checker.check(Grammar("regex", "long"), "guided_regex"), 5)
         await asyncio.wait_for(checker.check(Grammar("regex", "fine"), "guided_regex"), 5)
+    finally:
+        await checker.close()
+
+
+async def test_those_that_ran_away_leave_no_verdict_on_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What was tried in processes that were ended for them is refused for now, not for good."""
+    code = CHILD.replace("'hang'", "('later' if first else '') and not grammar[1].startswith('hang')").replace(
+        "late = True",
+        f"import pathlib; p = pathlib.Path({str(tmp_path / 'was')!r}); first = not p.exists(); p.touch()\nlate = True",
+    )
+    monkeypatch.setattr("grammars.checker.CHECK_S", 2.0)
+    monkeypatch.setattr("grammars.checker._TRIES", 1)
+    checker = checker_of(sys.executable, "-c", code)
+    try:
+        await checker.check(Grammar("regex", "fine"), "guided_regex")
+        runaways = [
+            asyncio.create_task(checker.check(Grammar("regex", f"hang{i}"), "guided_regex")) for i in range(RUNAWAYS)
+        ]
+        await asyncio.sleep(1.0)
+        with pytest.raises(Overloaded):
+            await checker.check(Grammar("regex", "later"), "guided_regex")
+        await checker.check(Grammar("regex", "later"), "guided_regex")
+        assert all(isinstance(each, InvalidRequest) for each in await asyncio.gather(*runaways, return_exceptions=True))
     finally:
         await checker.close()
 

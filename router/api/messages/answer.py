@@ -9,8 +9,8 @@ from router.api.fold import Answer
 from router.api.generation import Choice, Generation
 from router.api.messages.chat import MessagesChat
 from router.api.messages.errors import message_error
-from router.api.parts import CALL, REASONING, Part, Parts, Step
 from router.api.pool import Pool
+from router.api.shapes.parts import CALL, REASONING, Part, Parts, Step
 from router.api.sse import TextEvent, named
 from router.call import Call
 from router.text.transcript import Piece

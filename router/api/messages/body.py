@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from protocol.sampling import MAX_COUNT
-from router.api.fields import Objects, Stops, told
-from router.api.schemas import RequestBody
+from router.api.bodies.fields import Objects, Stops, told
+from router.api.bodies.generating import RequestBody
 
 Content = Annotated[str | Objects, told("must be a string or a list of blocks")]
 

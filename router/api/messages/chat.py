@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from protocol.errors import InvalidRequest
+from router.api.bodies.translated import TranslatedChat, translated
 from router.api.messages.body import CountBody, MessagesBody, Turn
 from router.api.pool import Pools
-from router.api.translated import TranslatedChat, translated
 from router.call import Call
 
 Block = Mapping[str, Any]

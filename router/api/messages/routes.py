@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 
-from router.api.body_reader import BodyReader, parse
+from router.api.bodies.reader import BodyReader, parse
 from router.api.documentation import errors, takes
 from router.api.messages.answers import MessageErrorAnswer, MessageTokens
 from router.api.messages.body import CountBody

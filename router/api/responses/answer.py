@@ -8,10 +8,10 @@ from typing import Any
 from protocol.errors import KvferryError
 from router.api.fold import Answer
 from router.api.generation import Choice, Generation
-from router.api.logprobs import LogprobWriter
-from router.api.parts import CALL, REASONING, TEXT, Part, Parts, Step
 from router.api.pool import Pool
 from router.api.responses.asked import Asked, ResponsesChat
+from router.api.shapes.logprobs import LogprobWriter
+from router.api.shapes.parts import CALL, REASONING, TEXT, Part, Parts, Step
 from router.api.sse import TextEvent, named
 from router.call import Call
 from router.text.transcript import Entry, Piece

@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from protocol.errors import InvalidRequest
-from router.api.fields import SamplingFields
+from router.api.bodies.fields import SamplingFields
+from router.api.bodies.translated import TranslatedChat, translated
 from router.api.responses.body import ResponsesBody
 from router.api.responses.items import Item, messages
-from router.api.translated import TranslatedChat, translated
 
 _REPEATED = (
     "background", "instructions", "max_output_tokens", "metadata", "previous_response_id", "tool_choice", "tools",

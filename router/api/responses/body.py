@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from protocol.errors import InvalidRequest
-from router.api.fields import Count, Objects, SamplingFields, Top, told
-from router.api.schemas import RequestBody
+from router.api.bodies.fields import Count, Objects, SamplingFields, Top, told
+from router.api.bodies.generating import RequestBody
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16

@@ -16,7 +16,7 @@ TAIL = 16
 
 
 @dataclass(frozen=True, slots=True)
-class CallReading:
+class CallParsing:
     """How calls are read: by a new parser for each sequence. named: the client named the tool, for which the answer
     ends with `stop`; any other that calls ends with `tool_calls`."""
 
@@ -27,11 +27,11 @@ class CallReading:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Parsing:
     """What is to be taken out of the text. shown: the reasoning is told; otherwise it is counted and dropped."""
 
     thinking: Thinking | None = None
-    calls: CallReading | None = None
+    calls: CallParsing | None = None
     shown: bool = True
 
     def opened(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> bool:
@@ -41,7 +41,7 @@ class Reading:
         return self.thinking.opened_by(tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
 
 
-PLAIN = Reading()
+PLAIN = Parsing()
 """Nothing: the text is shown as it is, and no stage is needed."""
 
 
@@ -49,18 +49,18 @@ class Stage:
     """Stands for a transcript: feed it Outputs, it gives Pieces. Counts as reasoning every token up to the mark that
     ends it."""
 
-    def __init__(self, transcript: Transcript, reading: Reading, *, opened: bool) -> None:
+    def __init__(self, transcript: Transcript, parsing: Parsing, *, opened: bool) -> None:
         self._transcript = transcript
         self._reasoning = None
-        if reading.thinking is not None:
-            self._reasoning = ReasoningParser(reading.thinking, opened=opened)
-        calls = reading.calls
+        if parsing.thinking is not None:
+            self._reasoning = ReasoningParser(parsing.thinking, opened=opened)
+        calls = parsing.calls
         self._calls: Parser | None = None
         if calls is not None:
             self._calls = calls.parser(calls.names, patient=calls.patient)
         self._named = calls is not None and calls.named
         self._called = False
-        self._shown = reading.shown
+        self._shown = parsing.shown
         self.reasoning_tokens = 0
 
     @property

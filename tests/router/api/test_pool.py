@@ -8,8 +8,8 @@ from api_parts import FakeCluster, demo_text, ids_of, says
 from model_files.naming import ModelName
 from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.metrics import RouterMetrics
+from router.api.bodies.generating import ChatBody, CompletionBody
 from router.api.pool import Pool, Pools
-from router.api.schemas import ChatBody, CompletionBody
 from router.call import Call
 from router.text.encoding import Encoder
 

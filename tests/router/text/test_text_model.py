@@ -13,8 +13,8 @@ from protocol.errors import ConfigError
 from protocol.metrics import RouterMetrics
 from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings
+from router.api.bodies.generating import CompletionBody
 from router.api.pool import Pool
-from router.api.schemas import CompletionBody
 from router.call import Call
 from router.text.encoding import Encoder
 from router.text.load import load_text_model

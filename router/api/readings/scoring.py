@@ -19,11 +19,10 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from protocol.errors import InvalidRequest
 from protocol.sampling import MAX_COUNT
 from protocol.work import Classify
-from router.api.embeddings import MAX_INPUTS, CacheSalt, Truncate, embedding_work
-from router.api.fields import Prompts
 from router.api.pool import Pool
-from router.api.readings import Readings, WholeAnswer, encoded, encoded_pairs, names_of
-from router.api.schemas import RequestBody
+from router.api.readings.body import MAX_INPUTS, InputBody, ReadingBody
+from router.api.readings.embeddings import embedding_work
+from router.api.readings.readings import Readings, WholeAnswer, encoded, encoded_pairs
 from router.api.visit import Visit
 
 PAUSE_EVERY = 64
@@ -48,17 +47,7 @@ _SCHEMA = {"anyOf": [*_TEXT["anyOf"], {"type": "array", "items": _TEXT, "minItem
 Texts = Annotated[list[str], BeforeValidator(_texts), WithJsonSchema(_SCHEMA)]
 
 
-class _ReadingBody(RequestBody):
-    truncate_prompt_tokens: Truncate | None = None
-    user: str | None = None
-    cache_salt: CacheSalt | None = None
-
-    def check(self) -> None:
-        if self.truncate_prompt_tokens == 0:
-            raise InvalidRequest("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
-
-
-class ScoreBody(_ReadingBody):
+class ScoreBody(ReadingBody):
     """POST /v1/score: one text against each of several, or pairs of two lists of the same length."""
 
     text_1: Texts | None = None
@@ -87,7 +76,7 @@ class ScoreBody(_ReadingBody):
         return getattr(self, first), getattr(self, second)
 
 
-class RerankBody(_ReadingBody):
+class RerankBody(ReadingBody):
     """POST /v1/rerank: documents in the order of their relevance to the query."""
 
     query: str
@@ -96,15 +85,8 @@ class RerankBody(_ReadingBody):
     return_documents: bool | None = True
 
 
-class ClassifyBody(_ReadingBody):
-    """POST /v1/classify. `input` becomes a list of texts and tuples of token ids."""
-
-    input: Prompts
-
-    def check(self) -> None:
-        super().check()
-        if not 1 <= len(self.input) <= MAX_INPUTS:
-            raise InvalidRequest(f"input must hold 1 to {MAX_INPUTS} items, got {len(self.input)}", param="input")
+class ClassifyBody(InputBody):
+    """POST /v1/classify."""
 
 
 async def score(pool: Pool, visit: Visit, body: ScoreBody) -> WholeAnswer:
@@ -136,9 +118,7 @@ async def classify(pool: Pool, visit: Visit, body: ClassifyBody) -> WholeAnswer:
     if task.kind != "classify":
         raise InvalidRequest(f"the model {pool.name!r} does not classify: {task.told}", param="model")
     prompts = await encoded(pool, body.input, "input", body.truncate_prompt_tokens)
-    names = names_of(visit.call.id, len(prompts))
-    specs = [pool.spec(visit.call, *each, Classify(), body.cache_salt) for each in zip(names, prompts, strict=True)]
-    readings = Readings(pool, visit, specs)
+    readings = Readings(pool, visit, prompts, [Classify()] * len(prompts), body.cache_salt)
     data = []
     for index, logits in enumerate(await readings.vectors()):
         probs = activated(logits, "sigmoid" if task.activation == "none" and len(logits) == 1 else task.activation)
@@ -148,7 +128,7 @@ async def classify(pool: Pool, visit: Visit, body: ClassifyBody) -> WholeAnswer:
 
 
 async def _scores(
-    pool: Pool, visit: Visit, pairs: Sequence[tuple[str, str]], body: _ReadingBody, field: str
+    pool: Pool, visit: Visit, pairs: Sequence[tuple[str, str]], body: ReadingBody, field: str
 ) -> tuple[Readings, list[float]]:
     """The score of each pair. field: where the second texts are, for errors."""
     task = pool.text.task
@@ -157,23 +137,18 @@ async def _scores(
     if task.kind != "classify":
         return await _cosines(pool, visit, pairs, body, field)
     found = await encoded_pairs(pool, pairs, field, body.truncate_prompt_tokens)
-    specs = [
-        pool.spec(visit.call, name, ids, Classify(second if task.typed else 0), body.cache_salt)
-        for name, (ids, second) in zip(names_of(visit.call.id, len(found)), found, strict=True)
-    ]
-    readings = Readings(pool, visit, specs)
+    works = [Classify(second if task.typed else 0) for _, second in found]
+    readings = Readings(pool, visit, [ids for ids, _ in found], works, body.cache_salt)
     return readings, [activated(logits, task.activation)[0] for logits in await readings.vectors()]
 
 
 async def _cosines(
-    pool: Pool, visit: Visit, pairs: Sequence[tuple[str, str]], body: _ReadingBody, field: str
+    pool: Pool, visit: Visit, pairs: Sequence[tuple[str, str]], body: ReadingBody, field: str
 ) -> tuple[Readings, list[float]]:
     work = embedding_work(pool, normalize=True)
     places = {text: place for place, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
     prompts = await encoded(pool, list(places), field, body.truncate_prompt_tokens)
-    names = names_of(visit.call.id, len(prompts))
-    specs = [pool.spec(visit.call, *each, work, body.cache_salt) for each in zip(names, prompts, strict=True)]
-    readings, scores = Readings(pool, visit, specs), []
+    readings, scores = Readings(pool, visit, prompts, [work] * len(prompts), body.cache_salt), []
     vectors = await readings.vectors()
     for number, (first, second) in enumerate(pairs):
         scores.append(sum(map(mul, vectors[places[first]], vectors[places[second]])))

@@ -9,8 +9,8 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from protocol.errors import Cancelled, InvalidRequest, Overloaded, RequestTooLarge
-from router.api.fields import field_path
-from router.api.schemas import RequestBody
+from router.api.bodies.fields import field_path
+from router.api.bodies.generating import RequestBody
 
 MAX_VALUES = 2**20
 """Strings, numbers, lists and objects in one body: reading them keeps the event loop busy, 0.1 to 0.2 s for so many."""

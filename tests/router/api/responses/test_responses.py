@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
 import pytest
-from api_parts import Api, FakeCluster, demo_text, error_of, ids_of, outputs_for, says
+from api_parts import Api, FakeCluster, demo_text, error_of, ids_of, named_events, outputs_for, says
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from protocol.errors import InvalidRequest, NodeLost, Overloaded
+from router.api.bodies.translated import renamed, translated
 from router.api.responses.asked import ResponsesChat
-from router.api.translated import renamed
-from router.text.transcript import CallDelta, Piece, Transcript
+from router.text.transcript import CallDelta, Piece
 
 ANSWER = "Hello there, 42 emoji 👩‍👧 done."
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -31,15 +30,10 @@ def checked(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def streamed(response: httpx.Response) -> list[dict[str, Any]]:
-    """Events of a stream, each under its type's name, of the client's model, numbered from 0."""
-    assert response.headers["content-type"].startswith("text/event-stream"), response.text
-    found = []
-    for part in response.text.removesuffix("\n\n").split("\n\n"):
-        name, data = part.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    """Events of the client's model, numbered from 0."""
+    found = named_events(response)
+    for event in found:
         EVENT.validate_python(event)
-        found.append(event)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 
@@ -52,22 +46,6 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
 
 def prompt_of(api: Api) -> str:
     return demo_text().tokenizer.decode(api.cluster.journeys[-1].spec.token_ids, skip_special_tokens=False)
-
-
-@pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
-    """Pieces that come instead of the transcript's, as parsers behind it would make them."""
-    pieces: list[Piece] = []
-    own = Transcript.add
-
-    def add(self: Transcript, output: Any) -> Piece:
-        piece = own(self, output)
-        made = pieces.pop(0)
-        made.token_ids, made.finish_reason = piece.token_ids, piece.finish_reason
-        return made
-
-    monkeypatch.setattr(Transcript, "add", add)
-    return pieces
 
 
 async def test_a_whole_response() -> None:
@@ -222,6 +200,13 @@ async def test_a_format_that_is_none_is_refused_under_its_own_name() -> None:
     assert response.status_code == 400
     assert error["param"].startswith("text.format")
     assert error["message"].startswith("text.format")
+
+
+def test_a_grammar_is_asked_for_under_the_request_s_own_name() -> None:
+    fields = {"messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": "json_object"}}
+    asked = translated(ResponsesChat, fields, None).grammar(demo_text(), [])
+    assert asked is not None
+    assert (asked[0], asked[1].kind) == ("text.format", "json_object")
 
 
 def test_errors_of_the_chat_s_fields_name_the_request_s() -> None:

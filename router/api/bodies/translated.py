@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 from protocol.errors import InvalidRequest
-from router.api.body_reader import build
-from router.api.fields import Prompt
-from router.api.schemas import ChatBody
-from router.api.structured import Asked
-from router.text.parsers.stage import Reading
+from router.api.bodies.fields import Prompt
+from router.api.bodies.generating import ChatBody
+from router.api.bodies.reader import build
+from router.api.bodies.structured import Asked
+from router.text.parsers.stage import Parsing
 from router.text.text_model import TextModel
 
 
@@ -28,32 +29,32 @@ class TranslatedChat(ChatBody):
     bound_field: ClassVar[str]
 
     def check(self) -> None:
-        try:
+        with self._renaming():
             super().check()
-        except InvalidRequest as error:
-            raise renamed(error, self.names) from error
 
     def prompts(self, text: TextModel) -> list[Prompt]:
-        try:
+        with self._renaming():
             return super().prompts(text)
-        except InvalidRequest as error:
-            raise renamed(error, self.names) from error
 
-    def reading(self, text: TextModel) -> Reading:
-        try:
-            return super().reading(text)
-        except InvalidRequest as error:
-            raise renamed(error, self.names) from error
+    def parsing(self, text: TextModel) -> Parsing:
+        with self._renaming():
+            return super().parsing(text)
 
     def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
-        try:
+        with self._renaming():
             found = super().grammar(text, prompt)
-        except InvalidRequest as error:
-            raise renamed(error, self.names) from error
-        return found and (self.names.get(found[0], found[0]), found[1])
+        return None if found is None else (self.names.get(found[0], found[0]), found[1])
 
     def output_bound(self) -> tuple[str, int | None]:
         return self.bound_field, self.max_completion_tokens
+
+    @classmethod
+    @contextmanager
+    def _renaming(cls) -> Iterator[None]:
+        try:
+            yield
+        except InvalidRequest as error:
+            raise renamed(error, cls.names) from error
 
 
 Chat = TypeVar("Chat", bound=TranslatedChat)
@@ -63,10 +64,10 @@ def translated(kind: type[Chat], fields: Mapping[str, Any], asked: Any) -> Chat:
     """The chat of these fields; those that are None are left out. Raises InvalidRequest in the other API's words."""
     try:
         chat = build(kind, {name: value for name, value in fields.items() if value is not None})
-        chat.asked = asked
-        return chat
     except InvalidRequest as error:
         raise renamed(error, kind.names) from error
+    chat.asked = asked
+    return chat
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:

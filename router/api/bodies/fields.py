@@ -77,6 +77,7 @@ def _biases(value: Any) -> Any:
 
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenIds = Annotated[list[Number], Field(fail_fast=True)]
 StopIds = Annotated[list[Number], Field(fail_fast=True, max_length=MAX_STOP_IDS)]

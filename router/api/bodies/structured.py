@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from protocol.errors import InvalidRequest
 from protocol.work import Grammar
-from router.text.parsers.stage import PLAIN, Reading
+from router.text.parsers.stage import PLAIN, Parsing
 from router.text.text_model import TextModel
 
 Asked = tuple[str, Grammar]
@@ -33,7 +33,7 @@ class StructuredFields(BaseModel):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
 
-    def reading(self, text: TextModel) -> Reading:
+    def parsing(self, text: TextModel) -> Parsing:
         """What is to be taken out of the output's text. Raises InvalidRequest."""
         return PLAIN
 

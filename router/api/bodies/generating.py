@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.errors import InvalidRequest
 from protocol.sampling import MAX_COUNT
-from router.api.choice_fields import ChoiceFields
-from router.api.fields import (
+from router.api.bodies.choices import ChoiceFields
+from router.api.bodies.fields import (
+    CacheSalt,
     Count,
     Messages,
     Objects,
@@ -24,10 +25,10 @@ from router.api.fields import (
     StreamOptions,
     Top,
 )
-from router.api.structured import Asked, StructuredFields
-from router.api.tools import ToolFields, Tools, ToolUse, bounded, reading
-from router.api.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompletions
-from router.text.parsers.stage import PLAIN, Reading
+from router.api.bodies.structured import Asked, StructuredFields
+from router.api.bodies.tools import ToolFields, Tools, ToolUse, bounded, parsing
+from router.api.bodies.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompletions
+from router.text.parsers.stage import PLAIN, Parsing
 from router.text.text_model import TextModel
 from router.text.transcript import TextOptions
 
@@ -64,7 +65,7 @@ class GenerationBody(SamplingFields, ChoiceFields, StructuredFields, UnbuiltFiel
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -187,10 +188,10 @@ class ChatBody(ToolFields, ChatPrompt, UnbuiltForChat, GenerationBody):
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         self._use()
 
-    def reading(self, text: TextModel) -> Reading:
+    def parsing(self, text: TextModel) -> Parsing:
         use, shown = self._use(), self.include_reasoning is not False
         plain = use is None and text.thinking is None
-        return PLAIN if plain else reading(text, use, patient=not self.stream, shown=shown)
+        return PLAIN if plain else parsing(text, use, patient=not self.stream, shown=shown)
 
     def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
         asked, use = super().grammar(text, prompt), self._use()

@@ -14,7 +14,7 @@ from grammars import notation
 from grammars.checker import Checker
 from protocol.errors import InvalidRequest
 from protocol.work import Grammar
-from router.api.structured import format_grammar
+from router.api.bodies.structured import format_grammar
 from router.text.grammar_vocabulary import vocabulary_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

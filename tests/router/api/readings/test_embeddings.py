@@ -18,7 +18,7 @@ from api_parts import Api, FakeCluster, demo_text, error_of, ids_of, says, serve
 from model_files.task import Task
 from protocol.errors import KvferryError, NoNodes
 from protocol.work import Embed
-from router.api.readings import AT_ONCE
+from router.api.readings.readings import AT_ONCE
 from router.journey.spec import Output, RequestSpec
 
 WIDTH = 576

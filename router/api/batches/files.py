@@ -13,6 +13,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.types import Message
 
 from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestTooLarge
+from router.api.batches.pages import page
 from router.api.documentation import errors, path_parameter, query_parameters
 from router.batch.batches import Batches
 from router.batch.files import PURPOSES, FileStore, StoredFile, check_purpose
@@ -159,21 +160,3 @@ def files_router(batches: Batches, longest: int) -> APIRouter:
         return {"id": file_id, "object": "file", "deleted": True}
 
     return router
-
-
-def page(items: list[dict[str, Any]], request: Request, most: int) -> dict[str, Any]:
-    """A list in OpenAI's pages: `limit` items behind the one called `after`. Raises InvalidRequest."""
-    limit, after = request.query_params.get("limit", str(most)), request.query_params.get("after")
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= most):
-        raise InvalidRequest(f"limit must be 1 to {most}", param="limit")
-    if after is not None:
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        items = items[places[0] + 1 :] if places else []
-    shown = items[: int(limit)]
-    return {
-        "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": len(items) > len(shown),
-    }

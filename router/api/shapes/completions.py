@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from router.api.bodies.generating import CompletionBody
 from router.api.generation import Choice, Generation
 from router.api.pool import Pool
-from router.api.schemas import CompletionBody
-from router.api.shape import Collected, Shape
+from router.api.shapes.shape import Collected, Shape
 from router.text.detokenizer import detokenizer
 from router.text.transcript import Entry, Piece
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest, KvferryError
-from router.api.fields import Prompt
+from protocol.work import Work
+from router.api.bodies.fields import Prompt
 from router.api.generation import count_prompt
 from router.api.pool import Pool
 from router.api.responder import Responder
@@ -36,17 +37,21 @@ class WholeAnswer:
 
 
 class Readings:
-    """Of one HTTP request: `vectors` waits for its turn and starts a journey for each spec, AT_ONCE at a time. When one
-    fails, or the client leaves, all end. route: of the first prompt, once its vector is there."""
+    """Of one HTTP request, a prompt and its work each: `vectors` waits for its turn and starts their journeys, AT_ONCE
+    at a time. When one fails, or the client leaves, all end. route: of the first prompt, once its vector is there."""
 
-    def __init__(self, pool: Pool, visit: Visit, specs: Sequence[RequestSpec]) -> None:
+    def __init__(
+        self, pool: Pool, visit: Visit, prompts: Sequence[Sequence[int]], works: Sequence[Work], cache_salt: str | None
+    ) -> None:
         self.route: Route | None = None
-        self._pool, self._visit, self._specs = pool, visit, specs
-        self._found: list[array[float]] = [array("f")] * len(specs)
+        self._pool, self._visit = pool, visit
+        asked = zip(visit.call.names(len(prompts)), prompts, works, strict=True)
+        self._specs = [pool.spec(visit.call, *each, cache_salt) for each in asked]
+        self._found: list[array[float]] = [array("f")] * len(prompts)
         self._used = Used()
 
     async def vectors(self) -> list[array[float]]:
-        """What each prompt's nodes said, in the order of the specs. Raises the KvferryError of the first that fails."""
+        """What the nodes said of each prompt, in order. Raises the KvferryError of the first that fails."""
         await self._visit.turn(self._pool.turns, Size(1, sum(len(spec.token_ids) for spec in self._specs), 0))
         open_specs = iter(enumerate(self._specs))
         workers = [asyncio.create_task(self._read(open_specs)) for _ in self._specs[:AT_ONCE]]
@@ -155,11 +160,6 @@ def check_prompt(pool: Pool, ids: Sequence[int], field: str) -> None:
             "or set truncate_prompt_tokens",
             param=field,
         )
-
-
-def names_of(call_id: str, count: int) -> list[str]:
-    """Of the requests that a call makes of so many prompts."""
-    return [call_id] if count == 1 else [f"{call_id}-p{number}" for number in range(count)]
 
 
 def _kept(truncate: int, limit: int) -> int:

@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from api_parts import Api, FakeCluster, demo_text, ids_of, outputs_for, says
+from api_parts import Api, FakeCluster, demo_text, ids_of, named_events, outputs_for, says
 
 from protocol.errors import NodeLost, NoNodes, Overloaded
-from router.api.body_reader import parse
+from router.api.bodies.reader import parse
 from router.api.messages.body import MessagesBody
 from router.api.messages.chat import MessagesChat, chat, messages
-from router.text.transcript import CallDelta, Piece, Transcript
+from router.text.transcript import CallDelta, Piece
 
 ANSWER = "Hello there, 42 emoji 👩‍👧 done."
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -23,18 +23,6 @@ TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "objec
 
 async def say(api: Api, **body: Any) -> httpx.Response:
     return await api.http.post("/v1/messages", json={"messages": HELLO, "max_tokens": 100, **body})
-
-
-def streamed(response: httpx.Response) -> list[dict[str, Any]]:
-    """Events of a stream, each under its type's name."""
-    assert response.headers["content-type"].startswith("text/event-stream"), response.text
-    found = []
-    for part in response.text.removesuffix("\n\n").split("\n\n"):
-        name, data = part.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        found.append(event)
-    return found
 
 
 def built(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -88,22 +76,6 @@ def failure(response: httpx.Response) -> dict[str, Any]:
     return dict(body["error"])
 
 
-@pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
-    """Pieces that come instead of the transcript's, as parsers behind it would make them."""
-    pieces: list[Piece] = []
-    own = Transcript.add
-
-    def add(self: Transcript, output: Any) -> Piece:
-        piece = own(self, output)
-        made = pieces.pop(0)
-        made.token_ids, made.finish_reason = piece.token_ids, piece.finish_reason
-        return made
-
-    monkeypatch.setattr(Transcript, "add", add)
-    return pieces
-
-
 async def test_a_whole_message() -> None:
     api = Api(FakeCluster(says(ANSWER), cached=4))
     response = await say(api, system="Be brief", temperature=0.5, top_k=3, metadata={"user_id": "u"})
@@ -132,7 +104,7 @@ async def test_a_whole_message() -> None:
 async def test_a_streamed_message_builds_up_the_whole_one(per_output: int) -> None:
     api = Api(FakeCluster(says(ANSWER, per_output=per_output)))
     response = await say(api, stream=True)
-    events = streamed(response)
+    events = named_events(response)
     whole = (await say(api)).json()
     assert built(events) == {**whole, "id": f"msg_{response.headers['x-request-id']}"}
     assert events[0]["message"]["content"] == []
@@ -148,7 +120,7 @@ async def test_thoughts_text_and_calls_are_blocks_in_their_order(parsed: list[Pi
     ]  # fmt: skip
     api = Api(FakeCluster(lambda spec: outputs_for(spec, list(range(300, 306)))))
     response = await say(api, stream=stream)
-    message = built(streamed(response)) if stream else response.json()
+    message = built(named_events(response)) if stream else response.json()
     assert message["content"] == [
         {"type": "thinking", "thinking": "I think, so", "signature": ""},
         {"type": "text", "text": "Let me see."},
@@ -281,7 +253,7 @@ async def test_errors_before_the_first_token_have_their_status(error: Any, statu
 
 async def test_an_error_in_the_stream_is_an_event() -> None:
     api = Api(FakeCluster(lambda spec: [*outputs_for(spec, ids_of("a b c"))[:2], NodeLost("it went")]))
-    *_, last = streamed(await say(api, stream=True))
+    *_, last = named_events(await say(api, stream=True))
     assert last == {"type": "error", "error": {"type": "overloaded_error", "message": "it went"}}
 
 

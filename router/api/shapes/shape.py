@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from protocol.messages import TokenLogprobs
+from router.api.bodies.generating import GenerationBody
 from router.api.generation import Choice, Generation
-from router.api.logprobs import LogprobWriter
 from router.api.pool import Pool
-from router.api.schemas import GenerationBody
+from router.api.shapes.logprobs import LogprobWriter
 from router.text.transcript import CallDelta, Entry, Piece
 
 AnyBody = TypeVar("AnyBody", bound=GenerationBody)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from router.api.bodies.generating import GenerationBody
 from router.api.fold import Answer
 from router.api.generation import Choice, Generation
 from router.api.pool import Pool
-from router.api.schemas import GenerationBody
-from router.api.shape import Collected, Shape
+from router.api.shapes.shape import Collected, Shape
 from router.api.sse import DONE, TextEvent, event
 from router.call import Call
 from router.text.transcript import Piece

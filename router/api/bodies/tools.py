@@ -13,10 +13,10 @@ from typing_extensions import TypedDict
 from grammars import lark
 from protocol.errors import InvalidRequest
 from protocol.work import Grammar
-from router.api.fields import told
-from router.api.structured import Asked
+from router.api.bodies.fields import told
+from router.api.bodies.structured import Asked
 from router.text.parsers.families import marker_ids
-from router.text.parsers.stage import CallReading, Reading
+from router.text.parsers.stage import CallParsing, Parsing
 from router.text.parsers.syntax import Tool, after_thought, either, grammar
 from router.text.text_model import TextModel
 
@@ -107,7 +107,7 @@ class ToolFields(BaseModel):
         )
 
 
-def reading(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool = True) -> Reading:
+def parsing(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool = True) -> Parsing:
     """How the output of a model is taken apart; shown: so is its reasoning. Raises InvalidRequest when tools
     may be called and it calls none."""
     calls = None
@@ -119,8 +119,8 @@ def reading(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool 
                 param=use.field,
             )
         names = tuple(tool.name for tool in use.tools)
-        calls = CallReading(text.dialect.parser, names, patient=patient, named=use.named)
-    return Reading(text.thinking, calls, shown=shown)
+        calls = CallParsing(text.dialect.parser, names, patient=patient, named=use.named)
+    return Parsing(text.thinking, calls, shown=shown)
 
 
 def bounded(
@@ -133,7 +133,7 @@ def bounded(
     continued  the prompt ends within an answer that is in text already
     """
     thinking = None if continued else text.thinking
-    opened = Reading(thinking).opened(text.tokenizer, prompt)
+    opened = Parsing(thinking).opened(text.tokenizer, prompt)
     try:
         answer = None if asked is None else lark_answer(asked[1])
     except ValueError as error:

@@ -8,19 +8,17 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from protocol.metrics import RouterMetrics
 from router.api.answers import ErrorAnswer
-from router.api.body_reader import BodyReader, parse
-from router.api.door import Admission, Exchange
-from router.api.embeddings import EmbeddingBody, embeddings
-from router.api.pool import Pool, Pools
-from router.api.reading_answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
-from router.api.readings import WholeAnswer
+from router.api.bodies.generating import RequestBody
+from router.api.bodies.reader import parse
+from router.api.door import Exchange
+from router.api.pool import Pool
+from router.api.readings.answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
+from router.api.readings.embeddings import EmbeddingBody, embeddings
+from router.api.readings.readings import WholeAnswer
+from router.api.readings.scoring import ClassifyBody, RerankBody, ScoreBody, classify, rerank, score
 from router.api.responder import Responder
-from router.api.schemas import RequestBody
-from router.api.scoring import ClassifyBody, RerankBody, ScoreBody, classify, rerank, score
 from router.api.visit import Visit
-from router.tenants.tenancy import Tenancy
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +53,8 @@ READINGS = (
 )
 
 
-class Reading(Exchange):
+class Reading(Exchange[ReadingEndpoint]):
     """Of an endpoint that generates nothing."""
-
-    def __init__(
-        self,
-        endpoint: ReadingEndpoint,
-        pools: Pools,
-        admission: Admission,
-        reader: BodyReader,
-        tenancy: Tenancy,
-        metrics: RouterMetrics,
-    ) -> None:
-        super().__init__(endpoint.path, pools, admission, reader, tenancy, metrics)
-        self.endpoint = endpoint
 
     async def _work(self, visit: Visit, data: bytes, responder: Responder) -> WholeAnswer:
         body = parse(self.endpoint.body, data)

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from router.api.body_reader import BodyReader, parse
+from router.api.batches.pages import page
+from router.api.bodies.generating import RequestBody
+from router.api.bodies.reader import BodyReader, parse
 from router.api.documentation import errors, path_parameter, query_parameters, takes
-from router.api.files import page
-from router.api.schemas import RequestBody
 from router.batch.batches import Batches
 from router.call import CALL
 

@@ -1,0 +1,1 @@
+"""Clients' files and the batches over them, as routes."""

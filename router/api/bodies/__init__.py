@@ -1,0 +1,1 @@
+"""What requests bring: how bodies are read, the groups of their fields, and what these ask of a model."""

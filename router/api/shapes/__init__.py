@@ -1,0 +1,1 @@
+"""What answers look like that come from a generation: what shapes share, chats and completions."""
