@@ -39,6 +39,8 @@ class Door:
             raise ContextLengthExceeded(
                 f"the prompt has {len(job.token_ids)} tokens; this node takes 1 to {longest}", param="prompt"
             )
+        if not 0 < job.prompt_len <= len(job.token_ids):
+            raise InvalidRequest(f"prompt_len must be 1 to the number of tokens, got {job.prompt_len}", param="prompt")
         self.check_tokens(job.token_ids)
         if isinstance(work, Generate):
             work.params.validate(self._vocab_size)

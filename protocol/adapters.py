@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from protocol.wire import message
 
 
-@message(8)
+@message(8, checked=True)
 @dataclass(frozen=True, slots=True)
 class AdapterName:
     """An adapter that a node holds: what clients call it, and the id of its content."""
@@ -16,7 +16,7 @@ class AdapterName:
     id: str
 
 
-@message(9)
+@message(9, checked=True)
 @dataclass(frozen=True, slots=True)
 class ChangeAdapter:
     """Router → any node, `POST /adapters`: hold the adapter in the directory `path` (of the node's machine) under this

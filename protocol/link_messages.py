@@ -11,7 +11,7 @@ from protocol.messages import Job, TokenDelta
 from protocol.wire import message
 
 
-@message(30)
+@message(30, checked=True)
 @dataclass(frozen=True, slots=True)
 class GrantRequest:
     """Prefill → decode over the link: reserve blocks for this job and post receives for them."""
@@ -22,7 +22,7 @@ class GrantRequest:
     job: Job
 
 
-@message(31)
+@message(31, checked=True)
 @dataclass(frozen=True, slots=True)
 class Grant:
     """Decode → prefill: receives are posted for prompt blocks first_block … first_block + block_count - 1; decode
@@ -35,7 +35,7 @@ class Grant:
     nonce: int
 
 
-@message(32)
+@message(32, checked=True)
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Decode → prefill: no grant, or the ship failed on this side. `code` names a class of protocol.errors."""
@@ -45,7 +45,7 @@ class Refusal:
     message: str
 
 
-@message(33)
+@message(33, checked=True)
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Prefill → decode, last message of a ship: every block was sent. checksums: CRC32 per shipped block, in order (-1:
@@ -58,7 +58,7 @@ class Commit:
     first: TokenDelta
 
 
-@message(34)
+@message(34, checked=True)
 @dataclass(frozen=True, slots=True)
 class CommitAck:
     """Decode → prefill: all blocks landed and verified; the sender may forget the transfer."""
@@ -66,7 +66,7 @@ class CommitAck:
     transfer: int
 
 
-@message(35)
+@message(35, checked=True)
 @dataclass(frozen=True, slots=True)
 class Abort:
     """Prefill → decode: the ship will not be completed; free the grant once its receives are quiet."""

@@ -45,7 +45,7 @@ class Reuse:
         return min(parts) >= 0 and sum(parts) == self.prompt_len
 
 
-@message(10)
+@message(10, checked=True)
 @dataclass(frozen=True, slots=True)
 class DecodeTarget:
     """The decode node a prefill node ships to: `epoch` fences a restarted process, `link_address` is host:port."""
@@ -56,7 +56,7 @@ class DecodeTarget:
     fingerprint: str
 
 
-@message(11)
+@message(11, checked=True)
 @dataclass(frozen=True, slots=True)
 class Job:
     """The work of one attempt, the same for every node that touches it.
@@ -97,7 +97,7 @@ class Job:
         return self.work.grammar if isinstance(self.work, Generate) else None
 
 
-@message(12)
+@message(12, checked=True)
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
     """Router → prefill, `POST /attempts/prefill`. Without a target the request must end with its next
@@ -108,7 +108,7 @@ class PrefillRequest:
     target: DecodeTarget | None = None
 
 
-@message(13)
+@message(13, checked=True)
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Router → decode, `POST /attempts/generate`: prefill locally and generate; output goes to the token stream."""
@@ -116,7 +116,7 @@ class GenerateRequest:
     job: Job
 
 
-@message(14)
+@message(14, checked=True)
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
     """Router → any node, `POST /attempts/cancel`: drop all attempts of the request up to `attempt`, also later-arriving

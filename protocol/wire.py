@@ -7,10 +7,10 @@ version are refused by fingerprint before any message travels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import partial
-from typing import Any, TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgpack
 
@@ -28,6 +28,8 @@ _UNREADABLE = (ValueError, TypeError, msgpack.UnpackException)
 _UNWRITABLE = (OverflowError, ValueError, RecursionError)
 _CODES: dict[type, int] = {}
 _CLASSES: dict[int, type] = {}
+_CHECKED: set[type] = set()
+_PLAIN: dict[type, frozenset[type]] = {int: frozenset((int, bool)), str: frozenset((str,))}
 _FIELDS: dict[type, tuple[str, ...]] = {}
 """Names of each class's fields; asking `dataclasses.fields` for every message would be its largest cost."""
 
@@ -44,14 +46,17 @@ class Unwritable(InvalidRequest):
     code = "unwritable"
 
 
-def message(code: int) -> Any:
-    """Class decorator: give a frozen dataclass its number (0–127, never reused) on the wire."""
+def message(code: int, *, checked: bool = False) -> Any:
+    """Class decorator: give a frozen dataclass its number (0–127, never reused) on the wire. checked: of the message's
+    fields each must have its declared type, or it raises WireError; what comes with every token is too frequent."""
 
     def register(cls: type[T]) -> type[T]:
         assert is_dataclass(cls), cls
         assert code not in _CLASSES, (cls, code)
         _CODES[cls], _CLASSES[code] = code, cls
         _FIELDS[cls] = tuple(field.name for field in fields(cls))
+        if checked:
+            _CHECKED.add(cls)
         return cls
 
     return register
@@ -111,7 +116,41 @@ def _from_ext(code: int, data: bytes, depth: int = 0) -> Any:
     values = _unpack(data, depth + 1)
     if not isinstance(values, list) or len(values) != len(_FIELDS[cls]):
         raise ValueError(f"a {cls.__name__} has {len(_FIELDS[cls])} fields")
-    return cls(*(_tupled(value) if isinstance(value, list) else value for value in values))
+    values = [_tupled(value) if isinstance(value, list) else value for value in values]
+    if cls in _CHECKED:
+        for name, fits, value in zip(_FIELDS[cls], _checks(cls), values, strict=True):
+            if not fits(value):
+                raise ValueError(f"{cls.__name__}.{name} is of another type")
+    return cls(*values)
+
+
+@cache
+def _checks(cls: type) -> tuple[Callable[[Any], bool], ...]:
+    """For each field, whether a value has its type."""
+    hints = get_type_hints(cls)
+    return tuple(_check(hints[name]) for name in _FIELDS[cls])
+
+
+def _check(hint: Any) -> Callable[[Any], bool]:
+    parts = get_args(hint)
+    if get_origin(hint) is tuple and parts[-1] is Ellipsis:
+        if parts[0] in _PLAIN:  # a prompt's tokens are many
+            plain = _PLAIN[parts[0]]
+            return lambda value: isinstance(value, tuple) and plain.issuperset(map(type, value))
+        each = _check(parts[0])
+        return lambda value: isinstance(value, tuple) and all(map(each, value))
+    if get_origin(hint) is tuple:
+        checks = tuple(map(_check, parts))
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(checks)
+            and all(fits(item) for fits, item in zip(checks, value, strict=True))
+        )
+    if parts:
+        choices = tuple(map(_check, parts))
+        return lambda value: any(fits(value) for fits in choices)
+    kinds = (int, float) if hint is float else (hint,)
+    return lambda value: isinstance(value, kinds)
 
 
 def _tupled(value: Any) -> Any:

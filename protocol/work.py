@@ -8,10 +8,10 @@ from protocol.errors import InvalidRequest
 from protocol.sampling import SamplingParams
 from protocol.wire import message
 
-message(1)(SamplingParams)
+message(1, checked=True)(SamplingParams)
 
 
-@message(4)
+@message(4, checked=True)
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What the output must match, as data: `kind` says how `source` is read.
@@ -38,7 +38,7 @@ class Grammar:
     whitespace: str | None = None
 
 
-@message(5)
+@message(5, checked=True)
 @dataclass(frozen=True, slots=True)
 class Generate:
     """Output tokens: how they are drawn, and the grammar that bounds them."""
@@ -60,7 +60,7 @@ class Generate:
 POOLINGS = ("last", "cls", "mean")
 
 
-@message(6)
+@message(6, checked=True)
 @dataclass(frozen=True, slots=True)
 class Embed:
     """A vector of the prompt, from its hidden states after the final norm.
@@ -90,7 +90,7 @@ class Embed:
             raise InvalidRequest(f"dimensions must be at least 0, got {self.dimensions}", param="dimensions")
 
 
-@message(7)
+@message(7, checked=True)
 @dataclass(frozen=True, slots=True)
 class Classify:
     """What a sequence classification model's head says of the prompt: one logit for each of its labels. second_from:

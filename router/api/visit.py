@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from process.tracing import TRACER, Span
-from protocol.errors import KvferryError, Overloaded
+from protocol.errors import Cancelled, KvferryError, Overloaded
 from protocol.metrics import RouterMetrics
 from router.call import Call
 from router.tenants.fair_queue import FIRST_OUTPUT, Turn
@@ -38,13 +38,14 @@ class Visit:
         self._turn: Turn | None = None
         self._used: Callable[[], Used] = Used
         self._charged = 0
-        self._goes_on = False
+        self._goes_on = self._left = False
 
     def __enter__(self) -> Visit:
         self._meter.enter()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._left = kind is not None and issubclass(kind, Cancelled)
         if not self._goes_on:
             self.end()
 
@@ -53,12 +54,16 @@ class Visit:
         self._goes_on = True
 
     def end(self) -> None:
+        """Settle what was used. A client that left before its first token had its prompt computed all the same: it is
+        given nothing back, or leaving in time would be a way past all limits."""
         used = self._used()
         self._meter.leave()
-        if self._charged:
+        unseen = self._left and self._turn is not None and not used.prompt
+        if self._charged and not unseen:
             self._meter.settle(used.prompt + used.output - self._charged)
         if self._turns and self._turn:
-            self._turns.end(self._turn, used.prompt - used.cached, used.output)
+            computed = self._turn.prompt if unseen else used.prompt - used.cached
+            self._turns.end(self._turn, computed, used.output)
         if used.prompt:
             self._tenancy.count(self._metrics, self.call.tenant, (used.prompt, used.cached, used.output))
 

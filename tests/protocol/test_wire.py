@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import msgpack
@@ -138,3 +138,14 @@ def test_only_messages_and_plain_values_can_be_packed() -> None:
 def test_a_number_is_given_once() -> None:
     with pytest.raises(AssertionError):
         message(20)(TokenDelta)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("attempt", "1"), ("token_ids", (1, "2")), ("token_ids", 5), ("work", 3), ("namespace", None), ("deadline_s", ())],
+)
+def test_a_job_with_a_value_of_another_type_is_no_message(field: str, value: Any) -> None:
+    job = Job("a", 0, (1, 2), 2, Generate(SamplingParams()), "router", deadline_s=5)
+    assert unpack(pack(GenerateRequest(job))).job == job
+    with pytest.raises(WireError, match=rf"Job.{field} is of another type"):
+        unpack(pack(GenerateRequest(replace(job, **{field: value}))))

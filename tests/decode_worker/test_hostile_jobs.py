@@ -1,0 +1,85 @@
+"""Jobs with values that no router sends: each is refused by a typed error, and leaves nothing on either node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from toy import make_job
+from waiting import until
+from worker_pair import Router, pair
+
+from protocol.messages import Job
+from protocol.sampling import SamplingParams
+from protocol.work import Classify, Embed, Generate, Grammar
+
+ODD: list[Any] = [None, True, -1, 2**62, 0.5, float("nan"), "x", b"x", (), (None,), {}, {"a": 1}]
+PARAMS = ("max_tokens", "temperature", "top_p", "seed", "logit_bias", "stop_token_ids", "logprobs", "bad_words",
+          "allowed_token_ids", "min_tokens", "eos_token_ids", "prompt_logprobs")  # fmt: skip
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[Router]:
+    async with pair() as running:
+        yield running
+
+
+def hostile() -> list[tuple[str, Job]]:
+    """Named by what is wrong with each."""
+    plain = make_job("h", [1, 2, 3])
+    found: list[tuple[str, Job]] = []
+    for field in ("attempt", "token_ids", "prompt_len", "work", "namespace", "fork_of", "trace", "deadline_s"):
+        found += [(f"{field} {value!r}", replace(plain, **{field: value})) for value in ODD]
+    for field in PARAMS:
+        found += [
+            (f"{field} {value!r}", replace(plain, work=Generate(replace(SamplingParams(), **{field: value}))))
+            for value in ODD
+        ]
+    works = [Generate(value) for value in ODD] + [Generate(SamplingParams(), value) for value in ODD[1:]]
+    works += [Embed(value) for value in ODD] + [Embed("last", True, value) for value in ODD]
+    works += [Classify(value) for value in ODD] + [SamplingParams(), Grammar("regex", "a")]
+    works += [Generate(SamplingParams(), Grammar(kind, source)) for kind in ("?", 5, "regex") for source in ODD]
+    found += [(repr(work), replace(plain, work=work)) for work in works]
+    return [(name, replace(job, request_id=f"h{number}")) for number, (name, job) in enumerate(found)]
+
+
+async def test_both_nodes_refuse_or_end_each_and_go_on(router: Router) -> None:
+    left, broken = [], []
+    for name, job in hostile():
+        answer = router.post_prefill(job, router.decode.target)
+        try:
+            await asyncio.wait_for(asyncio.shield(answer.task), 3)
+        except TimeoutError:
+            left.append(f"prefill: {name}")
+            await answer.hang_up()
+        except Exception as error:
+            broken.append(f"prefill: {name}: {error!r}")
+        if answer.status == 500:
+            broken.append(f"prefill 500: {name}")
+        try:
+            response = await router.generate(job)
+        except Exception as error:
+            broken.append(f"decode: {name}: {error!r}")
+            continue
+        if response.status_code == 500:
+            broken.append(f"decode 500: {name}")
+        elif response.status_code < 300:
+            try:
+                await asyncio.wait_for(until(lambda job=job: ended(router, job)), 3)
+            except (TimeoutError, AssertionError):
+                left.append(f"decode: {name}")
+                await router.cancel(job)
+    good = make_job("good", [5, 6, 7])
+    await router.post_prefill(good, router.decode.target).ended()
+    await until(lambda: router.finished("good"))
+    await router.prefill.settle()
+    await router.decode.settle()
+    assert not left
+    assert not broken
+
+
+def ended(router: Router, job: Job) -> bool:
+    return router.finished(job.request_id) or any(failed.request_id == job.request_id for failed in router.failed)

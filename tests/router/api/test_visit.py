@@ -1,0 +1,63 @@
+"""What a visit leaves in its tenant's accounts, however it ends."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from process.tracing import Span
+from protocol.errors import Cancelled, KvferryError, NoNodes
+from protocol.metrics import RouterMetrics
+from protocol.settings import RouterSettings
+from router.api.visit import Used, Visit
+from router.call import Call
+from router.tenants.keys import entry
+from router.tenants.tenancy import Tenancy
+from router.tenants.turns import Size, Turns
+
+
+def visit_of(folder: Path) -> Visit:
+    file = folder / "keys.toml"
+    file.write_text(entry("a", "key") + "tokens_per_minute = 1000\n")
+    now = time.monotonic()
+    call = Call("x", arrival=now, deadline=now + 60, tenant="a")
+    return Visit(call, Tenancy(RouterSettings(api_keys=str(file))), RouterMetrics(), Span(""))
+
+
+def left(visit: Visit) -> int:
+    return round(int(visit.headers()["x-ratelimit-remaining-tokens"]), -1)
+
+
+@pytest.mark.parametrize(
+    ("error", "begins", "kept"),
+    [
+        (Cancelled("the client went away"), False, 690),
+        (Cancelled("the client went away"), True, 680),
+        (NoNodes("none"), False, 1000),
+    ],
+)
+async def test_who_leaves_before_the_first_token_pays_for_the_prompt(
+    tmp_path: Path, error: KvferryError, begins: bool, kept: int
+) -> None:
+    """And who is told of an error does not."""
+    visit = visit_of(tmp_path)
+
+    async def pay() -> None:
+        with visit:
+            await visit.turn(Turns(), Size(1, 300, 10))
+            if begins:
+                visit.began(lambda: Used(300, 0, 20))
+            raise error
+
+    with pytest.raises(type(error)):
+        await pay()
+    assert left(visit) == kept
+
+
+async def test_who_leaves_while_it_waits_for_its_turn_pays_nothing(tmp_path: Path) -> None:
+    visit = visit_of(tmp_path)
+    with pytest.raises(Cancelled), visit:
+        raise Cancelled("the client went away")
+    assert left(visit) == 1000
