@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from environments import Outcome, table
+from environments import OUTCOMES, table
 from local_cluster import LocalCluster, local_cluster
 
 from model_files.source import resolve
 from protocol.settings import RouterSettings
 from router.text.load import load_text_model
 
-OUTCOMES: list[Outcome] = []
 TEXT = Path(__file__).parents[2] / "benchmarks" / "prose.txt"
 
 

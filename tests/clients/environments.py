@@ -62,6 +62,10 @@ class Outcome:
         return [check for check in self.checks if not check.ok]
 
 
+OUTCOMES: list[Outcome] = []
+"""Of this session's clients, for the table at its end."""
+
+
 OPENAI_FILES = ("openai_chat.py", "openai_structure.py", "openai_responses.py", "openai_more.py")
 CLIENTS = (
     Client("openai", "python", ("openai>=2",), OPENAI_FILES),

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import OUTCOMES
-from environments import CLIENTS, HERE, Client, Outcome, run
+from environments import CLIENTS, HERE, OUTCOMES, Client, Outcome, run
 from local_cluster import MODEL, LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
