@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-WHITESPACE = r" |\n {0,16}"
-"""Between the tokens of JSON: one space, or one line break and its indentation. More would let a small model emit
-blanks until its budget is spent."""
+WHITESPACE = " "
+"""Between the tokens of JSON: one space or none. More, or line breaks with indentation wherever JSON allows them, would
+let a small model emit blanks until its budget is spent."""
 
 
 def text(literal: str) -> str:
