@@ -159,7 +159,7 @@ class RouterJourney:
         self._failure = failure.error
         self._attempt.close(cancel=True)
         self._attempt = None
-        prefills = self._ground.able("prefill", besides=node_key(failure.node))
+        prefills = self._ground.able("prefill", node_key(failure.node), self._spec.adapter)
         rung = self._ladder.climb(failure, len(self._sequence.tokens), prefills)
         self._ground.metrics.ladder.labels(rung).inc()
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, rung)

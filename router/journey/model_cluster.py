@@ -115,8 +115,9 @@ class ModelCluster:
                 raise refusal
         return RouterJourney(spec, self)
 
-    def able(self, role: str, besides: NodeKey | None = None) -> set[NodeKey]:
-        """Nodes that could take an attempt: ready, and reachable as far as known; `besides` even if it is not."""
+    def able(self, role: str, besides: NodeKey | None = None, adapter: str = "") -> set[NodeKey]:
+        """Nodes that could take an attempt: ready, holding the adapter, and reachable as far as known; `besides` even
+        if it is not."""
         now = self.nodes.clock()
         return {
             entry.key
@@ -124,6 +125,7 @@ class ModelCluster:
             if entry.lease.role == role
             and entry.lease.state == "ready"
             and (entry.key == besides or entry.reachable(now))
+            and _holds(entry.lease, adapter)
         }
 
     async def reuse(self, hashes: Sequence[bytes]) -> dict[str, int]:

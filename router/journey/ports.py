@@ -32,8 +32,8 @@ class Ground(Protocol):
     def launch(self, job: Job, placement: Placement, post: Callable[[Event], None]) -> Attempt:
         """Book the placement and begin; nothing may be awaited since `place`."""
 
-    def able(self, role: str, besides: NodeKey | None = None) -> set[NodeKey]:
-        """Nodes that could take an attempt; `besides` even if a connection to it failed."""
+    def able(self, role: str, besides: NodeKey | None = None, adapter: str = "") -> set[NodeKey]:
+        """Nodes that could take an attempt with the adapter of that id; `besides` even if a connection to it failed."""
 
     def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
         """Where the prompt's tokens came from, as the node told it if that adds up."""

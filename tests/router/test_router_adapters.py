@@ -10,12 +10,13 @@ import httpx
 import pytest
 import pytest_asyncio
 from api_parts import demo_text, error_of
-from fake_workers import BLOCK, PROMPT, Bench, collect, decode, prefill
+from fake_workers import BLOCK, PROMPT, Bench, FakeWorker, collect, decode, expected, ids, prefill
 from waiting import until
 
 from protocol.adapters import AdapterName
 from protocol.errors import InvalidRequest, NoNodes
 from protocol.hashing import chain, root_hash
+from protocol.messages import AttemptFailed, PrefillRequest
 from protocol.settings import RouterSettings
 from router.api.app import create_app
 from router.api.pool import Pool, Pools
@@ -107,6 +108,18 @@ async def test_a_model_that_lost_its_nodes_still_knows_its_adapters(house: House
     await until(lambda: not house.cluster.group.members)
     answer = await house.complete("x")
     assert (answer.status_code, error_of(answer)["code"]) == (503, "no_nodes")
+
+
+async def test_the_ladder_counts_only_prefill_nodes_that_hold_it(house: House) -> None:
+    """p1 lives, and is none to go to."""
+
+    async def failing(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        yield AttemptFailed(request.job.request_id, request.job.attempt, "server_error", "scripted")
+
+    house["p2"].prefill_script = failing
+    assert ids(await collect(house.start(4, adapter="id-x"))) == expected(PROMPT, 4)
+    assert house.rungs() == {"same_prefill": 1, "local_prefill": 1}
+    assert not house["p1"].prefills
 
 
 async def test_an_adapter_that_no_living_decode_node_holds_is_refused(house: House) -> None:
