@@ -39,13 +39,16 @@ class Application(FastAPI):
 
     def __init__(self, bodies: Sequence[type[BaseModel]], **settings: Any) -> None:
         super().__init__(title="kvferry", version=VERSION, **settings)
-        _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=_REFERENCE)
-        self._bodies = found["$defs"]
+        self._bodies = bodies
 
     def openapi(self) -> dict[str, Any]:
-        described = super().openapi()
-        described["components"]["schemas"].update(self._bodies)
-        return described
+        """Made when it is first asked for."""
+        if self.openapi_schema is None:
+            described = super().openapi()
+            _, found = models_json_schema([(body, "validation") for body in self._bodies], ref_template=_REFERENCE)
+            described["components"]["schemas"].update(found["$defs"])
+        assert self.openapi_schema is not None
+        return self.openapi_schema
 
 
 def takes(body: type[BaseModel]) -> dict[str, Any]:
