@@ -122,7 +122,7 @@ def steps(count: int, rounds: int) -> None:
 def decode(engine: Engine, batch: int, count: int, bound: bool, number: int) -> list[float]:
     """Seconds of each step once all streams run."""
     grammar = Grammar("json_schema", json.dumps(SCHEMAS["people"])) if bound else None
-    names = [f"{number}-{bound}-{i}" for i in range(batch)]
+    names = [f"{batch}-{number}-{bound}-{i}" for i in range(batch)]
     for i, name in enumerate(names):
         params = SamplingParams(max_tokens=count + 80, temperature=1.0, seed=i, eos_token_ids=(2,), ignore_eos=True)
         engine.add(Job(name, 0, (10 + i, 20, 30, 40), 4, Generate(params, grammar), "bench"))
