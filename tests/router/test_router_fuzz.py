@@ -18,7 +18,7 @@ from test_router_process import router
 
 from process.signals import Stop
 
-ANSWER_S = 3.0
+ANSWER_S = 10.0
 LIMITS = {"header_timeout": 0.3, "body_timeout": 0.3}
 PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/metrics", "/nothing"]
 FEW = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
