@@ -75,7 +75,9 @@ def test_an_unknown_device_is_refused() -> None:
 
 def test_a_node_tells_a_person_where_it_computes_and_how_large_its_pool_is() -> None:
     engine = SimpleNamespace(
-        runner=SimpleNamespace(model=SimpleNamespace(ops=None)), pool=SimpleNamespace(num_blocks=2**22)
+        runner=SimpleNamespace(model=SimpleNamespace(ops=None)),
+        pool=SimpleNamespace(num_blocks=2**22),
+        config=SimpleNamespace(limits=SimpleNamespace(whole=False)),
     )
     parts = SimpleNamespace(engine=engine, layout=LAYOUT, kv=torch.zeros(1), info=SimpleNamespace(name="m"))
     facts = describe(cast(Assembled, parts))
