@@ -37,7 +37,7 @@ class Client:
     kind: str
     packages: tuple[str, ...]
     files: tuple[str, ...]
-    seconds: float = 300.0
+    seconds: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)

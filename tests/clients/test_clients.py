@@ -9,7 +9,7 @@ import pytest
 from environments import CLIENTS, HERE, OUTCOMES, Client, Outcome, run
 from local_cluster import MODEL, LocalCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NEEDS = {"lm-eval": "reference", "aiperf": "tokenizer"}
 """Fixtures whose variables a client's checks read."""
 
