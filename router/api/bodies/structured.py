@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from protocol.errors import InvalidRequest
 from protocol.work import Grammar
 from router.text.parsers.stage import PLAIN, Parsing
+from router.text.parsers.syntax import closed
 from router.text.text_model import TextModel
 
 Asked = tuple[str, Grammar]
@@ -82,7 +83,8 @@ def format_grammar(value: Mapping[str, Any] | None, param: str) -> Grammar | Non
 
 
 def _schema(inner: Mapping[str, Any], param: str) -> Grammar:
-    """Not strict: keywords that no grammar can enforce are left out."""
+    """Not strict: keywords that no grammar can enforce are left out, and objects have the properties they list: a small
+    model would invent others until its tokens are spent."""
     schema = inner.get("schema", {})
     if schema is None:
         schema = {}
@@ -91,7 +93,7 @@ def _schema(inner: Mapping[str, Any], param: str) -> Grammar:
     strict = inner.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidRequest(f"{param}.strict must be true or false", param=f"{param}.strict")
-    return Grammar("json_schema", json.dumps(schema), lenient=not strict)
+    return Grammar("json_schema", json.dumps(schema if strict else closed(schema)), lenient=not strict)
 
 
 def _structured(value: Mapping[str, Any]) -> Grammar:

@@ -41,7 +41,7 @@ class Tool:
     strict: bool = False
 
     def schema(self) -> str:
-        return lark.schema(_closed(self.parameters), lenient=not self.strict)
+        return lark.schema(closed(self.parameters), lenient=not self.strict)
 
 
 class Rules:
@@ -207,22 +207,22 @@ def _keywords(rules: Rules, tool: Tool) -> str:
     return first
 
 
-def _closed(schema: Any) -> Any:
-    """A function has the parameters it declares: objects that list properties have no others unless they say so."""
+def closed(schema: Any) -> Any:
+    """The schema with objects that have no properties but those they list, unless they say so."""
     if isinstance(schema, list):
-        return [_closed(each) for each in schema]
+        return [closed(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {key: value if key in _VALUES else _closed_in(key, value) for key, value in schema.items()}
+    own = {key: value if key in _VALUES else _closed_in(key, value) for key, value in schema.items()}
     if isinstance(schema.get("properties"), dict) and not _OPEN & schema.keys():
-        closed["additionalProperties"] = False
-    return closed
+        own["additionalProperties"] = False
+    return own
 
 
 def _closed_in(key: str, value: Any) -> Any:
     if key in _MAPS and isinstance(value, dict):
-        return {name: _closed(each) for name, each in value.items()}
-    return _closed(value)
+        return {name: closed(each) for name, each in value.items()}
+    return closed(value)
 
 
 def either(options: Sequence[str]) -> str:

@@ -111,6 +111,21 @@ def test_the_flat_form_of_responses_is_read_too() -> None:
     assert format_grammar(None, "text.format") is None
 
 
+def test_objects_that_list_their_properties_have_no_others_unless_they_say_so() -> None:
+    listed = {"type": "object", "properties": {"a": {"type": "object", "properties": {}}}}
+    open_ = {"type": "object", "properties": {}, "additionalProperties": True}
+
+    def made(schema: dict[str, Any], **more: bool) -> Any:
+        found = format_grammar({"type": "json_schema", "json_schema": {"schema": schema, **more}}, "response_format")
+        assert found
+        return json.loads(found.source)
+
+    shut = {"type": "object", "properties": {}, "additionalProperties": False}
+    assert made(listed) == {"type": "object", "properties": {"a": shut}, "additionalProperties": False}
+    assert made(open_) == open_
+    assert made(listed, strict=True) == listed
+
+
 async def test_a_process_that_dies_is_replaced_and_its_killer_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that ends at a word of the grammar, where the real one would for want of memory."""
     code = (
