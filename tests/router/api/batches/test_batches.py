@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from api_parts import Api, FakeCluster, error_of, says
+from batch_parts import api, ended, kept
 from waiting import until
 
 from protocol.errors import NoNodes
@@ -30,10 +31,6 @@ def rows(*bodies: dict[str, Any], url: str = CHAT) -> bytes:
     return "\n".join(map(json.dumps, made)).encode()
 
 
-def api(tmp_path: Path, cluster: FakeCluster | None = None, **settings: Any) -> Api:
-    return Api(cluster or FakeCluster(says("Yes.")), data_dir=str(tmp_path), **settings)
-
-
 async def upload(at: Api, content: bytes, **fields: Any) -> httpx.Response:
     return await at.http.post("/v1/files", files={"file": ("in.jsonl", content)}, data={"purpose": "batch", **fields})
 
@@ -44,19 +41,6 @@ async def begin(at: Api, content: bytes, endpoint: str = CHAT, **fields: Any) ->
     answer = await at.http.post("/v1/batches", json=body)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
-
-
-async def ended(at: Api, batch_id: str) -> dict[str, Any]:
-    async with asyncio.timeout(20):
-        while True:
-            batch = (await at.http.get(f"/v1/batches/{batch_id}")).json()
-            if batch["status"] in ("completed", "failed", "cancelled", "expired"):
-                return dict(batch)
-            await asyncio.sleep(0.02)
-
-
-def kept(folder: Path, pattern: str) -> list[Path]:
-    return list(folder.rglob(pattern))
 
 
 async def output(at: Api, file_id: str) -> list[dict[str, Any]]:

@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from api_parts import Api, FakeCluster, error_of, says
+from api_parts import error_of
+from batch_parts import api, ended, kept
 
 from router.batch.batch import Batch, BatchFolder
 from router.batch.files import FileStore, StoredFile
@@ -17,23 +17,6 @@ from router.batch.rows import Row, Wrong, read_rows
 
 CHAT = "/v1/chat/completions"
 FILE = {"file": ("in.jsonl", b"no json")}
-
-
-def api(tmp_path: Path, **settings: Any) -> Api:
-    return Api(FakeCluster(says("Yes.")), data_dir=str(tmp_path), **settings)
-
-
-def kept(folder: Path, pattern: str) -> list[Path]:
-    return list(folder.rglob(pattern))
-
-
-async def ended(at: Api, batch_id: str) -> dict[str, Any]:
-    async with asyncio.timeout(20):
-        while True:
-            batch = (await at.http.get(f"/v1/batches/{batch_id}")).json()
-            if batch["status"] in ("completed", "failed", "cancelled", "expired"):
-                return dict(batch)
-            await asyncio.sleep(0.01)
 
 
 async def test_files_have_a_number_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
