@@ -1,20 +1,24 @@
-"""What the blocks of all transfers of a side have in common."""
+"""What the blocks of all transfers of a node have in common."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kv_transfer.checksum import Checksums
 from kv_transfer.link import Link
 from kv_transfer.ports import BlockMemory
+from kv_transfer.window import Window
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPath:
-    """The link they take, the memory they lie in, and how they are checked: `verify` is the share of blocks, 0 to 1,
-    whose checksum is taken."""
+    """The link they take, the memory they lie in, how they are checked (`verify` is the share of blocks, 0 to 1, whose
+    checksum is taken), and how many may be on their way. clock: monotonic seconds."""
 
     link: Link
     memory: BlockMemory
     checksums: Checksums
     verify: float
+    window: Window
+    clock: Callable[[], float]

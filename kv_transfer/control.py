@@ -12,9 +12,21 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from kv_transfer.checksum import UNVERIFIED
+from kv_transfer.checksum import MAX_CHECKSUM, UNVERIFIED
 from kv_transfer.tags import MAX_BLOCKS, MAX_NONCE
-from protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
+from protocol.hashing import HASH_BYTES
+from protocol.link_messages import (
+    Abort,
+    Commit,
+    CommitAck,
+    Copy,
+    Fetch,
+    Grant,
+    GrantRequest,
+    NoSupply,
+    Refusal,
+    Supply,
+)
 from protocol.messages import Job
 from protocol.wire import WireError, unpack
 from protocol.work import Generate
@@ -25,7 +37,7 @@ MAX_DEADLINE_S = 1e9
 
 
 def read(data: bytes, expected: Any) -> Any:
-    """The message, which is an `expected` (a class or a union of them). Raises WireError for everything else."""
+    """The message, which is an `expected` (a class, or one of several). Raises WireError for everything else."""
     message = unpack(data)
     if not isinstance(message, expected):
         raise WireError(f"a {type(message).__name__} is no message for this side")
@@ -36,15 +48,27 @@ def read(data: bytes, expected: Any) -> Any:
 
 def _within_bounds(message: Any) -> bool:
     match message:
-        case GrantRequest(job=job):
-            return _job_within_bounds(job)
+        case GrantRequest(asked=asked):
+            return _asked_within_bounds(asked)
         case Grant(first_block=first, block_count=count, nonce=nonce):
             return first >= 0 and count >= 0 and first + count <= MAX_BLOCKS and 0 < nonce <= MAX_NONCE
         case Commit(block_count=count, checksums=checksums):
-            return 0 <= count <= MAX_BLOCKS and all(UNVERIFIED <= crc < 1 << 32 for crc in checksums)
-        case Refusal() | Abort() | CommitAck():
+            return 0 <= count <= MAX_BLOCKS and all(UNVERIFIED <= taken <= MAX_CHECKSUM for taken in checksums)
+        case Fetch(first=first, hashes=hashes, deadline_s=deadline_s):
+            count, rest = divmod(len(hashes), HASH_BYTES)
+            return not rest and 0 <= first < count <= MAX_BLOCKS and 0 <= deadline_s <= MAX_DEADLINE_S
+        case Refusal() | Abort() | CommitAck() | NoSupply():
             return True
     return False
+
+
+def _asked_within_bounds(asked: Any) -> bool:
+    match asked:
+        case Supply(fetch=fetch, count=count, deadline_s=deadline_s):
+            return fetch > 0 and 0 < count <= MAX_BLOCKS and 0 <= deadline_s <= MAX_DEADLINE_S
+        case Copy():
+            return _copy_within_bounds(asked)
+    return _job_within_bounds(asked)
 
 
 def _job_within_bounds(job: Job) -> bool:
@@ -53,6 +77,12 @@ def _job_within_bounds(job: Job) -> bool:
     return (
         isinstance(job.work, Generate) and lengths and min(job.token_ids) >= 0 and 0 <= job.deadline_s <= MAX_DEADLINE_S
     )
+
+
+def _copy_within_bounds(copy: Copy) -> bool:
+    """Its tokens are hashed, as numbers of 32 bits, before an engine sees them."""
+    tokens = bool(copy.token_ids) and 0 <= min(copy.token_ids) <= max(copy.token_ids) < 1 << 31
+    return tokens and 0 < copy.most <= MAX_BLOCKS and 0 <= copy.deadline_s <= MAX_DEADLINE_S
 
 
 @cache

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kv_transfer.block_path import BlockPath
-from kv_transfer.checksum import UNVERIFIED, is_sampled
+from kv_transfer.checksum import UNVERIFIED, Sums, is_sampled
 from kv_transfer.link import Done, Peer
 from kv_transfer.tags import block_tag
 from protocol.link_messages import Grant
@@ -15,7 +16,7 @@ from protocol.link_messages import Grant
 class Incoming:
     """Receives the prompt blocks of a grant into blocks of memory. Runs on the link thread.
 
-    in_flight  receives not completed; summing: checksums still being taken
+    in_flight  receives not completed, or not posted yet
     moved()    runs after every block that landed and every checksum that ended
     broken(e)  runs when a receive failed: the connection must be closed
     """
@@ -24,25 +25,37 @@ class Incoming:
         self,
         path: BlockPath,
         grant: Grant,
+        block_ids: Sequence[int],
         peer: Peer,
         moved: Callable[[], None],
         broken: Callable[[Exception], None],
     ):
         self._path, self._grant, self._peer = path, grant, peer
         self._moved, self._broken = moved, broken
-        self._crcs: dict[int, int] = {}
+        self._unposted = deque(enumerate(block_ids, grant.first_block))
+        self._sums = Sums(path.checksums, moved)
         self._given_up = False
-        self.in_flight = self.summing = 0
+        self.in_flight = grant.block_count
 
     @property
     def count(self) -> int:
         return self._grant.block_count
 
-    def post(self, block_ids: Sequence[int]) -> None:
-        """Post all receives, under the tags that the sender will use."""
+    @property
+    def summing(self) -> int:
+        """Checksums still being taken."""
+        return self._sums.pending
+
+    @property
+    def posted(self) -> bool:
+        """Whether all receives are."""
+        return not self._unposted
+
+    def post(self, most: int) -> None:
+        """Post some more receives, under the tags that the sender will use."""
         transfer = self._grant.transfer
-        self.in_flight = self.count
-        for index, block_id in enumerate(block_ids, self._grant.first_block):
+        for _ in range(min(most, len(self._unposted))):
+            index, block_id = self._unposted.popleft()
             buffer = self._path.memory.block(block_id)
             tag = block_tag(self._grant.nonce, transfer, index)
             sampled = is_sampled(transfer, index, self._path.verify)
@@ -55,7 +68,7 @@ class Incoming:
     def wrong(self, theirs: Sequence[int]) -> int | None:
         """The first prompt block whose checksum is not the sender's, if any; `theirs` is empty where it took none."""
         known = dict(enumerate(theirs, self._grant.first_block))
-        differing = (i for i, crc in self._crcs.items() if known.get(i, UNVERIFIED) not in (UNVERIFIED, crc))
+        differing = (i for i, ours in self._sums.by_index.items() if known.get(i, UNVERIFIED) not in (UNVERIFIED, ours))
         return next(differing, None)
 
     def _landing(self, index: int, sampled: Any) -> Done:
@@ -65,13 +78,7 @@ class Incoming:
                 return
             self.in_flight -= 1
             if sampled is not None and not self._given_up:
-                self.summing += 1
-                self._path.checksums.take(sampled, lambda crc: self._summed(index, crc))
+                self._sums.take(index, sampled)
             self._moved()
 
         return landed
-
-    def _summed(self, index: int, crc: int) -> None:
-        self._crcs[index] = crc
-        self.summing -= 1
-        self._moved()

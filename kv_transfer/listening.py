@@ -1,81 +1,86 @@
-"""Which connections reach a link's listener. ucxx listens on every address of the machine, so the kernel is asked to
-let only segments for the wanted addresses through to that socket: for others the port is as if a firewall dropped them.
-"""
+"""Where a link is reached: its listening sockets, bound to the host's addresses and to no others, and what a name to be
+dialled stands for. Resolving may take many seconds, so it never runs on the link's thread."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import ipaddress
-import logging
-import os
 import socket
-import stat
-import struct
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-log = logging.getLogger(__name__)
-UNSPECIFIED = ("", "0.0.0.0", "::")
-SO_ATTACH_FILTER = 26
-INSTRUCTION = struct.Struct("HBBI")
-"""Of a classic packet filter: code, steps if true, steps if false, operand."""
-LOAD_WORD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
-DESTINATION = 0xFFF00000 + 16
-"""The destination in an IPv4 header, which a filter finds at this negative offset."""
-WHOLE, NOTHING = 0xFFFFFFFF, 0
+from process.address import knows_ipv6, parse_host_port
+from protocol.errors import NodeLost, Retryable, reason
+
+BACKLOG = 256
+MAX_LOOKUPS = 8
+"""Names that are looked up at once. A lookup cannot be cancelled, so its thread is held for as long as it takes."""
+Address = tuple[Any, ...]
+"""Of a socket: what `connect` takes."""
+Found = Callable[[socket.AddressFamily, Address], None]
 
 
-def confine(port: int, host: str) -> None:
-    """Before any connection is accepted: let only those through who dial the host. Raises OSError for an unknown name;
-    where the kernel refuses, the log says so."""
-    addresses = addresses_of(host)
-    if addresses is None:
-        return
-    if not addresses:
-        log.warning("nobody can reach this link: UCX listens on IPv4 only, and %s has no such address", host)
+def listeners(host: str, port: int) -> list[socket.socket]:
+    """A socket on each of the host's addresses, all with the same port, which may be one that a process held that was
+    just killed. `::` is every address, of both families as far as the machine knows them. Raises OSError."""
+    bare = host.strip("[]")
+    name = None if bare in ("", "::") else bare
     try:
-        restrict(port, addresses)
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        log.warning("the link listens on all addresses of this machine, not on %s only: %s", host, error)
+        raise OSError(f"{host} is no address of this machine: {error}") from error
+    if name is None and not knows_ipv6():
+        found = [entry for entry in found if entry[0] != socket.AF_INET6]
+    made: list[socket.socket] = []
+    with contextlib.ExitStack() as opened:
+        for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
+            listener = opened.enter_context(socket.socket(family))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind((address[0], port, *address[2:]))
+            listener.listen(BACKLOG)
+            listener.setblocking(False)
+            port = listener.getsockname()[1]
+            made.append(listener)
+        opened.pop_all()
+    return made
 
 
-def addresses_of(host: str) -> set[str] | None:
-    """IPv4 addresses of a host to listen on; None: all of the machine's. UCX's listener has no others, so the set of a
-    host that has IPv6 addresses only is empty, and nobody gets through. Raises OSError for an unknown name."""
-    if host in UNSPECIFIED:
-        return None
-    found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    return {str(entry[4][0]) for entry in found if entry[0] == socket.AF_INET}
+class Resolver:
+    """Finds out what addresses stand for. submit(call): runs the call on the link's thread."""
 
+    def __init__(self, submit: Callable[[Callable[[], None]], None]):
+        self._submit = submit
+        self._running = 0
 
-def restrict(port: int, addresses: set[str]) -> None:
-    """Let this process's listener on the port hear from those who dial one of the addresses only. Raises OSError."""
-    program = _program(sorted(int(ipaddress.IPv4Address(address)) for address in addresses))
-    code = ctypes.create_string_buffer(program)
-    length = len(program) // INSTRUCTION.size
-    with _listener(port) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", length, ctypes.addressof(code)))
+    def resolve(self, address: str, found: Found, failed: Callable[[Exception], None]) -> None:
+        """Call one of them on the link's thread: at once for an address of numbers. Raises ValueError for what is no
+        address."""
+        host, port = parse_host_port(address)
+        with contextlib.suppress(ValueError):
+            version = ipaddress.ip_address(host.partition("%")[0]).version
+            if "%" not in host:
+                found(socket.AF_INET if version == 4 else socket.AF_INET6, (host, port))
+                return
+        if self._running >= MAX_LOOKUPS:
+            failed(Retryable(f"{self._running} names are being looked up already"))
+            return
+        self._running += 1
+        args = (host, port, found, failed)
+        threading.Thread(target=self._look_up, args=args, name="kv-link-name", daemon=True).start()
 
+    def _look_up(self, host: str, port: int, found: Found, failed: Callable[[Exception], None]) -> None:
+        """On a thread of its own."""
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            report = partial(found, family, address)
+        except Exception as error:
+            report = partial(failed, NodeLost(f"{host} is not known: {reason(error)}"))
+        self._submit(lambda: self._done(report))
 
-def _program(wanted: list[int]) -> bytes:
-    """Accept a segment whose destination is among the wanted: jump over the refusal to the end."""
-    count = len(wanted)
-    tests = [(JUMP_IF_EQUAL, count - place, 0, address) for place, address in enumerate(wanted)]
-    steps = [(LOAD_WORD, 0, 0, DESTINATION), *tests, (RETURN, 0, 0, NOTHING), (RETURN, 0, 0, WHOLE)]
-    return b"".join(INSTRUCTION.pack(*step) for step in steps)
-
-
-def _listener(port: int) -> socket.socket:
-    """A copy of the descriptor of this process's TCP socket that listens on all addresses at the port."""
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                copy = socket.socket(fileno=os.dup(descriptor))
-                if _listens(copy, port):
-                    return copy
-                copy.close()
-    raise OSError(f"no listener on port {port} in this process")
-
-
-def _listens(found: socket.socket, port: int) -> bool:
-    accepts = found.family == socket.AF_INET and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    return bool(accepts) and found.getsockname() == ("0.0.0.0", port)
+    def _done(self, report: Callable[[], None]) -> None:
+        self._running -= 1
+        report()

@@ -2,16 +2,20 @@
 
 Nothing happens until `step` runs one event. Events wait in lanes: a lane keeps its order (commands of one link; control
 messages one way on a connection; completions of one link), lanes may overtake each other, each block and each loss
-has its own. So a test chooses among all orders that a real network may produce.
+has its own. So a test chooses among all orders that a real network may produce. A network with a rate is slow
+instead: what is sent one way on a connection, blocks and control messages alike, arrives in the order of its sending,
+each after the time that its bytes take, while the clock is advanced.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,10 +33,11 @@ class Posted:
 
 
 class LoopbackNetwork:
-    """The lanes, the clock and the links by address."""
+    """The lanes, the clock and the links by address. rate: bytes per second each way on a connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float = math.inf) -> None:
         self.now = 0.0
+        self.rate = rate
         self.links: dict[str, LoopbackLink] = {}
         self._lanes: dict[Hashable, deque[Callable[[], None]]] = {}
         self._timers: list[tuple[float, int, LoopbackLink, Callable[[], None]]] = []
@@ -89,6 +94,13 @@ class End:
     sends: dict[int, deque[Posted]] = field(default_factory=dict)
     receives: dict[int, deque[Posted]] = field(default_factory=dict)
     lost: bool = False
+    free_at: float = 0.0
+
+    def busy(self, num_bytes: int) -> float:
+        """Seconds until these bytes are over, behind all that went this way before."""
+        network = self.link._network
+        self.free_at = max(self.free_at, network.now) + num_bytes / network.rate
+        return self.free_at - network.now
 
     def take_all(self) -> list[Posted]:
         posted = [p for queues in (self.sends, self.receives) for queue in queues.values() for p in queue]
@@ -159,7 +171,10 @@ class LoopbackLink:
             if other.link._ends.get(other.peer) is other and not other.lost:
                 other.link.handler.message(other.peer, data)
 
-        other.link._event(("control", other.peer), arrive)
+        if math.isinf(self._network.rate):
+            other.link._event(("control", other.peer), arrive)
+        else:
+            self._network.timer(end.busy(len(data)), other.link, arrive)
 
     def send_block(self, peer: Peer, tag: int, buffer: Any, done: Done) -> None:
         self._post(peer, tag, Posted(self, peer, buffer, done), send=True)
@@ -191,8 +206,13 @@ class LoopbackLink:
         (end.sends if send else end.receives).setdefault(tag, deque()).append(posted)
         if end.other is not None:
             source, target = (end, end.other) if send else (end.other, end)
-            if source.sends.get(tag) and target.receives.get(tag):
-                self._network.post(("block", next(self._network.serial)), lambda: self._transfer(source, target, tag))
+            if not source.sends.get(tag) or not target.receives.get(tag):
+                return
+            arrive = partial(self._transfer, source, target, tag)
+            if math.isinf(self._network.rate):
+                self._network.post(("block", next(self._network.serial)), arrive)
+            else:
+                self._network.timer(source.busy(memoryview(source.sends[tag][0].buffer).nbytes), target.link, arrive)
 
     def _transfer(self, source: End, target: End, tag: int) -> None:
         """Copy the oldest send of the tag into the oldest receive, if both are still posted."""

@@ -1,5 +1,5 @@
-"""What sender and receiver need from the worker that joins them to an engine. All calls come on the link thread; a
-worker passes them on to the engine's inbox; the methods that answer may be called from any thread."""
+"""What dock, sender and receiver need from the worker that joins them to an engine. All calls come on the link thread;
+a worker passes them on to the engine's inbox; the methods that answer may be called from any thread."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from protocol.errors import KvferryError
-from protocol.link_messages import Commit
-from protocol.messages import Job
+from protocol.link_messages import Asked, Commit
 
 
 class BlockMemory(Protocol):
@@ -20,11 +19,12 @@ class BlockMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShipStats:
-    """Of a finished ship: blocks and bytes sent, seconds from first post to acknowledgement, and the part of them after
-    `commit` was called."""
+    """Of a finished ship: blocks and bytes sent, seconds with sends in flight, seconds on the link (with sends in
+    flight, or between `commit` and its acknowledgement), and the part of these after `commit` was called."""
 
     blocks: int
     bytes: int
+    sending_s: float
     ship_s: float
     exposed_s: float
 
@@ -34,6 +34,9 @@ class ShipEvents(Protocol):
 
     def granted(self, transfer: int, first_block: int) -> None:
         """Decode reserved blocks; it already holds the prompt blocks before first_block, which need not be shipped."""
+
+    def sent(self, transfer: int) -> None:
+        """Nothing that was given to `ship` so far is still to be sent; comes again after later blocks."""
 
     def done(self, transfer: int, stats: ShipStats) -> None:
         """Decode acknowledged the commit."""
@@ -53,11 +56,11 @@ class GrantEvents(Protocol):
     """What a receiver asks of the decode engine. After `reserve` was answered with blocks, exactly one of `ready` and
     `failed` comes; after `failed`, `quiet` comes once."""
 
-    def reserve(self, key: TransferKey, job: Job) -> None:
-        """Reserve blocks for the job; answer with Receiver.granted or Receiver.refused."""
+    def reserve(self, key: TransferKey, asked: Asked) -> None:
+        """Reserve blocks for it; answer with Receiver.granted or Receiver.refused."""
 
     def ready(self, key: TransferKey, commit: Commit) -> None:
-        """All blocks landed and were verified, and the commit came: the request may run."""
+        """All blocks landed and were verified, and the commit came: the request may run, a copy or supply is whole."""
 
     def failed(self, key: TransferKey, error: KvferryError) -> None:
         """The ship failed; the blocks may still be written to. Also comes for a reserve not yet answered: a grant made

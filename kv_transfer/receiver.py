@@ -8,78 +8,60 @@ every receive on it quiet.
 
 from __future__ import annotations
 
-import itertools
-import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
-from kv_transfer.block_path import BlockPath
-from kv_transfer.checksum import Checksums, ThreadedChecksums
+from kv_transfer.answers import Senders
+from kv_transfer.dock import QUIESCE_TIMEOUT_S, Dock
 from kv_transfer.incoming import Incoming
-from kv_transfer.link import Link, Peer
-from kv_transfer.ports import BlockMemory, GrantEvents, TransferKey
-from kv_transfer.receiver_grant import GrantState, OpenGrant, SendingProcess
-from kv_transfer.tags import MAX_BLOCKS, MAX_NONCE
-from kv_transfer.transfers import QUIESCE_TIMEOUT_S, Transfers
-from protocol.errors import Cancelled, DeadlineExceeded, Incompatible, KvferryError, NodeLost, TransferFailed
+from kv_transfer.link import Peer
+from kv_transfer.ports import GrantEvents, TransferKey
+from kv_transfer.receiver_grant import COMMIT_TIMEOUT_S, GrantState, OpenGrant, objection
+from kv_transfer.tags import MAX_BLOCKS
+from kv_transfer.transfers import Transfers
+from protocol.errors import BlocksCorrupt, Cancelled, KvferryError, TransferFailed
 from protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
-from protocol.wire import pack
+from protocol.messages import Job
 
-FROM_PREFILL = GrantRequest | Commit | Abort
+POSTED_AT_ONCE = 128
 
 
 class Receiver:
-    """`granted`, `refused` and `cancel` may be called from any thread; everything else runs on the link thread.
+    """`granted`, `refused` and `cancel` may be called from any thread; everything else runs on the link thread, as an
+    endpoint of a dock.
 
     epoch        of this process: requests for an earlier one are refused with node_lost
     fingerprint  others are refused with incompatible
-    verify       share of blocks, 0 to 1, whose checksum is compared where the sender took one
     """
 
-    def __init__(
-        self,
-        link: Link,
-        memory: BlockMemory,
-        events: GrantEvents,
-        epoch: int,
-        fingerprint: str,
-        verify: float = 1.0,
-        *,
-        checksums: Checksums | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._link, self._events, self._clock = link, events, clock
+    takes = (GrantRequest, Commit, Abort)
+
+    def __init__(self, dock: Dock, events: GrantEvents, epoch: int, fingerprint: str):
+        self._dock, self._events = dock, events
         self._epoch, self._fingerprint = epoch, fingerprint
-        self._path = BlockPath(link, memory, checksums or ThreadedChecksums(link.submit), verify)
-        self._nonces = itertools.count(random.randrange(MAX_NONCE))
-        self._senders: dict[Peer, SendingProcess] = {}
-        self._grants: Transfers[OpenGrant] = Transfers(
-            link,
-            clock,
-            forget=self._disconnected,
-            fail=lambda grant, error: self._fail(grant, error, tell=False),
-            quiet=self._closed,
-            overdue=self._overdue,
-        )
+        self._senders = Senders(dock.send)
+        self.transfers: Transfers[OpenGrant] = Transfers(dock.watch)
+        dock.mount(self)
 
     # Any thread.
 
     def granted(self, key: TransferKey, first_block: int, block_ids: Sequence[int]) -> None:
         """The engine reserved block_ids for prompt blocks first_block, first_block + 1, …; earlier ones it holds."""
-        self._link.submit(lambda: self._granted(key, first_block, block_ids))
+        self._dock.submit(lambda: self._granted(key, first_block, block_ids))
 
     def refused(self, key: TransferKey, error: KvferryError) -> None:
         """The engine cannot reserve."""
-        self._link.submit(lambda: self._refused(key, error))
+        self._dock.submit(lambda: self._refused(key, error))
 
     def cancel(self, key: TransferKey, error: KvferryError) -> None:
         """Give the grant up: `failed` with this error comes, then `quiet`; nothing if it ended already."""
-        self._link.submit(lambda: self._cancel(key, error))
+        self._dock.submit(lambda: self._cancel(key, error))
 
     # Link thread: answers of the engine.
 
     def _granted(self, key: TransferKey, first_block: int, block_ids: Sequence[int]) -> None:
-        grant = self._grants.find(key)
+        grant = self.transfers.find(key)
         assert grant is not None, f"{key} was answered twice"
         grant.unanswered = False
         if grant.state is not GrantState.NEW:
@@ -91,74 +73,102 @@ class Receiver:
         self._post(grant, first_block, block_ids)
 
     def _post(self, grant: OpenGrant, first_block: int, block_ids: Sequence[int]) -> None:
-        """Post the receives, then tell the sender: no block ever arrives unexpected."""
+        """Begin to post the receives."""
         grant.move(GrantState.GRANTED)
-        grant.deadline = self._clock() + grant.job.deadline_s
-        message = Grant(grant.transfer, first_block, len(block_ids), self._senders[grant.peer].nonce)
+        grant.deadline = self._dock.clock() + grant.asked.deadline_s
+        message = Grant(grant.transfer, first_block, len(block_ids), self._senders.of(grant.peer).nonce)
+        grant.message, moved = message, partial(self._moved, grant)
         grant.blocks = Incoming(
-            self._path, message, grant.peer, lambda: self._moved(grant), lambda e: self._grants.drop(grant.peer, e)
+            self._dock.path, message, block_ids, grant.peer, moved, lambda e: self._dock.drop(grant.peer, e)
         )
-        grant.blocks.post(block_ids)
-        self._link.send(grant.peer, pack(message))
-        self._advance(grant)
+        self._post_more(grant, POSTED_AT_ONCE)
+
+    def _post_more(self, grant: OpenGrant, most: int) -> None:
+        """Post receives, and tell the sender of the last one: no block ever arrives unexpected. A long prompt has
+        thousands: other ships have their turns between slices."""
+        assert grant.blocks is not None
+        grant.blocks.post(most)
+        if grant.blocks.posted:
+            assert grant.message is not None
+            self._senders.answer(grant.peer, grant.message)
+            self._advance(grant)
+        else:
+            self._dock.submit(lambda: self._post_more(grant, POSTED_AT_ONCE) if grant.live else None)
 
     def _refused(self, key: TransferKey, error: KvferryError) -> None:
-        grant = self._grants.find(key)
+        grant = self.transfers.find(key)
         if grant is None:
             return
         grant.unanswered = False
         if grant.state is GrantState.NEW:
             self._refuse(grant.peer, grant.transfer, error)
-            self._grants.remove(grant)
+            self.transfers.remove(grant)
         else:
             self._settle(grant)
 
     def _cancel(self, key: TransferKey, error: KvferryError) -> None:
-        grant = self._grants.find(key)
+        grant = self.transfers.find(key)
         if grant is not None:
             self._fail(grant, error, tell=True)
 
-    # Link thread: what comes from the link.
+    # Link thread: what comes from the dock.
 
-    def message(self, peer: Peer, data: bytes) -> None:
-        message = self._grants.read(peer, data, FROM_PREFILL)
-        if message is None:
-            return
+    def take(self, peer: Peer, message: Any) -> None:
         if isinstance(message, GrantRequest):
             self._requested(peer, message)
             return
-        grant = self._grants.find((peer, message.transfer))
+        grant = self.transfers.find((peer, message.transfer))
         if grant is None:
-            return
-        if isinstance(message, Commit):
+            self._senders.repeat(peer, message.transfer)
+        elif isinstance(message, Commit):
             self._committed(grant, message)
         else:
             unposted = grant.state is GrantState.NEW
             self._fail(grant, Cancelled(f"the prefill node gave up: {message.reason}"), tell=unposted)
 
-    def peer_lost(self, peer: Peer, error: Exception) -> None:
-        self._grants.drop(peer, error)
+    def forget(self, peer: Peer) -> None:
+        self._senders.forget(peer)
+
+    def fail(self, grant: OpenGrant, error: KvferryError) -> None:
+        self._fail(grant, error, tell=False)
+
+    def closed(self, grant: OpenGrant) -> None:
+        if grant.blocks is not None:
+            grant.blocks.in_flight = 0
+        self._settle(grant)
+
+    def overdue(self, grant: OpenGrant) -> None:
+        """End grants whose request's deadline has passed; close connections whose receives do not complete."""
+        if grant.live:
+            self._fail(grant, grant.lateness(), tell=True)
+        elif grant.in_flight:
+            self._dock.drop(grant.peer, TransferFailed(f"receives did not complete for {QUIESCE_TIMEOUT_S:g} s"))
+
+    # Link thread: what prefill asked.
 
     def _requested(self, peer: Peer, request: GrantRequest) -> None:
-        if peer not in self._senders:
-            self._senders[peer] = SendingProcess(next(self._nonces) % MAX_NONCE + 1)
-        if not self._senders[peer].is_new(request.transfer):
+        known = self.transfers.find((peer, request.transfer)) is not None
+        if known or not self._senders.of(peer).is_new(request.transfer):
+            self._senders.repeat(peer, request.transfer)
             return
-        objection = _objection(request, self._fingerprint, self._epoch)
-        if objection is not None:
-            self._refuse(peer, request.transfer, objection)
+        refused = objection(request, self._fingerprint, self._epoch)
+        if refused is not None:
+            self._refuse(peer, request.transfer, refused)
         else:
-            grant = OpenGrant((peer, request.transfer), request.job, self._clock() + request.job.deadline_s)
-            self._grants.add(grant)
-            self._events.reserve(grant.key, request.job)
+            asked = request.asked
+            grant = OpenGrant((peer, request.transfer), asked, self._dock.clock() + asked.deadline_s)
+            self.transfers.add(grant)
+            self._events.reserve(grant.key, asked)
 
     def _committed(self, grant: OpenGrant, commit: Commit) -> None:
         if grant.commit is not None or not grant.live:
             return
-        count = grant.blocks.count if grant.blocks else 0
-        if commit.block_count != count or len(commit.checksums) not in (0, count):
-            text = f"commit of {commit.block_count} blocks for a grant of {count}"
+        if commit.block_count != grant.count or len(commit.checksums) not in (0, grant.count):
+            text = f"commit of {commit.block_count} blocks for a grant of {grant.count}"
             self._fail(grant, TransferFailed(text), tell=True)
+            return
+        if (commit.first is None) == isinstance(grant.asked, Job):
+            self._fail(grant, TransferFailed("a job brings a token, and nothing else does"), tell=True)
             return
         grant.commit = commit
         self._advance(grant)
@@ -167,6 +177,8 @@ class Receiver:
         """A block landed, or its checksum was taken."""
         if grant.state is GrantState.GRANTED:
             grant.move(GrantState.RECEIVING)
+        if not grant.live:
+            grant.deadline = self._dock.clock() + QUIESCE_TIMEOUT_S
         self._advance(grant)
         self._settle(grant)
 
@@ -174,21 +186,23 @@ class Receiver:
         """LANDED when every receive completed; READY when the commit came too and every checksum agrees."""
         if grant.state in (GrantState.GRANTED, GrantState.RECEIVING) and not grant.in_flight:
             grant.move(GrantState.LANDED)
+            if grant.count:
+                grant.deadline = min(grant.deadline, self._dock.clock() + COMMIT_TIMEOUT_S)
         if grant.state is not GrantState.LANDED or grant.commit is None or grant.blocks is None or grant.blocks.summing:
             return
         wrong = grant.blocks.wrong(grant.commit.checksums)
         if wrong is not None:
-            self._fail(grant, TransferFailed(f"prompt block {wrong} arrived with a wrong checksum"), tell=True)
+            self._fail(grant, BlocksCorrupt(f"prompt block {wrong} arrived with a wrong checksum"), tell=True)
             return
         grant.move(GrantState.READY)
-        self._link.send(grant.peer, pack(CommitAck(grant.transfer)))
-        self._grants.remove(grant)
+        self._senders.answer(grant.peer, CommitAck(grant.transfer))
+        self.transfers.remove(grant)
         self._events.ready(grant.key, grant.commit)
 
     # Link thread: ends.
 
     def _refuse(self, peer: Peer, transfer: int, error: KvferryError) -> None:
-        self._link.send(peer, pack(Refusal(transfer, error.code, error.message)))
+        self._senders.answer(peer, Refusal(transfer, error.code, error.message))
 
     def _fail(self, grant: OpenGrant, error: KvferryError, tell: bool) -> None:
         if not grant.live:
@@ -196,42 +210,18 @@ class Receiver:
         grant.move(GrantState.FAILED)
         if grant.blocks is not None:
             grant.blocks.give_up()
+            if not grant.blocks.posted and not self._dock.is_closing(grant.peer):
+                self._post_more(grant, grant.blocks.count)  # the sender fills those alone that it was told of
         if tell:
             self._refuse(grant.peer, grant.transfer, error)
         self._events.failed(grant.key, error)
         grant.move(GrantState.QUIESCING)
-        grant.deadline = self._clock() + QUIESCE_TIMEOUT_S
+        grant.deadline = self._dock.clock() + QUIESCE_TIMEOUT_S
         self._settle(grant)
 
     def _settle(self, grant: OpenGrant) -> None:
         """Report quiet when no receive is left and the engine gave its answer."""
         if grant.state is GrantState.QUIESCING and not grant.in_flight and not grant.unanswered:
             grant.move(GrantState.QUIET)
-            self._grants.remove(grant)
+            self.transfers.remove(grant)
             self._events.quiet(grant.key)
-
-    def _disconnected(self, peer: Peer) -> None:
-        self._senders.pop(peer, None)
-
-    def _closed(self, grant: OpenGrant) -> None:
-        if grant.blocks is not None:
-            grant.blocks.in_flight = 0
-        self._settle(grant)
-
-    def _overdue(self, grant: OpenGrant) -> None:
-        """End grants whose request's deadline has passed; close connections whose receives do not complete."""
-        if grant.live:
-            self._fail(grant, DeadlineExceeded("the request's deadline passed before its blocks arrived"), tell=True)
-        elif grant.in_flight:
-            self._grants.drop(grant.peer, TransferFailed(f"receives did not complete within {QUIESCE_TIMEOUT_S:g} s"))
-
-
-def _objection(request: GrantRequest, fingerprint: str, epoch: int) -> KvferryError | None:
-    """Why this process cannot grant what was asked, if so."""
-    if request.fingerprint != fingerprint:
-        return Incompatible(
-            f"this decode node's fingerprint is {fingerprint}, the prefill node expects {request.fingerprint}"
-        )
-    if request.epoch != epoch:
-        return NodeLost(f"this decode node is epoch {epoch}, the request is for {request.epoch}")
-    return None

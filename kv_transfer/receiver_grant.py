@@ -1,20 +1,18 @@
-"""A grant as the receiver knows it: its states, with the moves that are allowed, and what is remembered of it and of
-the process it was made to.
-"""
+"""A grant as the receiver knows it: its states, with the moves that are allowed, and what is remembered of it."""
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kv_transfer.incoming import Incoming
 from kv_transfer.link import Peer
 from kv_transfer.ports import TransferKey
-from protocol.link_messages import Commit
-from protocol.messages import Job
+from protocol.errors import DeadlineExceeded, Fenced, Incompatible, KvferryError, TransferFailed
+from protocol.link_messages import Asked, Commit, Grant, GrantRequest
 
-REMEMBERED = 4096
+COMMIT_TIMEOUT_S = 15.0
+"""The commit follows the last block: once that is here, it has been lost after so long, or will not come."""
 
 
 class GrantState(StrEnum):
@@ -46,13 +44,15 @@ GRANT_LIVE = frozenset({GrantState.NEW, GrantState.GRANTED, GrantState.RECEIVING
 
 @dataclass(slots=True, eq=False)
 class OpenGrant:
-    """What one GrantRequest led to. unanswered: the engine has not answered `reserve` yet; blocks: once it granted."""
+    """What one GrantRequest led to. unanswered: the engine has not answered `reserve` yet; message, blocks: once it
+    granted."""
 
     key: TransferKey
-    job: Job
+    asked: Asked
     deadline: float
     state: GrantState = GrantState.NEW
     unanswered: bool = True
+    message: Grant | None = None
     blocks: Incoming | None = None
     commit: Commit | None = None
 
@@ -65,6 +65,11 @@ class OpenGrant:
         return self.key[1]
 
     @property
+    def count(self) -> int:
+        """Granted blocks."""
+        return self.blocks.count if self.blocks else 0
+
+    @property
     def in_flight(self) -> int:
         """Posted receives not completed."""
         return self.blocks.in_flight if self.blocks else 0
@@ -74,26 +79,24 @@ class OpenGrant:
         """Whether it can still become ready."""
         return self.state in GRANT_LIVE
 
+    def lateness(self) -> KvferryError:
+        """What it is that did not come in time."""
+        if self.state is GrantState.LANDED and self.count:
+            return TransferFailed(f"no commit for {COMMIT_TIMEOUT_S:g} s after the last block")
+        return DeadlineExceeded("the request's deadline passed before its blocks arrived")
+
     def move(self, new: GrantState) -> None:
         """To a state that the table allows."""
         assert new in GRANT_MOVES[self.state], f"{self.state} → {new} is not allowed"
         self.state = new
 
 
-class SendingProcess:
-    """The nonce of the tags of one connected sender, and the transfers it already asked for."""
-
-    def __init__(self, nonce: int):
-        self.nonce = nonce
-        self._seen: set[int] = set()
-        self._order: deque[int] = deque()
-
-    def is_new(self, transfer: int) -> bool:
-        """True once per transfer id (the last REMEMBERED are remembered): a repeated request must not reserve twice."""
-        if transfer in self._seen:
-            return False
-        self._seen.add(transfer)
-        self._order.append(transfer)
-        if len(self._order) > REMEMBERED:
-            self._seen.discard(self._order.popleft())
-        return True
+def objection(request: GrantRequest, fingerprint: str, epoch: int) -> KvferryError | None:
+    """Why this process cannot grant what was asked, if so."""
+    if request.fingerprint != fingerprint:
+        return Incompatible(
+            f"this decode node's fingerprint is {fingerprint}, the prefill node expects {request.fingerprint}"
+        )
+    if request.epoch != epoch:
+        return Fenced(f"this decode node is epoch {epoch}, the request is for {request.epoch}")
+    return None

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
-from kv_transfer.link import Peer
+from kv_transfer.answers import Question
+from kv_transfer.dock import QUIESCE_TIMEOUT_S
+from kv_transfer.link import MAX_MESSAGE_BYTES, Peer
 from kv_transfer.outgoing import Outgoing
-from kv_transfer.ports import ShipStats
-from protocol.link_messages import Commit
-from protocol.messages import Job, TokenDelta
+from kv_transfer.ports import ShipEvents, ShipStats
+from protocol.errors import Draining, GrantRefused, InvalidRequest, KvferryError, NodeLost, TransferFailed
+from protocol.link_messages import Asked, Commit, Supply
+from protocol.messages import TokenDelta
+from protocol.names import NodeName
 
 
 class ShipState(StrEnum):
@@ -39,20 +44,31 @@ SHIP_LIVE = frozenset({ShipState.OFFERED, ShipState.GRANTED, ShipState.RUNNING, 
 
 @dataclass(slots=True, eq=False)
 class Ship:
-    """One offer. unanswered: neither Grant nor Refusal came yet; blocks: once the grant came; first: the first token,
-    once the engine committed."""
+    """One offer of the node `sender`, to the node `decode`; `events` hear of it. unanswered: neither Grant nor Refusal
+    came yet; blocks: once the grant came; first, covered: see Commit, once the engine committed, at committed_at;
+    sent_before_s: seconds of sending until then. ends: when it has not moved for too long; question: what decode has to
+    answer."""
 
     transfer: int
-    job: Job
+    events: ShipEvents
+    decode: str
     peer: Peer
-    deadline: float
+    ends: float
+    sender: NodeName
     state: ShipState = ShipState.OFFERED
     unanswered: bool = True
     blocks: Outgoing | None = None
     first: TokenDelta | None = None
+    covered: int = 0
     commit_sent: bool = False
-    posted_at: float | None = None
     committed_at: float = 0.0
+    sent_before_s: float = 0.0
+    question: Question = field(default_factory=Question)
+
+    @property
+    def deadline(self) -> float:
+        """When to look at it."""
+        return min(self.ends, self.question.repeat_at)
 
     @property
     def key(self) -> int:
@@ -70,21 +86,79 @@ class Ship:
 
     def take_commit(self) -> Commit | None:
         """The commit, once: when the engine called for it and every checksum is taken."""
-        if self.state is not ShipState.DRAINING or self.commit_sent or self.blocks is None or self.first is None:
+        if self.state is not ShipState.DRAINING or self.commit_sent or self.blocks is None:
             return None
         checksums = self.blocks.checksums()
         if checksums is None:
             return None
         self.commit_sent = True
-        return Commit(self.transfer, self.blocks.posted, checksums, self.first)
+        return Commit(self.transfer, self.blocks.posted, checksums, self.first, self.covered, self.sender)
+
+    def commit(self, first: TokenDelta | None, covered: int, at: float) -> None:
+        """The engine computed everything, and the first token, at this time."""
+        assert self.blocks is not None
+        self.first, self.covered, self.committed_at = first, covered, at
+        self.sent_before_s = self.blocks.sent_before(at)
+        self.move(ShipState.DRAINING)
 
     def stats(self, now: float) -> ShipStats:
         """Of a ship that is acknowledged now."""
         assert self.blocks is not None
-        began = self.committed_at if self.posted_at is None else min(self.posted_at, self.committed_at)
-        return ShipStats(self.blocks.posted, self.blocks.bytes, now - began, now - self.committed_at)
+        exposed = now - self.committed_at
+        sent = self.blocks
+        return ShipStats(sent.posted, sent.bytes, sent.sent_before(now), self.sent_before_s + exposed, exposed)
+
+    def progressed(self, now: float, stall_timeout: float) -> None:
+        """Something of it moved, or is to move from now on: its deadline is counted anew."""
+        if not self.live:
+            self.ends = now + QUIESCE_TIMEOUT_S
+        elif self.state is ShipState.DRAINING or (self.blocks is not None and self.blocks.under_way):
+            self.ends = now + stall_timeout
+        else:
+            self.ends = inf
+
+    def hear(self) -> None:
+        """Grant or Refusal came, or will not."""
+        self.unanswered = False
+        self.question.answered()
+
+    def repeats(self, now: float) -> bool:
+        """Whether its question is to be sent again now."""
+        return (now <= self.ends or not self.live) and self.question.due(now)
+
+    def blame(self, error: KvferryError) -> KvferryError:
+        """What the decode node, or the way to it, did to the ship: it names that node, for routers hear of it from this
+        one. A node that drains takes nothing new, which is no more than a refusal of this offer."""
+        if not isinstance(error, NodeLost | TransferFailed | GrantRefused | Draining):
+            return error
+        kind = GrantRefused if isinstance(error, Draining) else type(error)
+        return kind(f"decode node {self.decode}: {error.message}")
 
     def move(self, new: ShipState) -> None:
         """To a state that the table allows."""
         assert new in SHIP_MOVES[self.state], f"{self.state} → {new} is not allowed"
         self.state = new
+
+
+def too_long(asked: Asked, size: int) -> KvferryError | None:
+    """Why a grant cannot be asked for by a message of `size` bytes, if so."""
+    if size <= MAX_MESSAGE_BYTES:
+        return None
+    tokens = 0 if isinstance(asked, Supply) else len(asked.token_ids)
+    text = f"{tokens} tokens do not fit into a grant request of {MAX_MESSAGE_BYTES} bytes"
+    return InvalidRequest(text, param="prompt")
+
+
+def has_sent(ship: Ship) -> bool:
+    """Whether all blocks that were posted so far are sent, and others follow."""
+    return ship.state is ShipState.RUNNING and ship.blocks is not None and not ship.blocks.under_way
+
+
+def lack(ship: Ship, covered: int) -> str:
+    """Why it cannot be committed; empty if it can. What lies beyond the `covered` tokens is left out."""
+    if covered and ship.blocks is not None:
+        ship.blocks.leave_out()
+    if ship.blocks is not None and ship.blocks.complete:
+        return ""
+    posted, count = (ship.blocks.posted, ship.blocks.count) if ship.blocks else (0, 0)
+    return f"commit after {posted} of {count} blocks"

@@ -1,14 +1,15 @@
 """Composition of the 64-bit tag that matches a block with its receive: nonce 24 | transfer 24 | prompt block index 16.
 
-UCX matches tags per process, not per connection: the receiving process gives every connection its own nonce. Nonce 0
-belongs to the link itself.
+The receiving process gives every connection its own nonce. Nonce 0 belongs to the link itself.
 """
 
 from __future__ import annotations
 
 MAX_NONCE = (1 << 24) - 1
 MAX_TRANSFER = (1 << 24) - 1
-MAX_CHANNEL = (1 << 24) - 1
+WARM_TAG = 1
+"""Of the block that warms a connection up."""
+NEVER_SENT_TAG = 2
 MAX_BLOCKS = 1 << 16
 """Blocks of a prompt that one ship can address."""
 
@@ -20,7 +21,6 @@ def block_tag(nonce: int, transfer: int, index: int) -> int:
     return nonce << 40 | (transfer & MAX_TRANSFER) << 16 | index
 
 
-def link_tag(channel: int, use: int) -> int:
-    """Tag for the link's own messages to the connection that the receiving process knows by this channel number."""
-    assert 0 < channel <= MAX_CHANNEL, channel
-    return channel << 16 | use
+def transfer_of(tag: int) -> int:
+    """What the tags of one transfer's blocks have in common: nonce and transfer."""
+    return tag >> 16

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kv_transfer.greeting import Terms
 from kv_transfer.link import MAX_MESSAGE_BYTES, Done, LinkHandler, Peer
+from kv_transfer.stream import MESSAGE
 from kv_transfer.ucx_blocks import Post
 from kv_transfer.ucx_connections import Patience, UcxConnections
-from kv_transfer.ucx_frames import MESSAGE
 from kv_transfer.ucx_library import context_options, load
 from kv_transfer.ucx_loop import UcxLoop
 from process.address import host_port
 from protocol.errors import ConfigError, NodeLost
+
+NO_TERMS = Terms()
 
 
 class UcxLink:
@@ -26,6 +29,7 @@ class UcxLink:
     ping_interval   seconds between ALIVE frames
     silence_limit   seconds without any sign of a peer before it is lost
     connect_timeout seconds that each of three tries to connect may take
+    terms           the cluster's secrets, and settings that both ends of a connection must share
     on_fault        called once, on the link thread, when that thread ends by an exception: no operation will complete
                     any more, so the process must end; its argument is also `fault` from then on
     """
@@ -40,17 +44,21 @@ class UcxLink:
         net_devices: str = "",
         cuda: bool = False,
         prepare: Callable[[], None] | None = None,
-        ping_interval: float = 0.5,
-        silence_limit: float = 5.0,
+        ping_interval: float = 0.4,
+        silence_limit: float = 2.0,
         connect_timeout: float = 2.0,
+        terms: Terms = NO_TERMS,
         on_fault: Callable[[str], None] = lambda fault: None,
     ):
         self._host, self._port = host, port
         self._listen = host if listen is None else listen
         self._options = context_options(host, transports, net_devices, cuda)
         library = load()
-        self._loop = UcxLoop(library, self._options, prepare, self._opened, self._poll, self._closing, on_fault)
-        self._connections = UcxConnections(library, self._loop, Patience(ping_interval, silence_limit, connect_timeout))
+        self._loop = UcxLoop(library, self._options, prepare, self._opened, self._closing, on_fault)
+        self.native_id: int | None = None
+        """Of the link thread, for the system, once it runs."""
+        patience = Patience(ping_interval, silence_limit, connect_timeout)
+        self._connections = UcxConnections(library, self._loop, patience, terms)
         self._traffic = self._connections.traffic
 
     @property
@@ -64,7 +72,8 @@ class UcxLink:
 
     @property
     def heartbeat(self) -> float:
-        """Monotonic seconds of the link thread's last round; an idle thread makes one at every ping."""
+        """Monotonic seconds of the link thread's last round, or of a command in it; an idle thread makes a round at
+        every ping."""
         return self._loop.heartbeat
 
     def start(self, handler: LinkHandler) -> None:
@@ -76,6 +85,7 @@ class UcxLink:
                 f"the UCX link cannot start on port {self._port} with {self._options}: {error}. Choose another "
                 "--link-port, or check --ucx-transports and --ucx-net-devices with `kvferry doctor`"
             ) from error
+        self.native_id = self._loop.native_id
 
     def stop(self) -> None:
         self._loop.stop()
@@ -118,11 +128,8 @@ class UcxLink:
 
     # What the link thread calls.
 
-    def _opened(self, worker: Any) -> None:
-        self._port = self._connections.listen(worker, self._listen, self._port, self._handler)
-
-    def _poll(self, progressed: bool) -> bool:
-        return self._connections.poll(progressed)
+    def _opened(self) -> None:
+        self._port = self._connections.listen(self._listen, self._port, self._handler)
 
     def _closing(self) -> None:
         self._connections.close()

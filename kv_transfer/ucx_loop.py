@@ -1,9 +1,10 @@
-"""The thread that owns UCX's context and worker: runs commands and timers, progresses UCX, sleeps when nothing is due.
+"""The thread that owns UCX's context, its workers and the sockets of a link: runs commands and timers, progresses the
+workers that are awake, hears of sockets, sleeps when nothing is due.
 
-Without work for SPIN_S it arms the worker and waits on the worker's descriptor, an eventfd and the next timer. Spinning
-that long keeps latency low in a burst; sleeping keeps an idle process below 1 % of a core. A fruitless round yields the
-core: two ends that spin on one core, each waiting for the other, would hand it over once a time slice (0.2 GB/s).
-"""
+A worker without work for a moment is armed and rests; once all rest, the thread waits for any of their descriptors, a
+socket, an eventfd or the next timer. Spinning that long keeps latency low in a burst; sleeping keeps an idle process
+below 1 % of a core, and what rests costs nothing. A fruitless round yields the core: two ends that spin on one core,
+each waiting for the other, would hand it over once a time slice (0.2 GB/s)."""
 
 from __future__ import annotations
 
@@ -17,82 +18,134 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
+from kv_transfer.bell import Bell
+from kv_transfer.ucx_left import LeftBehind
 from kv_transfer.ucx_library import UcxLibrary
+from kv_transfer.ucx_worker import SPIN_S, UcxWorker
+from process.limits import allow_descriptors
 
 log = logging.getLogger(__name__)
-SPIN_S = 60e-6
-PROGRESS_BURST = 32
 MAX_SLEEP_S = 1.0
+SOCKETS_EVERY_S = 0.5e-3
+"""How often sockets are asked while blocks move; asking gives the interpreter's lock away."""
 CLOSING_ROUNDS = 100
+STOP_S = 20.0
+READABLE, WRITABLE = select.EPOLLIN, select.EPOLLOUT
+Heard = Callable[[int], bool]
+"""Called with the events of a descriptor; whether there was anything to do."""
 
 
 class UcxLoop:
-    """opened(worker) runs on the thread before start returns, poll(progressed) after every round (progressed: requests
-    may have completed; it returns whether it found work), closing() last. An exception in a round ends the thread:
-    nothing that was posted will complete, so `fault` says why and on_fault(text) runs once, on the dying thread."""
+    """opened() runs on the thread before start returns, closing() last. Workers and watched descriptors see to their
+    own exceptions. Any other one ends the thread: nothing that was posted will complete, so `fault` says why and
+    on_fault(text) runs once, on the dying thread."""
 
     def __init__(
         self,
         library: UcxLibrary,
         options: dict[str, str],
         prepare: Callable[[], None] | None,
-        opened: Callable[[Any], None],
-        poll: Callable[[bool], bool],
+        opened: Callable[[], None],
         closing: Callable[[], None],
         on_fault: Callable[[str], None],
     ):
         self._library, self._options, self._prepare = library, options, prepare
-        self._opened, self._poll, self._closing, self._on_fault = opened, poll, closing, on_fault
+        self._opened, self._closing, self._on_fault = opened, closing, on_fault
         self.fault: str | None = None
         self.heartbeat = time.monotonic()
         self._commands: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
+        self._watched: dict[int, Heard] = {}
+        self._workers: set[UcxWorker] = set()
+        self._awake: dict[UcxWorker, None] = {}
+        self._left = LeftBehind(options["TLS"])
+        self._heard_at = 0.0
         self._sleeping = self._stopping = False
         self._thread: threading.Thread | None = None
+        self.native_id: int | None = None
 
     def start(self) -> None:
         """Start the thread; raises what opening raised."""
-        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        allow_descriptors()
+        self._bell = Bell()
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="kv-link", daemon=True)
         self._thread.start()
         started.result()
+        self.native_id = self._thread.native_id
 
     def stop(self) -> None:
-        """Close and join. Commands submitted later never run."""
+        """Close and join. Commands submitted later never run. A thread that hangs is left, after STOP_S."""
         if self._thread is None:
             return
         self._stopping = True
-        self._wake()
-        self._thread.join()
+        self._bell.ring()
+        self._thread.join(STOP_S)
+        if not self._thread.is_alive():
+            self._bell.close()
         self._thread = None
-        os.close(self._eventfd)
 
     def submit(self, call: Callable[[], None]) -> None:
         """Run `call` on the thread soon; from any thread."""
         self._commands.append(call)
         if self._sleeping:
-            self._wake()
+            self._bell.ring()
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
         """Run `call` after a delay; on the link thread only."""
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._serial), call))
 
-    def _wake(self) -> None:
-        os.eventfd_write(self._eventfd, 1)
+    # Descriptors and workers; on the link thread only.
+
+    def watch(self, descriptor: int, events: int, heard: Heard) -> None:
+        """Call `heard` with those of the events that came, until `unwatch`. Watched already: for these events now."""
+        known = descriptor in self._watched
+        self._watched[descriptor] = heard
+        (self._epoll.modify if known else self._epoll.register)(descriptor, events)
+
+    def unwatch(self, descriptor: int) -> None:
+        """Before the descriptor is closed."""
+        if self._watched.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
+
+    def open_worker(self, look: Callable[[bool], bool], broken: Callable[[Exception], None]) -> UcxWorker:
+        """A worker, awake. look, broken: as UcxWorker has them. Raises TransferFailed."""
+        worker = UcxWorker(self._library, self._context, look, broken)
+        self._workers.add(worker)
+        self._awake[worker] = None
+        self.watch(worker.descriptor, READABLE, lambda events: self.rouse(worker))
+        return worker
+
+    def rouse(self, worker: UcxWorker) -> bool:
+        """Something was posted, or UCX has something to do: progress the worker until it rests again."""
+        if worker not in self._awake and worker in self._workers:
+            self._awake[worker] = None
+            worker.touch()
+        return False
+
+    def close_worker(self, worker: UcxWorker, ended: Callable[[], bool]) -> None:
+        """Its memory is quiet on return, or the thread ends before any other command. ended: see UcxWorker.close."""
+        self._awake.pop(worker, None)
+        if worker in self._workers:
+            self._workers.remove(worker)
+            self.unwatch(worker.descriptor)
+            if not worker.close(ended):
+                self._left.add()
 
     def _run(self, started: Future[None]) -> None:
+        self._epoll = select.epoll()
+        self.watch(self._bell.descriptor, READABLE, self._bell.heard)
         try:
-            worker = self._open()
+            self._open()
         except Exception as error:
+            self._epoll.close()
             started.set_exception(error)
             return
         started.set_result(None)
         try:
-            self._rounds(worker)
+            self._rounds()
             self._close()
         except Exception as error:
             log.exception("the link thread ends")
@@ -101,48 +154,70 @@ class UcxLoop:
         finally:
             self._epoll.close()
 
+    def _open(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
+        api = self._library.api
+        self._context = api.UCXContext(self._options, (api.Feature.TAG, api.Feature.WAKEUP))
+        self._opened()
+
     def _close(self) -> None:
         self._closing()
         for _ in range(CLOSING_ROUNDS):
             if not self._run_due():
                 break
+        self._context = None
 
-    def _open(self) -> Any:
-        if self._prepare is not None:
-            self._prepare()
-        api = self._library.api
-        context = api.UCXContext(self._options, (api.Feature.TAG, api.Feature.AM, api.Feature.WAKEUP))
-        worker = api.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
-        worker.init_blocking_progress_mode()
-        self._epoll = select.epoll()
-        self._epoll.register(worker.epoll_file_descriptor, select.EPOLLIN)
-        self._epoll.register(self._eventfd, select.EPOLLIN)
-        self._opened(worker)
-        return worker
-
-    def _rounds(self, worker: Any) -> None:
+    def _rounds(self) -> None:
         worked_at = time.monotonic()
         while not self._stopping:
-            self.heartbeat = time.monotonic()
-            ran = self._run_due()
-            progressed = self._progress(worker)
-            if self._poll(ran or progressed) or ran or progressed:
-                worked_at = time.monotonic()
-                continue
-            if time.monotonic() - worked_at > SPIN_S:
-                self._sleep(worker)
-            os.sched_yield()
+            now = self.heartbeat = time.monotonic()
+            worked = self._run_due() | self._progress()
+            if not worked or now - self._heard_at > SOCKETS_EVERY_S:
+                worked |= self._hear(0.0)
+                self._rest()
+            if worked:
+                worked_at = now
+            elif not self._awake and now - worked_at > SPIN_S:
+                self._sleep()
+            else:
+                os.sched_yield()
 
-    def _progress(self, worker: Any) -> bool:
-        for count in range(PROGRESS_BURST):
-            if not worker.progress_once():
-                return count > 0
-        return True
+    def _progress(self) -> bool:
+        worked = False
+        for worker in tuple(self._awake):
+            if worker in self._awake:
+                worked |= worker.round()
+        return worked
+
+    def _rest(self) -> None:
+        """Let workers rest that found nothing for a moment."""
+        for worker in tuple(self._awake):
+            if worker.rests():
+                del self._awake[worker]
+
+    def _hear(self, timeout: float) -> bool:
+        """Whether a socket had something."""
+        worked = False
+        self._heard_at = time.monotonic()
+        for descriptor, events in self._epoll.poll(timeout):
+            heard = self._watched.get(descriptor)
+            worked |= heard is not None and heard(events)
+        return worked
+
+    def _sleep(self) -> None:
+        self._sleeping = True
+        if not self._commands and not self._stopping:
+            due = self._timers[0][0] - time.monotonic() if self._timers else MAX_SLEEP_S
+            self._hear(max(0.0, min(due, MAX_SLEEP_S)))
+        self._sleeping = False
 
     def _run_due(self) -> bool:
         """Run the commands queued so far and the timers that are due; whether there were any."""
         ran = False
         for _ in range(len(self._commands)):
+            if not self._stopping:
+                self._left.check()
             self._call(self._commands.popleft())
             ran = True
         while self._timers and self._timers[0][0] <= time.monotonic():
@@ -151,16 +226,9 @@ class UcxLoop:
         return ran
 
     def _call(self, call: Callable[[], None]) -> None:
+        """A round of many commands is a long one: each of them is a move."""
+        self.heartbeat = time.monotonic()
         try:
             call()
         except Exception:
             log.exception("a command of the link failed")
-
-    def _sleep(self, worker: Any) -> None:
-        self._sleeping = True
-        if not self._commands and not self._stopping and worker.arm():
-            due = self._timers[0][0] - time.monotonic() if self._timers else MAX_SLEEP_S
-            for descriptor, _ in self._epoll.poll(max(0.0, min(due, MAX_SLEEP_S))):
-                if descriptor == self._eventfd:
-                    os.eventfd_read(self._eventfd)
-        self._sleeping = False

@@ -1,58 +1,66 @@
-"""What moves on the connections of a UCX link once they are attached: blocks, and control messages."""
+"""What moves on the connections of a UCX link: blocks, and control messages."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 from kv_transfer.link import LinkHandler
+from kv_transfer.stream import GREETINGS, MESSAGE, Stream
 from kv_transfer.ucx_blocks import Post
-from kv_transfer.ucx_frames import HELLO, MESSAGE, WELCOME
+from kv_transfer.ucx_loop import READABLE, WRITABLE, UcxLoop
 from kv_transfer.ucx_peer import UcxPeer
 from protocol.errors import KvferryError, NodeLost
-from protocol.wire import WireError
 
 log = logging.getLogger(__name__)
-Greeted = Callable[[UcxPeer, int, int, int], None]
+DRAIN_ROUNDS = 64
 
 
 class UcxTraffic:
-    """Runs on the link thread. greeted(peer, kind, wire version, channel): its HELLO or WELCOME came. failed(peer,
-    error): its connection broke, or it sent what no link sends."""
+    """Runs on the link thread. greeted(peer, kind, payload): a greeting came. failed(peer, error): its connection
+    broke, or it sent what no link sends."""
 
     def __init__(
         self,
-        submit: Callable[[Callable[[], None]], None],
-        greeted: Greeted,
+        loop: UcxLoop,
+        greeted: Callable[[UcxPeer, int, bytes], None],
         failed: Callable[[UcxPeer, Exception], None],
     ):
-        self._submit, self._greeted, self._failed = submit, greeted, failed
+        self._loop, self._greeted, self._failed = loop, greeted, failed
         self.handler: LinkHandler
 
     def post(self, peer: UcxPeer, post: Post) -> None:
         """Post a block now, or once the connection is open; it ends in `post.done` whatever happens."""
         if peer.lost:
             error: KvferryError = NodeLost(f"{peer.name}: not connected")
-        elif not peer.open:
+        elif not peer.open or peer.worker is None:
             peer.outbox.append(post)
             return
         else:
             try:
                 peer.blocks.post(post)
+                self._loop.rouse(peer.worker)
                 return
             except KvferryError as refused:
                 error = refused
-        self._submit(lambda: post.done(error))
+        self._loop.submit(lambda: post.done(error))
 
     def send(self, peer: UcxPeer, kind: int, data: bytes = b"") -> None:
-        """Send a control message on an open connection."""
+        """Send a frame on an open connection, or one that is being opened."""
+        stream = peer.stream
+        if stream is None:
+            return
         try:
-            peer.send_frames(kind, data)
+            stream.send(kind, data)
         except NodeLost as error:
-            lost = error
-            self._submit(lambda: self._failed(peer, lost))
+            lost = NodeLost(f"{peer.name}: {error}")
+            self._loop.submit(lambda: self._failed(peer, lost))
+        else:
+            if stream.unsent:
+                self._watch(peer, stream)
 
     def send_queued(self, peer: UcxPeer) -> None:
         """The connection is open: send what waited for it, in order."""
@@ -63,46 +71,81 @@ class UcxTraffic:
             else:
                 self.send(peer, MESSAGE, item)
 
-    def poll(self, peer: UcxPeer, progressed: bool) -> bool:
-        """Report what ended and, after progress, what arrived; whether there was anything to do."""
-        if peer.lost or not peer.attachment:
+    def look(self, peer: UcxPeer, progressed: bool) -> bool:
+        """Report the blocks that ended; whether there was anything to look at."""
+        if progressed:
+            peer.blocks.wake()
+        if peer.lost or peer.blocks.scanned:
             return False
-        worked = not peer.blocks.scanned
         for done, error in peer.blocks.reap():
             if error is None:
                 peer.heard_at = time.monotonic()
             guarded(done, error)
-        if progressed and not peer.lost:
-            worked |= self._read(peer)
-        return worked
+        return True
+
+    def connect(self, peer: UcxPeer, stream: Stream) -> None:
+        """Hear of the socket from now on; one that is being connected is writable once it is."""
+        peer.stream = stream
+        self._watch(peer, stream, connecting=bool(peer.dialled))
 
     def drain(self, peer: UcxPeer) -> None:
-        """Everything that arrived on a connection that UCX has closed."""
-        peer.blocks.wake()
-        while self.poll(peer, True) and not peer.blocks.scanned:
-            pass
+        """What still arrived on a connection whose endpoint was given up: a peer may say goodbye and leave."""
+        self._drain_blocks(peer)
+        stream = peer.stream
+        if stream is not None:
+            with contextlib.suppress(KvferryError):
+                self._read(peer, stream)
 
-    def _read(self, peer: UcxPeer) -> bool:
+    def _drain_blocks(self, peer: UcxPeer) -> None:
+        worker = peer.worker
+        for _ in range(DRAIN_ROUNDS):
+            if worker is None or peer.worker is not worker or not worker.round():
+                break
+
+    def _watch(self, peer: UcxPeer, stream: Stream, connecting: bool = False) -> None:
+        events = READABLE | (WRITABLE if connecting or stream.unsent else 0)
+        heard = lambda events: self._heard(peer, stream, events)  # noqa: E731
+        self._loop.watch(stream.descriptor, events, heard)
+
+    def _heard(self, peer: UcxPeer, stream: Stream, events: int) -> bool:
+        """The socket can be read or written, or it broke. Whatever this raises ends this connection alone."""
+        if peer.stream is not stream:
+            return False
+        if events & WRITABLE:
+            self._guarded(peer, lambda: self._write(peer, stream))
+        if peer.stream is stream and events & ~WRITABLE:
+            self._guarded(peer, lambda: self._read(peer, stream))
+        return True
+
+    def _guarded(self, peer: UcxPeer, call: Callable[[], None]) -> None:
         try:
-            messages = peer.receive_messages()
-            for kind, data in messages:
-                peer.heard_at = time.monotonic()
-                if peer.lost:
-                    break
-                self._take(peer, kind, data)
-        except (NodeLost, WireError) as error:
+            call()
+        except (KvferryError, OSError) as error:
             self._failed(peer, error)
-            return True
-        return bool(messages)
+        except Exception as error:
+            log.exception("%s failed", peer.name)
+            self._failed(peer, error)
 
-    def _take(self, peer: UcxPeer, kind: int, data: bytes) -> None:
-        """One message. Raises WireError for what its sender may not send now."""
-        if kind in (HELLO, WELCOME):
-            self._greeted(peer, kind, *peer.greeted(kind, data))
-        elif not peer.open:
-            raise WireError("a message before the greeting")
-        elif kind == MESSAGE:
-            guarded(self.handler.message, peer.name, data)
+    def _write(self, peer: UcxPeer, stream: Stream) -> None:
+        stream.connected()
+        stream.flush()
+        if not stream.unsent:
+            self._watch(peer, stream)
+
+    def _read(self, peer: UcxPeer, stream: Stream) -> None:
+        more = stream.fill()
+        if not more and not peer.open and not peer.dialled:
+            raise NodeLost("gone before its greeting was read")
+        while not peer.lost and peer.stream is stream and (frame := stream.next()) is not None:
+            peer.heard_at = time.monotonic()
+            kind, data = frame
+            if kind in GREETINGS:
+                self._greeted(peer, kind, data)
+            elif kind == MESSAGE:
+                guarded(self.handler.message, peer.name, data)
+        if not more and not peer.lost and peer.stream is stream:
+            self._drain_blocks(peer)
+            raise NodeLost("connection closed by the peer")
 
 
 def guarded(call: Callable[..., None], *args: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -36,6 +37,14 @@ def pattern(index: int, size: int) -> np.ndarray:
 
 
 @contextmanager
+def no_thread_left():
+    """No link's thread that begins in here outlives it; what another test left is not its fault."""
+    before = set(threading.enumerate())
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "kv-link" and thread not in before]
+
+
+@contextmanager
 def child(target: Callable, *args):
     """Run target(pipe, *args) in a spawned process; yields (process, pipe) and ends it whatever happens."""
     ours, theirs = SPAWN.Pipe()
@@ -62,7 +71,7 @@ def send_blocks(pipe, address: str, count: int, size: int, options: dict) -> Non
     ("send", first, last) posts those blocks, ("message", bytes) sends it, ("stop",) ends."""
     from kv_transfer.ucx import UcxLink
 
-    link = UcxLink("127.0.0.1", **options)
+    link = UcxLink(**{"host": "127.0.0.1"} | options)
     recorder = Recorder()
     link.start(recorder)
     blocks = [pattern(i, size) for i in range(count)]

@@ -1,134 +1,84 @@
-"""A process that speaks UCX to a link's port without being a link: whatever a stranger may send."""
+"""A client that speaks to a link's port without being a link: whatever a stranger, or a member gone wrong, may send."""
 
 from __future__ import annotations
 
-import random
+import select
+import socket
 import time
 
-import numpy as np
-
-from kv_transfer.tags import link_tag
-from kv_transfer.ucx_frames import GREETING, HEADER
-from kv_transfer.ucx_library import UcxLibrary, context_options, load
-from kv_transfer.ucx_peer import CONTROL
+from kv_transfer.greeting import Greeting, Terms
+from kv_transfer.stream import CHALLENGE, HEADER, HELLO, Stream
+from kv_transfer.ucx_library import context_options, load
 from process.address import parse_host_port
-from protocol.layout import WIRE_VERSION
-from protocol.link_messages import Abort, Commit, Grant, GrantRequest
-from protocol.messages import TokenDelta
-from protocol.wire import pack
 
-SETTLE_S = 0.02
+
+def worker_address() -> bytes:
+    """Of a worker that is gone: enough for a greeting."""
+    api = load().api
+    context = api.UCXContext(context_options("127.0.0.1"), (api.Feature.TAG, api.Feature.WAKEUP))
+    worker = api.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
+    return worker.address.tobytes()
 
 
 class Stranger:
-    """One connection to the address, driven by hand. `channel` is where it hears the link's frames."""
+    """One connection to the address, driven by hand."""
 
-    def __init__(self, library: UcxLibrary, worker, address: str, channel: int):
-        host, port = parse_host_port(address)
-        self._library, self._worker, self.channel = library, worker, channel
-        self._endpoint = worker.create_endpoint_from_hostname(host, port, True)
-        self._requests: list[tuple] = []
-        self._frame = np.zeros(8192, dtype=np.uint8)
-        self._heard = self._endpoint.tag_recv(library.array(self._frame), self._tag(link_tag(channel, CONTROL)))
+    def __init__(self, address: str, terms: Terms = Terms()):  # noqa: B008
+        self.socket = socket.create_connection(parse_host_port(address), timeout=5)
+        self.greeting = Greeting(terms, dialled=True)
+        self.stream = Stream(self.socket)
 
-    def _tag(self, tag: int):
-        return self._library.api.UCXXTag(tag)
-
-    def progress(self, seconds: float = SETTLE_S) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            self._worker.progress()
-            time.sleep(0.001)
-
-    def active(self, data: bytes) -> None:
-        self._keep(self._endpoint.am_send, data)
-
-    def tagged(self, tag: int, data: bytes) -> None:
-        self._keep(lambda array: self._endpoint.tag_send(array, self._tag(tag)), data)
-
-    def _keep(self, send, data: bytes) -> None:
+    def raw(self, data: bytes) -> None:
+        self.socket.settimeout(5)
         try:
-            self._requests.append((send(self._library.array(data)), data))
-        except self._library.api.UCXError:
+            self.socket.sendall(data)
+        except OSError:
             """The link closed the connection, as it should."""
 
-    def greeted(self, limit_s: float = 5.0) -> int:
-        """Greet as a link does; the channel on which the link listens, 0 where it did not answer."""
-        self.active(GREETING.pack(WIRE_VERSION, self.channel))
+    def next(self, limit_s: float = 5.0) -> tuple[int, bytes] | None:
+        """The next frame; None: the link closed the connection."""
+        self.socket.setblocking(False)
         until = time.monotonic() + limit_s
-        while not self._heard.completed:
-            if time.monotonic() > until:
-                return 0
-            self.progress()
-        return GREETING.unpack_from(self._frame.tobytes(), HEADER.size)[1]
+        while (frame := self.stream.next()) is None:
+            assert time.monotonic() < until, "neither a frame nor the end"
+            select.select([self.socket], [], [], 0.1)
+            if not self.stream.fill():
+                return self.stream.next()
+        return frame
+
+    def challenged(self) -> None:
+        kind, data = self.next() or (None, b"")
+        assert kind == CHALLENGE
+        self.greeting.challenged(data)
+
+    def hello(self, address: bytes = b"") -> bytes:
+        """The payload of a HELLO that answers the challenge."""
+        self.challenged()
+        return self.greeting.hello(address or worker_address())
+
+    def greet(self) -> tuple[int, bytes] | None:
+        """Greet as a link does; what the link answers. The connection is sealed from then on."""
+        self.raw(frame(HELLO, self.hello()))
+        answer = self.next()
+        self.stream.seal(*self.greeting.keys())
+        return answer
+
+    def ended(self, limit_s: float = 5.0) -> bool:
+        """Whether the link closes the connection; frames before that are thrown away."""
+        self.socket.settimeout(limit_s)
+        try:
+            while self.socket.recv(1 << 16):
+                pass
+        except ConnectionError:
+            return True
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
-        self.progress()
-        self._endpoint.close_blocking()
+        self.socket.close()
 
 
-def opened():
-    """(library, worker) of a context of our own."""
-    library = load()
-    api = library.api
-    context = api.UCXContext(context_options("127.0.0.1"), (api.Feature.TAG, api.Feature.AM, api.Feature.WAKEUP))
-    return library, api.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
-
-
-def strange_process(pipe, address: str, seed: int) -> None:
-    """Child. Commands: ("active", bytes): one active message on a connection of its own; ("frames", [bytes]): these
-    after a proper greeting; ("fuzz", count): that many random messages over a few connections; ("stop",). Each but the
-    last is answered."""
-    library, worker = opened()
-    draw = random.Random(seed)
-    channel = 1
-    pipe.send("started")
-    while (command := pipe.recv())[0] != "stop":
-        channel += 1
-        stranger = Stranger(library, worker, address, channel)
-        if command[0] == "active":
-            stranger.active(command[1])
-        elif command[0] == "frames":
-            theirs = stranger.greeted()
-            for frame in command[1]:
-                stranger.tagged(link_tag(theirs, CONTROL), frame)
-        else:
-            _fuzz(stranger, draw, command[1])
-        stranger.progress(0.1)
-        stranger.close()
-        pipe.send("done")
-
-
-def _fuzz(stranger: Stranger, draw: random.Random, count: int) -> None:
-    theirs = stranger.greeted() if draw.random() < 0.7 else 0
-    for _ in range(count):
-        data = draw.randbytes(draw.choice((0, 1, 7, 9, 10, 11, 100, 5000, 20_000)))
-        if draw.random() < 0.2:
-            stranger.active(data)
-        elif draw.random() < 0.5:
-            stranger.tagged(draw.getrandbits(64), data)
-        else:
-            stranger.tagged(link_tag(theirs or 1, CONTROL), _almost_a_frame(draw, data))
-
-
-def _almost_a_frame(draw: random.Random, data: bytes) -> bytes:
-    body = pack(draw.choice(_WRONG)) if draw.random() < 0.5 else data
-    length = draw.choice((len(body), 0, 8000, 1 << 31))
-    sequence = draw.choice((0, 0, 1, 7, 1 << 31))
-    return HEADER.pack(draw.choice((0, 1, 2, 2, 2, 3, 255)), draw.choice((0, 1, 1)), sequence, length) + body
-
-
-_DELTA = TokenDelta("r", 1, 0, (1,))
-_WRONG = (
-    [1, {"a": None}],
-    "text",
-    Grant(1, 0, 1 << 40, 0),
-    Grant(-1, 0, 1, 1 << 30),
-    Abort([1], b"x"),  # type: ignore[arg-type]
-    Abort({}, 5),  # type: ignore[arg-type]
-    Commit(1, 2, ("x", 1 << 70 - 8), _DELTA),  # type: ignore[arg-type]
-    Commit(1, -3, (), None),  # type: ignore[arg-type]
-    GrantRequest(1, 1, "f", "no job"),  # type: ignore[arg-type]
-    GrantRequest(1, 1, "f", _DELTA),  # type: ignore[arg-type]
-)
-"""Messages that the codec takes and no field of which can be trusted."""
+def frame(kind: int, payload: bytes) -> bytes:
+    """Without a seal."""
+    return HEADER.pack(kind, len(payload)) + payload

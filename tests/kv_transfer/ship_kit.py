@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from later_checksums import LaterChecksums
 
 from engine.ledger import Ledger
 from engine.ports import GRANT, QUIESCE, REQUEST, SHIP
-from kv_transfer.checksum import InlineChecksums
+from kv_transfer.dock import Dock
 from kv_transfer.faulty import Faults, FaultyLink
 from kv_transfer.loopback import LoopbackNetwork
 from kv_transfer.receiver import Receiver
@@ -38,8 +39,8 @@ class Pool:
 
     CANARY = 0x5A
 
-    def __init__(self, num_blocks: int):
-        self.memory = np.full((num_blocks, BLOCK_BYTES), self.CANARY, dtype=np.uint8)
+    def __init__(self, num_blocks: int, block_bytes: int = BLOCK_BYTES):
+        self.memory = np.full((num_blocks, block_bytes), self.CANARY, dtype=np.uint8)
         self.ledger = Ledger(num_blocks)
         self.free = list(range(num_blocks))
 
@@ -48,7 +49,7 @@ class Pool:
 
     def id_of(self, buffer: np.ndarray) -> int:
         """The block that a view from `block` shows."""
-        return (buffer.ctypes.data - self.memory.ctypes.data) // BLOCK_BYTES
+        return (buffer.ctypes.data - self.memory.ctypes.data) // self.memory.shape[1]
 
     def take(self, owner, reason, count: int) -> list[int] | None:
         if count > len(self.free):
@@ -108,17 +109,35 @@ class Watched:
         self._disconnect(peer, closed)
 
 
-class PrefillSide:
-    """The prefill engine: holds a ship's blocks from offer to quiet; `log` keeps the events of each transfer."""
+class Process:
+    """One process's link, pool and dock; `options` are taken out of a side's."""
 
-    def __init__(self, network: LoopbackNetwork, address: str, faults: Faults | None = None, **options):
+    def __init__(self, network: LoopbackNetwork, address: str, faults: Faults | None, blocks: int, options: dict):
         self.inner = network.link(address)
         self.link = FaultyLink(self.inner, faults) if faults else self.inner
-        self.pool = Pool(64)
+        self.pool = Pool(options.pop("blocks", blocks), options.pop("block_bytes", BLOCK_BYTES))
         self.watched = Watched(self.inner, self.pool)
-        options = {"clock": network.clock, "checksums": InlineChecksums(self.link.submit)} | options
-        self.sender = Sender(self.link, self.pool, self, **options)
-        self.link.start(self.sender)
+        own = {name: options.pop(name) for name in ("verify", "window") if name in options}
+        checksums = LaterChecksums(self.link.submit)
+        self.dock = Dock(self.link, self.pool, checksums=checksums, clock=network.clock, **own)
+
+
+class Side:
+    """An engine in a process of its own, or in one that mounts others beside it and starts their dock."""
+
+    def __init__(self, process: Process):
+        self.process, self.inner, self.link = process, process.inner, process.link
+        self.pool, self.watched, self.dock = process.pool, process.watched, process.dock
+
+
+class PrefillSide(Side):
+    """The prefill engine: holds a ship's blocks from offer to quiet; `log` keeps the events of each transfer."""
+
+    def __init__(self, network, address="", faults: Faults | None = None, *, beside: Process | None = None, **options):
+        super().__init__(beside or Process(network, address, faults, 64, options))
+        self.sender = Sender(self.dock, self, **options)
+        if beside is None:
+            self.dock.start()
         self.log: dict[int, list[str]] = {}
         self.errors: dict[int, Exception] = {}
         self.stats: dict[int, object] = {}
@@ -147,6 +166,9 @@ class PrefillSide:
         self.log[transfer].append("granted")
         self.first[transfer] = first_block
 
+    def sent(self, transfer):
+        assert self.log[transfer] == ["granted"], self.log[transfer]
+
     def done(self, transfer, stats):
         self.log[transfer].append("done")
         self.stats[transfer] = stats
@@ -160,17 +182,14 @@ class PrefillSide:
         self.pool.give(transfer, SHIP)
 
 
-class DecodeSide:
+class DecodeSide(Side):
     """The decode engine: reserves at once (or when `answer` is called, with auto=False), runs what is ready."""
 
-    def __init__(self, network: LoopbackNetwork, address: str, faults: Faults | None = None, **options):
-        self.inner = network.link(address)
-        self.link = FaultyLink(self.inner, faults) if faults else self.inner
-        self.pool = Pool(48)
-        self.watched = Watched(self.inner, self.pool)
-        options = {"clock": network.clock, "checksums": InlineChecksums(self.link.submit)} | options
-        self.receiver = Receiver(self.link, self.pool, self, EPOCH, FINGERPRINT, **options)
-        self.link.start(self.receiver)
+    def __init__(self, network, address="", faults: Faults | None = None, *, beside: Process | None = None, **options):
+        super().__init__(beside or Process(network, address, faults, 48, options))
+        self.receiver = Receiver(self.dock, self, EPOCH, FINGERPRINT, **options)
+        if beside is None:
+            self.dock.start()
         self.auto = True
         self.cached = 0
         self.log: dict[tuple, list[str]] = {}
@@ -225,6 +244,23 @@ class DecodeSide:
     def finish(self, key) -> None:
         """The request is done generating."""
         self.pool.give(key, REQUEST)
+
+
+class BothSides:
+    """A process that both ships and receives, on one dock."""
+
+    def __init__(self, network: LoopbackNetwork, address: str, faults: Faults | None = None):
+        self.process = Process(network, address, faults, 96, {})
+        self.prefill = PrefillSide(network, beside=self.process)
+        self.decode = DecodeSide(network, beside=self.process)
+        self.dock = self.process.dock
+        self.dock.start()
+
+    def check_nothing_left(self) -> None:
+        self.process.pool.check()
+        assert self.process.pool.ledger.num_held == 0
+        assert not self.prefill.sender.transfers
+        assert not self.decode.receiver.transfers
 
 
 def content(transfer: int, index: int) -> int:

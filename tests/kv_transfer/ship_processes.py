@@ -7,6 +7,7 @@ import queue
 import numpy as np
 from link_processes import pattern
 
+from kv_transfer.dock import Dock
 from kv_transfer.sender import Sender
 from kv_transfer.ucx import UcxLink
 from protocol.messages import Job, TokenDelta
@@ -19,7 +20,7 @@ class Memory:
         self.blocks = np.zeros((blocks, size), dtype=np.uint8)
 
     def block(self, block_id: int) -> np.ndarray:
-        return self.blocks[block_id]
+        return self.blocks[block_id % len(self.blocks)]
 
 
 class Events:
@@ -28,6 +29,9 @@ class Events:
 
     def granted(self, transfer, first_block):
         self.queue.put(("granted", transfer, first_block))
+
+    def sent(self, transfer):
+        """Of no interest to the parent."""
 
     def done(self, transfer, stats):
         self.queue.put(("done", transfer, stats))
@@ -50,13 +54,14 @@ def delta() -> TokenDelta:
 
 def prefill_process(pipe, target, blocks: int, size: int, options: dict) -> None:
     """Child. Commands: ("offer", prompt tokens), ("ship", first, last), ("commit",), ("abort",), ("next",): answer with
-    the next event, ("stop",)."""
+    the next event, ("stop",). A prompt of more blocks than there are sends them again and again."""
     link = UcxLink("127.0.0.1", **options)
     memory, events = Memory(blocks, size), Events()
     for index in range(blocks):
         memory.blocks[index] = pattern(index, size)
-    sender = Sender(link, memory, events)
-    link.start(sender)
+    dock = Dock(link, memory)
+    sender = Sender(dock, events)
+    dock.start()
     transfer = 0
     pipe.send("started")
     while (command := pipe.recv())[0] != "stop":

@@ -44,6 +44,32 @@ def test_receives_are_posted_before_the_grant_goes_out():
     assert posted_at_grant == [5]
 
 
+@pytest.mark.parametrize("by", ["decode", "prefill", "death"])
+def test_receives_are_posted_in_slices_and_one_given_up_between_them_ends_alone(by, monkeypatch):
+    monkeypatch.setattr("kv_transfer.receiver.POSTED_AT_ONCE", 2)
+    network, prefill, decode = sides()
+    t, other = prefill.offer(decode.target, 9), prefill.offer(decode.target, 1)
+    while len(decode.watched.posted) < 2:
+        network.step()
+    key = next(iter(decode.log))
+    assert len(decode.watched.posted) == 2
+    if by == "decode":
+        decode.receiver.cancel(key, errors.Cancelled("the client went away"))
+    elif by == "prefill":
+        prefill.sender.abort(t, "the client went away")
+    else:
+        prefill.inner.kill()
+    network.run()
+    assert decode.log[key] == ["reserve", "failed", "quiet"]
+    if by != "death":
+        assert prefill.log[t][-2:] == ["failed", "quiet"]
+        assert prefill.log[other] == ["granted"]
+        prefill.sender.abort(other, "over")
+        network.run()
+    assert decode.pool.ledger.num_held == 0
+    decode.pool.check()
+
+
 def test_a_corrupted_block_fails_on_both_sides():
     network, prefill, decode = sides(Faults(corrupt=lambda tag: tag & 0xFFFF == 1))
     t, key = shipped(network, prefill, decode)
@@ -197,3 +223,15 @@ def test_unreadable_bytes_close_the_connection():
     network.run()
     assert decode.log[key] == ["reserve", "failed", "quiet"]
     assert prefill.log[t] == ["granted", "failed", "quiet"]
+
+
+def test_a_job_without_a_token_fails_and_what_was_shipped_is_quiet():
+    """Such is the end of a copy alone."""
+    network, prefill, decode = sides()
+    t, key = shipped(network, prefill, decode)
+    prefill.sender.commit(t, None)
+    network.run()
+    assert decode.log[key] == ["reserve", "failed", "quiet"]
+    assert isinstance(prefill.errors[t], errors.TransferFailed)
+    decode.pool.check()
+    prefill.pool.check()

@@ -1,11 +1,11 @@
-"""The table of a grant's moves, as DESIGN draws them, and what is remembered of a sender."""
+"""The table of a grant's moves, as DESIGN draws them."""
 
 from __future__ import annotations
 
 import pytest
 from ship_kit import check_moves, job
 
-from kv_transfer.receiver_grant import GRANT_LIVE, GRANT_MOVES, REMEMBERED, GrantState, OpenGrant, SendingProcess
+from kv_transfer.receiver_grant import GRANT_LIVE, GRANT_MOVES, GrantState, OpenGrant
 
 
 def test_every_state_reaches_an_end_and_every_live_one_may_fail():
@@ -19,10 +19,3 @@ def test_a_move_outside_the_table_asserts():
         grant.move(GrantState.READY)
     grant.move(GrantState.GRANTED)
     assert grant.state is GrantState.GRANTED
-
-
-def test_a_transfer_is_new_once_while_it_is_remembered():
-    sender = SendingProcess(1)
-    assert [sender.is_new(t) for t in (1, 2, 1)] == [True, True, False]
-    assert all(sender.is_new(t) for t in range(3, 3 + REMEMBERED))
-    assert sender.is_new(1)

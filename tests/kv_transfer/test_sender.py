@@ -43,7 +43,7 @@ def test_blocks_shipped_in_chunks_are_ready_after_the_commit_only(sides):
     decode.finish(key)
 
 
-def test_stats_measure_the_ship_and_the_part_after_the_commit():
+def test_stats_measure_what_is_sent_and_the_part_after_the_commit_and_no_compute():
     network = LoopbackNetwork()
     late = Faults(delay_s=lambda data: 0.5 if isinstance(unpack(data), CommitAck) else 0.0)
     prefill, decode = PrefillSide(network, "p:1"), DecodeSide(network, "d:1", late)
@@ -55,7 +55,7 @@ def test_stats_measure_the_ship_and_the_part_after_the_commit():
     prefill.sender.commit(t, delta())
     network.run()
     network.advance(1.0)
-    assert prefill.stats[t].ship_s == pytest.approx(3.5)
+    assert (prefill.stats[t].sending_s, prefill.stats[t].ship_s) == (0.0, pytest.approx(0.5))
     assert prefill.stats[t].exposed_s == pytest.approx(0.5)
 
 
@@ -69,6 +69,28 @@ def test_a_ship_that_is_posted_after_the_commit_hides_nothing(sides):
     network.run()
     assert (prefill.stats[t].ship_s, prefill.stats[t].exposed_s) == (2.0, 2.0)
     decode.finish(next(iter(decode.log)))
+
+
+def test_the_bandwidth_of_a_ship_is_the_links_however_long_its_chunks_are_computed():
+    """It took the time between them for its own: with seconds of compute, a thousandth of the link's."""
+    network = LoopbackNetwork(rate=1 << 20)
+    prefill, decode = (
+        side(network, name, block_bytes=1 << 14) for side, name in ((PrefillSide, "p:1"), (DecodeSide, "d:1"))
+    )
+    t = prefill.offer(decode.target, 12)
+    network.run()
+    network.advance(1.0)
+    for first in (0, 4, 8):
+        network.advance(5.0)
+        prefill.ship(t, first, first + 4)
+        network.run()
+    prefill.sender.commit(t, delta())
+    network.run()
+    network.advance(1.0)
+    stats = prefill.stats[t]
+    assert stats.bytes / stats.sending_s == pytest.approx(network.rate, rel=0.05)
+    assert stats.ship_s == pytest.approx(12 * (1 << 14) / network.rate, rel=0.2)
+    assert stats.exposed_s == pytest.approx(stats.ship_s / 3, rel=0.2)
 
 
 @pytest.mark.parametrize("cached", [0, 3, 4])
@@ -124,6 +146,16 @@ def test_a_node_that_cannot_be_reached_fails_the_offer(sides):
     network.run()
     assert prefill.log[t] == ["failed", "quiet"]
     assert isinstance(prefill.errors[t], errors.NodeLost)
+    assert "decode node d" in str(prefill.errors[t])
+
+
+def test_a_node_that_drains_refuses_the_offer_and_is_not_taken_for_the_one_that_says_so(sides):
+    network, prefill, decode = sides
+    decode.reserve = lambda key, job: decode.receiver.refused(key, errors.Draining("d is draining"))
+    t = prefill.offer(decode.target, 1)
+    network.run()
+    assert isinstance(prefill.errors[t], errors.GrantRefused)
+    assert str(prefill.errors[t]) == "decode node d: d is draining"
 
 
 def test_an_offer_without_an_answer_times_out_and_a_late_grant_is_given_back(sides):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ship_kit import check_moves, job
+from ship_kit import check_moves
 
 from kv_transfer.sender_ship import SHIP_LIVE, SHIP_MOVES, Ship, ShipState
 
@@ -14,7 +14,7 @@ def test_every_state_reaches_an_end_and_every_live_one_may_fail():
 
 
 def test_a_move_outside_the_table_asserts():
-    ship = Ship(1, job(1), "peer", 0.0)
+    ship = Ship(1, None, "d", "peer", 0.0, ("p", 3))
     with pytest.raises(AssertionError, match="offered → done"):
         ship.move(ShipState.DONE)
     ship.move(ShipState.GRANTED)

@@ -4,14 +4,16 @@ the books balance, and no block without a hold is ever written to."""
 from __future__ import annotations
 
 import zlib
+from unittest.mock import patch
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from ship_kit import DecodeSide, PrefillSide, delta
+from ship_kit import BLOCK_BYTES, DecodeSide, PrefillSide, delta
 
 from kv_transfer.faulty import Faults
 from kv_transfer.loopback import LoopbackNetwork
+from kv_transfer.window import Window
 from protocol.errors import Cancelled, NodeLost
 
 
@@ -20,6 +22,8 @@ class Ships(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.slices = patch("kv_transfer.receiver.POSTED_AT_ONCE", 2)
+        self.slices.start()
         self.network = LoopbackNetwork()
         self.faults = Faults(
             drop=lambda data: self.drops and zlib.crc32(data) % self.drops == 0,
@@ -33,7 +37,8 @@ class Ships(RuleBasedStateMachine):
 
     def start(self, side):
         self.starts += 1
-        return side(self.network, f"{side.__name__}:{self.starts}", self.faults)
+        options = {"window": Window(2 * BLOCK_BYTES)}
+        return side(self.network, f"{side.__name__}:{self.starts}", self.faults, **options)
 
     def live(self) -> list[int]:
         return [t for t, log in self.prefill.log.items() if log == ["granted"]]
@@ -140,6 +145,7 @@ class Ships(RuleBasedStateMachine):
 
     def teardown(self):
         """Time passes and the engines answer: everything must end by itself."""
+        self.slices.stop()
         for key in tuple(self.decode.asked):
             self.decode.answer(key)
         self.decode.auto = True
@@ -158,8 +164,8 @@ class Ships(RuleBasedStateMachine):
                 self.decode.finish(key)
         self.books_balance()
         assert self.prefill.pool.ledger.num_held == self.decode.pool.ledger.num_held == 0
-        assert not self.prefill.sender._ships or self.lossy
-        assert not self.decode.receiver._grants
+        assert not self.prefill.sender.transfers or self.lossy
+        assert not self.decode.receiver.transfers
 
 
 Ships.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.tags import MAX_BLOCKS, MAX_CHANNEL, MAX_NONCE, MAX_TRANSFER, block_tag, link_tag
+from kv_transfer.tags import MAX_BLOCKS, MAX_NONCE, MAX_TRANSFER, WARM_TAG, block_tag
 
 BLOCK = st.tuples(st.integers(1, MAX_NONCE), st.integers(0, MAX_TRANSFER), st.integers(0, MAX_BLOCKS - 1))
 
@@ -17,15 +17,12 @@ def test_a_tag_names_one_block(one, other):
     assert (block_tag(*one) == block_tag(*other)) == (one == other)
 
 
-@given(BLOCK, st.integers(1, MAX_CHANNEL), st.integers(0, 3))
-def test_the_links_own_tags_are_apart(block, channel, use):
-    assert link_tag(channel, use) < 1 << 40 <= block_tag(*block)
+@given(BLOCK)
+def test_the_links_own_tag_is_apart(block):
+    assert WARM_TAG < 1 << 40 <= block_tag(*block)
 
 
 def test_bounds_are_ours_to_keep():
     for bad in ((0, 1, 1), (MAX_NONCE + 1, 1, 1), (1, 1, MAX_BLOCKS)):
         with pytest.raises(AssertionError):
             block_tag(*bad)
-    for channel in (0, MAX_CHANNEL + 1):
-        with pytest.raises(AssertionError):
-            link_tag(channel, 0)

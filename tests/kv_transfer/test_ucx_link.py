@@ -11,11 +11,11 @@ import time
 
 import numpy as np
 import pytest
-from link_processes import Recorder, child, listen, pattern, send_blocks
+from link_processes import Recorder, child, listen, no_thread_left, pattern, send_blocks
 from waiting import wait_for
 
 from kv_transfer.ucx import UcxLink
-from process.address import parse_host_port
+from process.address import knows_ipv6, parse_host_port
 from protocol.errors import ConfigError, NodeLost
 
 BLOCK = 368_640
@@ -27,14 +27,14 @@ def links():
     made: list[UcxLink] = []
 
     def make(handler, **options) -> UcxLink:
-        made.append(UcxLink("127.0.0.1", **options))
+        made.append(UcxLink(**{"host": "127.0.0.1"} | options))
         made[-1].start(handler)
         return made[-1]
 
-    yield make
-    for link in made:
-        link.stop()
-    assert not [t for t in threading.enumerate() if t.name == "kv-link"]
+    with no_thread_left():
+        yield make
+        for link in made:
+            link.stop()
 
 
 def receive(link, peer, blocks, done, first=0):
@@ -58,6 +58,26 @@ def test_200_blocks_of_360_kib_arrive_bitwise_equal(links):
         assert done == [None] * 200
         for i in range(200):
             assert np.array_equal(blocks[i], pattern(i, BLOCK)), i
+        pipe.send(("stop",))
+        wait_for(lambda: recorder.lost, 2)
+
+
+@pytest.mark.skipif(not knows_ipv6(), reason="this machine knows no IPv6")
+@pytest.mark.parametrize("transports", ["", "tcp,self"], ids=["shared memory", "tcp"])
+def test_blocks_travel_where_there_is_ipv6_alone(links, transports):
+    recorder, done, options = Recorder(), [], {"host": "::1", "transports": transports}
+    link = links(recorder, **options)
+    assert link.address.startswith("[::1]:")
+    with child(send_blocks, link.address, 20, BLOCK, options) as (_, pipe):
+        assert pipe.recv() == "ready"
+        pipe.send(("message", b"hello"))
+        wait_for(lambda: recorder.messages)
+        blocks = np.zeros((20, BLOCK), dtype=np.uint8)
+        receive(link, recorder.messages[0][0], blocks, done)
+        pipe.send(("send", 0, 20))
+        wait_for(lambda: len(done) == 20)
+        assert done == [None] * 20
+        assert all(np.array_equal(blocks[i], pattern(i, BLOCK)) for i in range(20))
         pipe.send(("stop",))
         wait_for(lambda: recorder.lost, 2)
 
@@ -248,10 +268,10 @@ def test_a_link_thread_that_ends_by_an_exception_says_so_once(links, caplog):
     link = links(Recorder(), on_fault=lambda fault: faults.append((fault, threading.current_thread().name)))
     assert link.fault is None
 
-    def broken(progressed):
+    def broken():
         raise RuntimeError("broken round")
 
-    link._loop._poll = broken
+    link._loop._progress = broken
     link.submit(lambda: None)
     wait_for(lambda: faults, 5)
     assert faults == [("RuntimeError: broken round", "kv-link")]
@@ -271,6 +291,15 @@ def test_the_heartbeat_goes_on_when_idle_and_stands_still_in_a_hang(links):
     assert link.heartbeat == stuck
     held.set()
     wait_for(lambda: link.heartbeat > stuck, 5)
+
+
+def test_each_command_of_a_long_round_is_a_move(links):
+    """A hundred grants and aborts at once are no hang."""
+    link, beats = links(Recorder()), []
+    for _ in range(5):
+        link.submit(lambda: (beats.append(link.heartbeat), time.sleep(0.05)))
+    wait_for(lambda: len(beats) == 5, 5)
+    assert len(set(beats)) == 5
 
 
 def test_a_port_can_be_bound_again_at_once_after_a_kill():

@@ -1,0 +1,152 @@
+"""Control messages over one TCP socket: frames, written and read without ever waiting, sealed once both ends share
+keys.
+
+A frame: kind, length, payload and, once sealed, a MAC over its number in its direction, its header and its payload. So
+a frame that somebody else wrote, changed, repeated or left out ends the connection. Whatever comes from the wire is
+checked here before it is stored or believed; this module knows no UCX."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import os
+import socket
+import struct
+from collections import deque
+
+from kv_transfer.link import MAX_MESSAGE_BYTES
+from protocol.errors import NodeLost
+from protocol.wire import WireError
+
+CHALLENGE, HELLO, WELCOME, REFUSED, MESSAGE, ALIVE = range(6)
+"""Kinds of frames; the first four are greetings and come before the seal."""
+GREETINGS = frozenset((CHALLENGE, HELLO, WELCOME, REFUSED))
+MAX_GREETING_BYTES = 8192
+MAX_UNSENT_BYTES = 16 * MAX_MESSAGE_BYTES
+"""What may wait for a peer that does not read."""
+READ_BYTES = 1 << 18
+READS = 4
+"""Reads in one turn: a peer that never stops writing leaves turns to the others."""
+HEADER = struct.Struct("<BI")
+NUMBER = struct.Struct("<Q")
+MAC_BYTES = 16
+KEY_BYTES = 32
+
+
+class Seal:
+    """The MACs of the frames of one direction, in their order."""
+
+    def __init__(self, key: bytes):
+        self._keyed = hashlib.blake2b(key=key, digest_size=MAC_BYTES)
+        self._number = 0
+
+    def next(self, header: bytes, payload: bytes) -> bytes:
+        digest = self._keyed.copy()
+        digest.update(NUMBER.pack(self._number) + header)
+        digest.update(payload)
+        self._number += 1
+        return digest.digest()
+
+
+class Stream:
+    """One connected socket, or one that is being connected; only the link thread touches it."""
+
+    def __init__(self, connection: socket.socket):
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self.descriptor = connection.fileno()
+        self.unsent = 0
+        self._outbox: deque[memoryview] = deque()
+        self._inbox = bytearray()
+        self._inward: Seal | None = None
+        self._outward: Seal | None = None
+
+    def seal(self, inward: bytes, outward: bytes) -> None:
+        """Frames read and written from now on carry MACs under these keys."""
+        self._inward, self._outward = Seal(inward), Seal(outward)
+
+    def connecting(self, code: int) -> None:
+        """What `connect_ex` said. Raises OSError where nothing is to be waited for."""
+        if code not in (0, errno.EINPROGRESS):
+            raise OSError(code, os.strerror(code))
+
+    def connected(self) -> None:
+        """The socket is writable: connected, if it was not before. Raises OSError where it could not be."""
+        self.connecting(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+
+    def send(self, kind: int, payload: bytes = b"") -> None:
+        """Queue one frame and write what the kernel takes. Raises NodeLost."""
+        header = HEADER.pack(kind, len(payload))
+        mac = self._outward.next(header, payload) if self._outward else b""
+        for part in (header, payload, mac) if len(payload) > READ_BYTES else (header + payload + mac,):
+            if part:
+                self._outbox.append(memoryview(part))
+                self.unsent += len(part)
+        if self.unsent > MAX_UNSENT_BYTES:
+            raise NodeLost(f"{self.unsent} bytes wait for a peer that does not read")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the kernel takes. Raises NodeLost."""
+        try:
+            while self._outbox:
+                sent = self._socket.send(self._outbox[0])
+                self.unsent -= sent
+                if sent < len(self._outbox[0]):
+                    self._outbox[0] = self._outbox[0][sent:]
+                    return
+                self._outbox.popleft()
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            raise NodeLost(f"control message not sent: {error}") from error
+
+    def fill(self) -> bool:
+        """Read what has come, up to a turn's share; whether more may come. Raises NodeLost for a broken connection."""
+        try:
+            for _ in range(READS):
+                data = self._socket.recv(READ_BYTES)
+                if not data:
+                    return False
+                self._inbox += data
+                if len(data) < READ_BYTES:
+                    break
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            raise NodeLost(f"connection broken: {error}") from error
+        return True
+
+    def next(self) -> tuple[int, bytes] | None:
+        """(kind, payload) of the next frame that is whole; greetings only before the seal, others only after it. Raises
+        WireError, after which the connection is of no use."""
+        if len(self._inbox) < HEADER.size:
+            return None
+        header = bytes(self._inbox[: HEADER.size])
+        kind, length = HEADER.unpack(header)
+        self._check(kind, length)
+        end = HEADER.size + length
+        whole = end + (MAC_BYTES if self._inward else 0)
+        if len(self._inbox) < whole:
+            return None
+        payload, mac = bytes(self._inbox[HEADER.size : end]), bytes(self._inbox[end:whole])
+        del self._inbox[:whole]
+        if self._inward and not hmac.compare_digest(mac, self._inward.next(header, payload)):
+            raise WireError("a frame that the peer did not seal")
+        return kind, payload
+
+    def _check(self, kind: int, length: int) -> None:
+        if kind > ALIVE or (kind in GREETINGS) is bool(self._inward):
+            raise WireError(f"no frame of kind {kind} is due")
+        limit = {MESSAGE: MAX_MESSAGE_BYTES, ALIVE: 0}.get(kind, MAX_GREETING_BYTES)
+        if length > limit:
+            raise WireError(f"a frame of {length} bytes where {limit} are allowed")
+
+    def close(self) -> None:
+        self._socket.close()
+        self._outbox.clear()
+        self.unsent = 0
