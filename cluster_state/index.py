@@ -8,18 +8,8 @@ nothing else; every call may be repeated.
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import Protocol
-
-from protocol.errors import KvferryError
-
-log = logging.getLogger("kvferry.index")
 
 ROW_TTL_S = 3600.0
 """Life of a row after it was last written. A node writes its rows again at half of it."""
@@ -28,203 +18,18 @@ ROW_TTL_S = 3600.0
 class BlockIndex(Protocol):
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Take the rows `removed` out, then put `stored` in. Rows of another epoch are not taken out, and those of a
-        newer epoch not overwritten. On an error any part may have happened."""
+        newer epoch not overwritten unless this one is registered: the clock that gave the newer was set back since. On
+        an error any part may have happened. Raises RegistryFull where there is no memory for rows that are not there
+        yet."""
 
     async def refresh(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> None:
         """`publish` rows again, and drop from them what belongs to nodes without a live lease."""
+
+    async def present(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> int:
+        """How many of these rows of the node's are there."""
 
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         """How many leading blocks of a sequence each of `nodes` (id → live epoch) holds. Nodes with none are left out.
 
         Relies on "a node never drops a block before its descendants", so most rows need not be read. A length is only
         reported if, in one state of the index, its last block was read as held and the next one, if any, as not."""
-
-
-def longest(count: int, held: Callable[[int], bool]) -> int:
-    """Number of leading blocks held, of `count`, where held(i) is whether block i = 0 … count - 1 is. Gallops, then
-    bisects: at most 2 * log2(count) + 2 calls. With rows missing in between: an i with held(i - 1) and not held(i)."""
-    if count == 0 or not held(0):
-        return 0
-    low, high = 1, 2
-    while high <= count and held(high - 1):
-        low, high = high, 2 * high
-    high = min(high, count + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if held(middle - 1):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-class IndexWriter:
-    """Keeps one node's rows in the index equal to what the node holds, in batches, off the token path.
-
-    snapshot     all hashes the node holds now, parents before children; called on the asyncio loop
-    flush_s      how long changes are collected before they are written
-    refresh_s    how often all rows are written again, slowly, and compared with the snapshot
-    max_noted    changes held while the loop does not come round; beyond it they are dropped and the snapshot is used
-
-    Removals are written before additions, additions parents first, so the index errs towards fewer blocks. After a
-    failure everything is written again. Memory: the node's rows, those that left it during an outage, and a batch.
-    `note` may be called from any thread, the rest belongs to one asyncio loop. Nothing here raises.
-    """
-
-    def __init__(
-        self,
-        index: BlockIndex,
-        node_id: str,
-        epoch: int,
-        snapshot: Callable[[], Iterable[bytes]],
-        *,
-        flush_s: float = 0.05,
-        refresh_s: float = ROW_TTL_S / 2,
-        batch: int = 256,
-        max_noted: int = 65536,
-    ) -> None:
-        self._index, self._node_id, self._epoch, self._snapshot = index, node_id, epoch, snapshot
-        self._flush_s, self._refresh_s, self._batch, self._max_noted = flush_s, refresh_s, batch, max_noted
-        self._lock = threading.Lock()
-        self._notes: list[tuple[Sequence[bytes], Sequence[bytes]]] = []
-        self._noted = 0
-        self._compare, self._rewrite = True, False
-        # Every hash that has a row of ours is in _rows or _gone. _new maps those of _rows that are to be written to
-        # whether the row may exist already; _stale are those to be refreshed.
-        self._rows: dict[bytes, None] = {}
-        self._new: dict[bytes, bool] = {}
-        self._gone: dict[bytes, None] = {}
-        self._stale: deque[bytes] = deque()
-        self._failures = 0
-        self._stopping = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def rows(self) -> int:
-        """Rows in the index, as far as known."""
-        return len(self._rows) - len(self._new)
-
-    @property
-    def pending(self) -> int:
-        """Additions and removals not written yet."""
-        return len(self._new) + len(self._gone) + self._noted
-
-    def note(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """The node's blocks changed. Of a hash in both, the order is unknown and the row is taken out. Thread-safe."""
-        with self._lock:
-            if self._compare:
-                return
-            self._notes.append((stored, removed))
-            self._noted += len(stored) + len(removed)
-            if self._noted > self._max_noted:
-                self._notes, self._noted, self._compare = [], 0, True
-
-    def republish(self) -> None:
-        """The index may have lost our rows: write all of them again."""
-        self._rewrite = True
-
-    async def start(self) -> None:
-        """Begin writing, with what the node holds already."""
-        self._task = asyncio.create_task(self._run(), name="index-writer")
-
-    async def stop(self) -> None:
-        """Finish the batch under way. What is pending stays unwritten: the node's rows end with its lease."""
-        self._stopping.set()
-        if self._task is not None:
-            await self._task
-
-    async def flush(self) -> bool:
-        """Write until nothing is pending, and one batch of the refresh. False if the index could not be reached."""
-        try:
-            self._take_notes()
-            while self._new or self._gone:
-                await self._write()
-                self._take_notes()
-            await self._refresh_some()
-            self._reached()
-        except Exception as error:
-            self._failures = min(self._failures + 1, 10)
-            if self._failures == 1:
-                known = isinstance(error, KvferryError)
-                log.warning("block index not written: %s", error, exc_info=None if known else error)
-            return False
-        return True
-
-    async def _run(self) -> None:
-        refresh_at = time.monotonic() + self._refresh_s
-        while not self._stopping.is_set():
-            await self.flush()
-            if time.monotonic() >= refresh_at:
-                refresh_at = time.monotonic() + self._refresh_s
-                self._compare = True
-                self._stale = deque(self._rows)
-            backoff_s = min(self._flush_s * 2.0**self._failures, 2.0)
-            try:
-                async with asyncio.timeout(backoff_s):
-                    await self._stopping.wait()
-            except TimeoutError:
-                continue
-
-    async def _write(self) -> None:
-        """One batch. While the index is away, removals come to fill it, so that no more additions are tried in vain:
-        each of them would have to be remembered."""
-        gone = list(islice(self._gone, self._batch))
-        new = list(islice(self._new, self._batch - len(gone)))
-        for block_hash in new:
-            self._new[block_hash] = True
-        await self._index.publish(self._node_id, self._epoch, new, gone)
-        if self._reached():
-            return  # An addition that timed out may still take effect after this removal: remove once more.
-        for block_hash in gone:
-            del self._gone[block_hash]
-        for block_hash in new:
-            del self._new[block_hash]
-
-    def _reached(self) -> bool:
-        """The index answers. Returns whether it had failed before; then everything is to be written again."""
-        if self._failures == 0:
-            return False
-        log.info("block index answers again")
-        self._failures, self._rewrite = 0, True
-        return True
-
-    async def _refresh_some(self) -> None:
-        due = list(islice(self._stale, self._batch))
-        rows = [block_hash for block_hash in due if block_hash in self._rows]
-        if rows:
-            await self._index.refresh(self._node_id, self._epoch, rows)
-        for _ in due:
-            self._stale.popleft()
-
-    def _take_notes(self) -> None:
-        with self._lock:
-            notes, self._notes, self._noted = self._notes, [], 0
-            compare, self._compare = self._compare or self._rewrite, False
-        for stored, removed in notes:
-            for block_hash in stored:
-                self._add(block_hash)
-            for block_hash in removed:
-                self._remove(block_hash)
-        if compare:
-            self._compare_with_snapshot()
-        if self._rewrite:
-            self._rewrite = False
-            self._new = {block_hash: self._new.get(block_hash, True) for block_hash in self._rows}
-
-    def _compare_with_snapshot(self) -> None:
-        held = dict.fromkeys(self._snapshot())
-        for block_hash in [block_hash for block_hash in self._rows if block_hash not in held]:
-            self._remove(block_hash)
-        for block_hash in held:
-            self._add(block_hash)
-
-    def _add(self, block_hash: bytes) -> None:
-        if block_hash not in self._rows:
-            self._rows[block_hash] = None
-            self._new[block_hash] = self._gone.pop(block_hash, self) is not self
-
-    def _remove(self, block_hash: bytes) -> None:
-        if block_hash in self._rows:
-            del self._rows[block_hash]
-            if self._new.pop(block_hash, True):
-                self._gone[block_hash] = None

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from cluster_state.index import ROW_TTL_S, longest
+from cluster_state.index import ROW_TTL_S
+from cluster_state.prefixes import longest
 from cluster_state.registry import LEASE_S, Announced
 from protocol.errors import RegistryUnavailable
-from protocol.lease import NodeLease
+from protocol.lease import Foreign, NodeLease
 
 
 class MemoryStore:
@@ -24,21 +25,35 @@ class MemoryStore:
         row_ttl_s: float = ROW_TTL_S,
     ) -> None:
         self.available = True
+        self.foreign: tuple[Foreign, ...] = ()
         self._clock, self._lease_s, self._row_ttl_s = clock, lease_s, row_ttl_s
         self._leases: dict[str, tuple[NodeLease, float]] = {}
+        self._epochs: dict[str, int] = {}
         self._rows: dict[bytes, dict[str, int]] = {}
         self._row_ends: dict[bytes, float] = {}
 
     def flush(self) -> None:
         self._leases.clear()
+        self._epochs.clear()
         self._rows.clear()
         self._row_ends.clear()
 
     async def close(self) -> None:
         """Nothing to close."""
 
+    async def check(self) -> str:
+        self._reach()
+        return "memory"
+
     async def ping(self) -> None:
         self._reach()
+
+    async def next_epoch(self, node_id: str, least: int) -> int:
+        self._reach()
+        known = self._live(node_id)
+        last = max(self._epochs.get(node_id, 0), known.epoch if known else 0)
+        self._epochs[node_id] = epoch = max(last + 1, least)
+        return epoch
 
     async def announce(self, lease: NodeLease) -> Announced:
         self._reach()
@@ -63,9 +78,11 @@ class MemoryStore:
         for block_hash in removed:
             if self._row(block_hash).get(node_id) == epoch:
                 del self._rows[block_hash][node_id]
+        known = self._leases.get(node_id)
+        registered = known is not None and known[0].epoch == epoch
         for block_hash in stored:
             row = self._rows[block_hash] = self._row(block_hash)
-            row[node_id] = max(epoch, row.get(node_id, epoch))
+            row[node_id] = epoch if registered else max(epoch, row.get(node_id, epoch))
             self._row_ends[block_hash] = self._clock() + self._row_ttl_s
 
     async def refresh(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> None:
@@ -74,14 +91,19 @@ class MemoryStore:
             for other in [n for n in self._rows[block_hash] if n != node_id and self._live(n) is None]:
                 del self._rows[block_hash][other]
 
+    async def present(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> int:
+        self._reach()
+        return sum(self._row(block_hash).get(node_id) == epoch for block_hash in hashes)
+
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         self._reach()
 
         def held(node_id: str, position: int) -> bool:
             return self._row(hashes[position]).get(node_id) == nodes[node_id]
 
-        lengths = {node_id: longest(len(hashes), partial(held, node_id)) for node_id in nodes}
-        return {node_id: length for node_id, length in lengths.items() if length}
+        first = self._row(hashes[0]) if hashes else {}
+        holders = [node_id for node_id, epoch in first.items() if nodes.get(node_id) == epoch]
+        return {node_id: longest(len(hashes), partial(held, node_id)) for node_id in holders}
 
     def _reach(self) -> None:
         if not self.available:

@@ -1,59 +1,187 @@
-"""A client of Redis or Valkey with deadlines, whose errors are RegistryUnavailable."""
+"""A client of Redis or Valkey with deadlines, whose errors are RegistryUnavailable and tell no password.
+
+It reaches one server, or what Sentinels call the master. Whatever it has lost it asks for anew: where a connection
+failed, its fellows are made anew before their next use, so the name is resolved, the password read and the Sentinels
+asked again. How often it is tried is the caller's affair.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable
+import re
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
 from typing import Any
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    ClusterCrossSlotError,
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
 
-from protocol.errors import ConfigError, RegistryUnavailable
+from cluster_state import redis_url
+from cluster_state.redis_pool import Pool, SentinelPool
+from process.log import Seldom
+from protocol.errors import ConfigError, RegistryFull, RegistryRefuses, RegistryUnavailable, reason
 
 log = logging.getLogger("kvferry.redis")
+_odd = Seldom(log)
 
 _MAX_CONNECTIONS = 16
+LONGEST = 3
+"""A call may take so many times the bound of one answer: it waits for a connection, makes it, and is tried again."""
+CLUSTER_MODE = "it runs in Cluster mode, which kvferry does not use: give a single server, or one behind Sentinels"
 
 
-def connected(url: str, timeout_s: float) -> redis.Redis:
+class PasswordFile(CredentialProvider):
+    """Read for each connection: a password that was changed is used by the next one."""
+
+    def __init__(self, user: str, path: str) -> None:
+        self._user, self._path = user, Path(path).expanduser()
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        try:
+            password = self._path.read_text().strip()
+        except (OSError, ValueError) as error:
+            raise RedisConnectionError(f"its password file {self._path} cannot be read: {reason(error)}") from error
+        return (self._user, password) if self._user else (password,)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return await asyncio.to_thread(self.get_credentials)
+
+
+def connected(url: str, timeout_s: float, password_file: str = "") -> redis.Redis:
     """Connects on first use, reconnects by itself; `timeout_s` bounds connecting and every answer. Raises ConfigError
-    for a URL that the redis package cannot read."""
+    for a URL or a file that cannot be read."""
+    where = redis_url.read(url)
+    options: dict[str, Any] = where.server | _deadlines(timeout_s)
+    options |= {"max_connections": _MAX_CONNECTIONS, "timeout": timeout_s}
+    # One more try: a pooled connection may belong to a server that has restarted since.
+    options["retry"] = Retry(NoBackoff(), 1, (RedisConnectionError,))
+    if password_file:
+        options["credential_provider"] = _of_file(where, options, password_file)
+    if where.sentinels:
+        there = where.sentinel | _deadlines(timeout_s / 2) | {"ssl": where.tls, "retry": Retry(NoBackoff(), 0)}
+        sentinels = Sentinel(where.sentinels, sentinel_kwargs=there)  # type: ignore[no-untyped-call]
+        return redis.Redis(connection_pool=SentinelPool(where.service, sentinels, ssl=where.tls, **options))
+    kind: Any = redis.SSLConnection if where.tls else redis.Connection
+    if "path" in options:
+        kind = redis.UnixDomainSocketConnection
+        del options["socket_keepalive"]
+    return redis.Redis(connection_pool=Pool(connection_class=kind, **options))
+
+
+def _deadlines(timeout_s: float) -> dict[str, Any]:
+    return {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "socket_keepalive": True}
+
+
+def _of_file(where: redis_url.RedisUrl, options: dict[str, Any], path: str) -> PasswordFile:
+    """The credentials of connections with these options, which lose their own."""
+    if options.pop("password", ""):
+        raise ConfigError(f"redis_url {where.shown} has a password already", param="redis_password_file")
+    provider = PasswordFile(options.pop("username", ""), path)
     try:
-        pool = redis.BlockingConnectionPool.from_url(
-            url,
-            max_connections=_MAX_CONNECTIONS,
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            # One more try: a pooled connection may belong to a server that has restarted since.
-            retry=Retry(NoBackoff(), 1, (RedisConnectionError,)),
-        )
-    except ValueError as error:
-        raise ConfigError(f"redis_url cannot be read: {error}", param="redis_url") from error
-    return redis.Redis(connection_pool=pool)
+        provider.get_credentials()
+    except RedisConnectionError as error:
+        raise ConfigError(f"Redis: {error}", param="redis_password_file") from error
+    return provider
 
 
 async def close(client: redis.Redis) -> None:
     """Close all connections. Never raises."""
+    for closing in (client.aclose, client.connection_pool.disconnect, client.connection_pool.aclose):
+        try:
+            await closing()
+        except Exception as error:
+            log.debug("closing: %s", error)
+
+
+class Script:
+    """A script of `redis_scripts`. Servers before Redis 7 know no flags in a script's first line: without it they do
+    the same, but for what the flag allows."""
+
+    def __init__(self, client: redis.Redis, text: str, timeout_s: float) -> None:
+        self._client, self._limit_s = client, LONGEST * timeout_s
+        self._script, self._text = client.register_script(text), text
+
+    async def run(self, keys: list[str], args: list[Any]) -> Any:
+        """The answer. Raises RegistryUnavailable."""
+        return await answered(self._client, self._call(keys, args), self._limit_s)
+
+    async def _call(self, keys: list[str], args: list[Any]) -> Any:
+        try:
+            return await self._script(keys=keys, args=args)
+        except ResponseError as error:
+            if "can't run this command" in str(error):
+                raise NoPermissionError(f"{error} {self._line(error)}") from error
+            if not self._text.startswith("#!") or "compiling script" not in str(error):
+                raise
+            self._text = self._text.partition("\n")[2]
+            self._script = self._client.register_script(self._text)
+            return await self._script(keys=keys, args=args)
+
+    def _line(self, error: ResponseError) -> str:
+        """What a server that names no command refused: Redis before 7.2."""
+        number = re.search(r"user_script:(\d+)", str(error))
+        return "".join(self._text.splitlines()[int(number[1]) - 1 :][:1]).strip() if number else ""
+
+
+async def answered(client: redis.Redis, answer: Awaitable[Any], limit_s: float) -> Any:
+    """Await an answer of the client; its errors become RegistryUnavailable: RegistryFull for want of memory,
+    RegistryRefuses where it does not let us in or forbids what was asked."""
     try:
-        await client.aclose()
-        await client.connection_pool.disconnect()
-    except (RedisError, OSError) as error:
-        log.debug("closing: %s", error)
+        async with asyncio.timeout(limit_s):
+            return await answer
+    except OutOfMemoryError as error:
+        raise RegistryFull("Redis is full: its maxmemory is used up, and its policy evicts nothing") from error
+    except Exception as error:
+        if not isinstance(error, (RedisError, OSError, ValueError)):
+            _odd.warning("a defect of the client of Redis: %s", reason(error))
+        if not isinstance(error, ResponseError) or isinstance(error, (ReadOnlyError, MasterDownError)):
+            pool: Any = client.connection_pool
+            pool.renew()
+        refused = isinstance(error, (AuthenticationError, NoPermissionError))
+        raise (RegistryRefuses if refused else RegistryUnavailable)(f"Redis: {told(error)}") from error
 
 
-async def run(script: Any, keys: list[str], args: list[Any]) -> Any:
-    """The answer of a registered script."""
-    return await translated(script(keys=keys, args=args))
-
-
-async def translated(answer: Awaitable[Any]) -> Any:
-    """Await an answer of the client; its errors become RegistryUnavailable."""
+@contextlib.contextmanager
+def sensible() -> Iterator[None]:
+    """Around the reading of an answer: one of another kind than was asked for is RegistryUnavailable."""
     try:
-        return await answer
-    except (RedisError, OSError) as error:
-        raise RegistryUnavailable(f"Redis: {error or type(error).__name__}") from error
+        yield
+    except (AttributeError, TypeError, ValueError, IndexError) as error:
+        raise RegistryUnavailable(f"Redis: an answer makes no sense: {reason(error)}") from error
+
+
+def told(error: Exception) -> str:
+    """What went wrong, in a line."""
+    if is_cluster(error):
+        return CLUSTER_MODE
+    code = getattr(error, "status_code", None)
+    text = f"{error}" or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
+    return f"{code} {text}" if code and code not in text else text
+
+
+def is_cluster(error: Exception) -> bool:
+    """Whether only a server in Cluster mode answers so."""
+    if isinstance(error, MasterDownError):
+        return False
+    return isinstance(error, (ClusterDownError, ClusterCrossSlotError, MovedError, AskError)) or (
+        isinstance(error, ResponseError) and "non local key" in str(error)
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 
 from cluster_state import redis_client
-from cluster_state.redis_client import run, translated
+from cluster_state.redis_client import LONGEST, Script, answered
 from cluster_state.responses import MAX_RESPONSES
 
 _FORGET = """
@@ -65,6 +65,7 @@ class RedisResponses:
     ttl_s      life of a record after it was written
     share      bytes that one tenant may keep
     timeout_s  bound on every answer: a client waits for it
+    password_file  as of `redis_client.connected`
     """
 
     def __init__(
@@ -76,12 +77,13 @@ class RedisResponses:
         share: int,
         most: int = MAX_RESPONSES,
         timeout_s: float = 1.0,
+        password_file: str = "",
     ) -> None:
         self._prefix = f"kvferry:{cluster}:r:"
         self._bounds = [max(1, int(ttl_s * 1000)), share, most]
         self._share = share
-        self._client = redis_client.connected(url, timeout_s)
-        self._put, self._delete = self._client.register_script(PUT), self._client.register_script(DELETE)
+        self._client, self._limit_s = redis_client.connected(url, timeout_s, password_file), LONGEST * timeout_s
+        self._put, self._delete = Script(self._client, PUT, timeout_s), Script(self._client, DELETE, timeout_s)
 
     async def close(self) -> None:
         """Close all connections. Never raises."""
@@ -90,15 +92,16 @@ class RedisResponses:
     async def put(self, tenant: str, response_id: str, record: bytes) -> bool:
         if len(record) > self._share:
             return False
-        await run(self._put, self._keys(tenant), [response_id, record, *self._bounds])
+        await self._put.run(self._keys(tenant), [response_id, record, *self._bounds])
         return True
 
     async def get(self, tenant: str, response_id: str) -> bytes | None:
-        record: bytes | None = await translated(self._client.get(self._keys(tenant)[0] + response_id))
+        asked = self._client.get(self._keys(tenant)[0] + response_id)
+        record: bytes | None = await answered(self._client, asked, self._limit_s)
         return record
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        return bool(await run(self._delete, self._keys(tenant), [response_id]))
+        return bool(await self._delete.run(self._keys(tenant), [response_id]))
 
     def _keys(self, tenant: str) -> list[str]:
         own = self._prefix + hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()

@@ -1,11 +1,23 @@
 """The Lua that runs inside Redis or Valkey. A script is one round trip and atomic: it sees one state of the store.
 
 Block hashes travel as one string of 16 bytes each. Epochs are compared as numbers, exact below 2**53. Keys are built
-from the prefixes in KEYS, so the store is one server (with replicas or sentinels if wanted), not a Redis Cluster.
+from the prefixes in KEYS, so the store is one server (with replicas or Sentinels if wanted), not a Redis Cluster.
+
+Where memory is full, leases and epochs are written all the same: there are few of them, and without them the rows are
+of no use. Rows that are there live on; new ones are refused.
+"""
+
+# KEYS: last epoch, members. ARGV: node id, least epoch, life in ms of what is remembered. Answers the new epoch.
+EPOCH = """#!lua flags=allow-oom
+local last = tonumber(redis.call('GET', KEYS[1]) or 0)
+local known = tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or 0)
+local epoch = string.format('%.0f', math.max(last + 1, known + 1, tonumber(ARGV[2])))
+redis.call('SET', KEYS[1], epoch, 'PX', ARGV[3])
+return epoch
 """
 
 # KEYS: members, lease. ARGV: node id, epoch, packed lease, life in ms.
-ANNOUNCE = """
+ANNOUNCE = """#!lua flags=allow-oom
 local alive = redis.call('EXISTS', KEYS[2]) == 1
 local known = redis.call('HGET', KEYS[1], ARGV[1])
 if alive and known and tonumber(known) > tonumber(ARGV[2]) then return 'fenced' end
@@ -34,12 +46,15 @@ return leases
 
 _ROWS = """
 local id, epoch, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
+local registered = redis.call('HGET', KEYS[2], id) == epoch
 local function each(hashes, visit)
   for at = 1, #hashes, 16 do visit(KEYS[1] .. string.sub(hashes, at, at + 15)) end
 end
 local function store(key)
   local other = redis.call('HGET', key, id)
-  if not other or tonumber(other) < tonumber(epoch) then redis.call('HSET', key, id, epoch) end
+  if other ~= epoch and (registered or not other or tonumber(other) < tonumber(epoch)) then
+    redis.call('HSET', key, id, epoch)
+  end
   redis.call('PEXPIRE', key, ttl_ms)
 end
 local function remove(key)
@@ -47,7 +62,7 @@ local function remove(key)
 end
 """
 
-# KEYS: prefix of rows. ARGV: node id, epoch, ttl in ms, hashes stored, hashes removed.
+# KEYS: prefix of rows, members. ARGV: node id, epoch, ttl in ms, hashes stored, hashes removed.
 PUBLISH = (
     _ROWS
     + """
@@ -56,7 +71,7 @@ each(ARGV[4], store)
 """
 )
 
-# KEYS: prefix of rows, prefix of leases. ARGV: node id, epoch, ttl in ms, hashes.
+# KEYS: prefix of rows, members, prefix of leases. ARGV: node id, epoch, ttl in ms, hashes.
 REFRESH = (
     _ROWS
     + """
@@ -64,24 +79,35 @@ local alive = {[id] = true}
 each(ARGV[4], function(key)
   store(key)
   for _, other in ipairs(redis.call('HKEYS', key)) do
-    if alive[other] == nil then alive[other] = redis.call('EXISTS', KEYS[2] .. other) == 1 end
+    if alive[other] == nil then alive[other] = redis.call('EXISTS', KEYS[3] .. other) == 1 end
     if not alive[other] then redis.call('HDEL', key, other) end
   end
 end)
 """
 )
 
-# KEYS: prefix of rows. ARGV: hashes, then node id and epoch of each node asked for. Answers id, length, id, length, …
-# The search of each node is that of `cluster_state.index.longest`, with positions counted from 1; nodes whose
+# KEYS: prefix of rows. ARGV: node id, epoch, hashes. Answers how many of the node's rows are there.
+PRESENT = """
+local found = 0
+for at = 1, #ARGV[3], 16 do
+  local key = KEYS[1] .. string.sub(ARGV[3], at, at + 15)
+  if redis.call('HGET', key, ARGV[1]) == ARGV[2] then found = found + 1 end
+end
+return found
+"""
+
+# KEYS: prefix of rows. ARGV: hashes. Answers id, epoch, length of each node that holds the first block; whose epochs
+# live is for who asks to know, since a thousand of them would cost more to send than the search.
+# The search of each node is that of `cluster_state.prefixes.longest`, with positions counted from 1; nodes whose
 # next question is the same position are asked together.
 LONGEST_PREFIX = """
-local count, live, answer = #ARGV[1] / 16, {}, {}
-for at = 2, #ARGV, 2 do live[ARGV[at]] = ARGV[at + 1] end
-local function key(i) return KEYS[1] .. string.sub(ARGV[1], 16 * i - 15, 16 * i) end
+local call, sub, prefix, hashes = redis.call, string.sub, KEYS[1], ARGV[1]
+local count, epochs, answer = #hashes / 16, {}, {}
+local function key(i) return prefix .. sub(hashes, 16 * i - 15, 16 * i) end
 local function ask(ids, i)
   local holding, others = {}, {}
-  for at, epoch in ipairs(redis.call('HMGET', key(i), unpack(ids))) do
-    local group = epoch == live[ids[at]] and holding or others
+  for at, epoch in ipairs(call('HMGET', key(i), unpack(ids))) do
+    local group = epoch == epochs[ids[at]] and holding or others
     group[#group + 1] = ids[at]
   end
   return holding, others
@@ -91,6 +117,7 @@ local function bisect(ids, low, high)
   if high - low == 1 then
     for _, id in ipairs(ids) do
       answer[#answer + 1] = id
+      answer[#answer + 1] = epochs[id]
       answer[#answer + 1] = low
     end
     return
@@ -100,16 +127,52 @@ local function bisect(ids, low, high)
   bisect(holding, middle, high)
   bisect(others, low, middle)
 end
-local ids, first = {}, redis.call('HGETALL', key(1))
+local ids, first = {}, call('HGETALL', key(1))
 for at = 1, #first, 2 do
-  if live[first[at]] == first[at + 1] then ids[#ids + 1] = first[at] end
+  ids[#ids + 1] = first[at]
+  epochs[first[at]] = first[at + 1]
 end
-local low, high = 1, 2
+local low, high = 1, 4
 while #ids > 0 and high <= count do
   local holding, others = ask(ids, high)
   bisect(others, low, high)
-  ids, low, high = holding, high, 2 * high
+  ids, low, high = holding, high, 4 * high
 end
 bisect(ids, low, math.min(high, count + 1))
 return answer
+"""
+
+# Every command of the scripts, here and in `redis_responses`, with arguments that change nothing that anybody uses: the
+# ACL of a server is tried with them. `#` stands for the key.
+COMMANDS = (
+    "set # 1 PX 1000", "get #", "exists #", "pexpire # 1000", "del #",
+    "hset # a 1", "hincrby # a 1", "hget # a", "hmget # a", "hgetall #", "hkeys #", "hdel # a",
+    "zadd # 1 a", "zcard #", "zrange # 0 0", "zrangebyscore # 0 1", "zrem # a",
+    "time",
+)  # fmt: skip
+
+# KEYS: prefix of all keys. ARGV: COMMANDS. Answers the names of those that its ACL forbids. What else may be wrong (no
+# memory, a replica, another type left where DEL is forbidden) is not this script's affair.
+REHEARSAL = """
+local refused = {}
+local function forbidden(words, key)
+  local call = {}
+  for word in string.gmatch(words, '%S+') do call[#call + 1] = word == '#' and key or word end
+  local answer = redis.pcall(unpack(call))
+  local told = type(answer) == 'table' and answer['err'] or ''
+  return string.find(told, 'permission') or string.find(told, "can't run") or string.find(told, "can't access")
+end
+for _, words in ipairs(ARGV) do
+  for _, room in ipairs({'node:', 'epoch:', 'b:', 'r:'}) do
+    local key = KEYS[1] .. room .. 'rehearsal'
+    local told = forbidden(words, key)
+    redis.pcall('DEL', key)
+    redis.pcall('PEXPIRE', key, 1000)
+    if told then
+      refused[#refused + 1] = string.match(words, '%S+')
+      break
+    end
+  end
+end
+return refused
 """

@@ -1,7 +1,8 @@
 """Node registry and block index in Redis or Valkey.
 
 kvferry:<cluster>:nodes         hash  node id → epoch: the members
-kvferry:<cluster>:node:<id>     string, the packed NodeLease, expires with the lease
+kvferry:<cluster>:node:<id>     string, the NodeLease as sealed, expires with the lease
+kvferry:<cluster>:epoch:<id>    string, the epoch last given to the node's processes, expires EPOCH_TTL_S after that
 kvferry:<cluster>:b:<16 bytes>  hash  node id → epoch: who holds the block, expires ROW_TTL_S after the last write
 """
 
@@ -14,21 +15,29 @@ from typing import Any
 
 from cluster_state import redis_client, redis_scripts
 from cluster_state.index import ROW_TTL_S
-from cluster_state.redis_client import run, translated
+from cluster_state.redis_check import checked
+from cluster_state.redis_client import LONGEST, Script, answered, sensible
+from cluster_state.redis_url import shown
 from cluster_state.registry import LEASE_S, Announced
 from protocol.errors import RegistryUnavailable
-from protocol.lease import NodeLease
-from protocol.wire import WireError, pack, unpack
+from protocol.lease import Foreign, NodeLease, sealed, unsealed
+from protocol.wire import WireError
 
 log = logging.getLogger("kvferry.redis")
+
+EPOCH_TTL_S = 7 * 86_400.0
+"""Far beyond what a clock is set back by."""
+CHECK_S = 2.0
+"""What `check` may take."""
 
 
 class RedisStore:
     """Registry and BlockIndex of one cluster. Connects on first use, reconnects by itself; belongs to one asyncio loop.
 
-    url            redis://, rediss:// or unix:// as the redis package reads it. Raises ConfigError if it cannot
+    url            see `redis_url`. Raises ConfigError if it cannot be read
     timeout_s      bound on connecting and on every answer, for which all calls but lookups wait
     lookup_s       bound on a whole longest_prefix: a request waits for it
+    password_file  holds the password, read at each connection; empty: what the URL says
     """
 
     def __init__(
@@ -40,45 +49,73 @@ class RedisStore:
         lookup_s: float = 0.25,
         lease_s: float = LEASE_S,
         row_ttl_s: float = ROW_TTL_S,
+        password_file: str = "",
     ) -> None:
-        prefix = f"kvferry:{cluster}:"
+        self.foreign: tuple[Foreign, ...] = ()
+        self._shown, self._prefix = shown(url), f"kvferry:{cluster}:"
+        prefix = self._prefix
         self._members, self._leases, self._rows = prefix + "nodes", prefix + "node:", prefix + "b:"
+        self._epochs = prefix + "epoch:"
         self._lookup_s = lookup_s
         self._told_unreadable = False
         self._lease_ms, self._row_ttl_ms = int(lease_s * 1000), int(row_ttl_s * 1000)
-        self._client = redis_client.connected(url, timeout_s)
-        register = self._client.register_script
-        self._announce, self._withdraw = register(redis_scripts.ANNOUNCE), register(redis_scripts.WITHDRAW)
-        self._nodes, self._publish = register(redis_scripts.NODES), register(redis_scripts.PUBLISH)
-        self._refresh, self._longest = register(redis_scripts.REFRESH), register(redis_scripts.LONGEST_PREFIX)
+        self._client, self._limit_s = redis_client.connected(url, timeout_s, password_file), LONGEST * timeout_s
+
+        def script(text: str) -> Script:
+            return Script(self._client, text, timeout_s)
+
+        self._announce, self._withdraw = script(redis_scripts.ANNOUNCE), script(redis_scripts.WITHDRAW)
+        self._nodes, self._publish = script(redis_scripts.NODES), script(redis_scripts.PUBLISH)
+        self._refresh, self._longest = script(redis_scripts.REFRESH), script(redis_scripts.LONGEST_PREFIX)
+        self._epoch, self._present = script(redis_scripts.EPOCH), script(redis_scripts.PRESENT)
 
     async def close(self) -> None:
         """Close all connections. Never raises."""
         await redis_client.close(self._client)
 
+    async def check(self) -> str:
+        """What server it is. Raises ConfigError for one that would never do, RegistryRefuses for one that refuses us as
+        yet, RegistryUnavailable where none answers."""
+        return await checked(self._client, self._prefix, self._shown, CHECK_S)
+
     async def ping(self) -> None:
         """Raise RegistryUnavailable unless the server answers."""
-        await translated(self._client.ping())
+        await answered(self._client, self._client.ping(), self._limit_s)
+
+    async def next_epoch(self, node_id: str, least: int) -> int:
+        keys = [self._epochs + node_id, self._members]
+        answer = await self._epoch.run(keys, [node_id, least, int(EPOCH_TTL_S * 1000)])
+        with sensible():
+            return int(answer)
 
     async def announce(self, lease: NodeLease) -> Announced:
         keys = [self._members, self._leases + lease.node_id]
-        answer = await run(self._announce, keys, [lease.node_id, lease.epoch, pack(lease), self._lease_ms])
-        return Announced(answer.decode())
+        answer = await self._announce.run(keys, [lease.node_id, lease.epoch, sealed(lease), self._lease_ms])
+        with sensible():
+            return Announced(answer.decode())
 
     async def withdraw(self, node_id: str, epoch: int) -> None:
-        await run(self._withdraw, [self._members, self._leases + node_id], [node_id, epoch])
+        await self._withdraw.run([self._members, self._leases + node_id], [node_id, epoch])
 
     async def nodes(self) -> list[NodeLease]:
-        """Leases that this version cannot read are left out: an incompatible node may share the registry."""
-        leases, unreadable = [], ""
-        for packed in await run(self._nodes, [self._members, self._leases], []):
+        """Leases that this version cannot read are left out: an incompatible node may share the registry. Those that
+        tell another version are `foreign` then."""
+        leases: list[NodeLease] = []
+        foreign, unreadable = [], ""
+        answer = await self._nodes.run([self._members, self._leases], [])
+        with sensible():
+            told = [bytes(packed) for packed in answer]
+        for packed in told:
             try:
-                lease = unpack(packed)
+                lease = unsealed(packed)
             except WireError as error:
                 unreadable = str(error)
                 continue
             if isinstance(lease, NodeLease):
                 leases.append(lease)
+            else:
+                foreign.append(lease)
+        self.foreign = tuple(foreign)
         if unreadable and not self._told_unreadable:
             log.warning("a lease cannot be read, its node is not used: %s", unreadable)
         self._told_unreadable = bool(unreadable)
@@ -86,18 +123,25 @@ class RedisStore:
 
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         args = [node_id, epoch, self._row_ttl_ms, b"".join(stored), b"".join(removed)]
-        await run(self._publish, [self._rows], args)
+        await self._publish.run([self._rows, self._members], args)
 
     async def refresh(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> None:
         args = [node_id, epoch, self._row_ttl_ms, b"".join(hashes)]
-        await run(self._refresh, [self._rows, self._leases], args)
+        await self._refresh.run([self._rows, self._members, self._leases], args)
+
+    async def present(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> int:
+        answer = await self._present.run([self._rows], [node_id, epoch, b"".join(hashes)])
+        with sensible():
+            return int(answer)
 
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         if not hashes or not nodes:
             return {}
-        asked: list[str | int] = [part for node in nodes.items() for part in node]
-        answer = await self._cancellable(run(self._longest, [self._rows], [b"".join(hashes), *asked]))
-        return {node.decode(): length for node, length in zip(answer[::2], answer[1::2], strict=True)}
+        answer = await self._cancellable(self._longest.run([self._rows], [b"".join(hashes)]))
+        with sensible():
+            told = zip(answer[::3], answer[1::3], answer[2::3], strict=True)
+            found = ((node.decode(), epoch.decode(), int(length)) for node, epoch, length in told)
+            return {node: length for node, epoch, length in found if str(nodes.get(node)) == epoch}
 
     async def _cancellable(self, lookup: Coroutine[Any, Any, Any]) -> Any:
         """Await a lookup in a task of its own. The client library waits with `asyncio.wait_for`, which before Python

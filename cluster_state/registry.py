@@ -15,7 +15,8 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
-from protocol.errors import KvferryError
+from process.log import Seldom
+from protocol.errors import KvferryError, RegistryRefuses
 from protocol.lease import NodeLease
 
 log = logging.getLogger("kvferry.registry")
@@ -37,6 +38,10 @@ class Announced(StrEnum):
 class Registry(Protocol):
     """Leases by node id. Of two processes with one node id the newer epoch wins."""
 
+    async def next_epoch(self, node_id: str, least: int) -> int:
+        """An epoch for a process that starts: `least`, or above all that this node's processes had, whatever became of
+        the clock of its machine."""
+
     async def announce(self, lease: NodeLease) -> Announced:
         """Write the lease; it lives LEASE_S from now."""
 
@@ -55,8 +60,13 @@ class LeaseKeeper:
     on_outcome    told "renewed", "created", "fenced" or "failed" after each try
     lease_s       life of a lease in this registry
 
+    A lease stands once it was read back where routers read it, and renewed since: a registry that takes a lease may not
+    keep it, or not be the one that routers ask. One that lapsed must be read back again.
+
+    trouble: why the lease is not held, as of the last try; empty while it is.
+
     Belongs to one asyncio loop; callbacks come on it. The log has one line per outage, and one more if it outlives the
-    lease.
+    lease; a line each ten seconds where the registry refuses us, which somebody has to mend.
     """
 
     def __init__(
@@ -73,10 +83,12 @@ class LeaseKeeper:
         self._on_restored, self._on_outcome = on_restored, on_outcome
         self._period_s, self._lease_s = period_s, lease_s
         self._held_until = 0.0
-        self._lapse_told = False
+        self.trouble = "the registry was not asked yet"
+        self._refused = Seldom(log)
+        self._stands = self._absence_told = self._lapse_told = False
         self._held_once = asyncio.Event()
         self._failures = 0
-        self._fenced = False
+        self.fenced = False
         self._announced: tuple[str, int] | None = None
         self._busy = asyncio.Lock()
         self._stopping = asyncio.Event()
@@ -84,15 +96,15 @@ class LeaseKeeper:
 
     @property
     def held(self) -> bool:
-        """Whether the registry has our lease: it said so, less than the lease's life ago."""
-        return time.monotonic() < self._held_until
+        """Whether the registry has our lease: it stands, and was renewed less than its life ago."""
+        return self._stands and time.monotonic() < self._held_until
 
     def start(self) -> None:
         """Announce now, and go on until `stop`."""
         self._task = asyncio.create_task(self._keep(), name="lease-keeper")
 
     async def first_held(self) -> None:
-        """Returns once the registry has taken a lease of ours."""
+        """Returns once a lease of ours stands."""
         await self._held_once.wait()
 
     async def announce_now(self) -> bool:
@@ -116,10 +128,32 @@ class LeaseKeeper:
 
     async def _keep(self) -> None:
         while not self._stopping.is_set():
-            await self.announce_now()
+            if await self.announce_now() and not self._stands:
+                await self._read_back()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._delay_s()):
                     await self._stopping.wait()
+
+    async def _read_back(self) -> None:
+        """Look for our lease as a router would, and renew it where it is found."""
+        try:
+            found = {(lease.node_id, lease.epoch) for lease in await self._registry.nodes()}
+        except Exception as error:
+            self._note_failure(error)
+            return
+        if self._announced not in found:
+            self.trouble = "the registry took the lease and does not have it"
+            if not self._absence_told:
+                log.warning("the registry took the lease of %s and does not have it", self._announced)
+            self._absence_told = True
+            return
+        async with self._busy:
+            outcome = await self._announce()
+            self._stands = outcome == Announced.RENEWED
+        self._on_outcome(outcome)
+        if self._stands:
+            self._absence_told, self.trouble = False, ""
+            self._held_once.set()
 
     def _delay_s(self) -> float:
         """The period; after failures soon again, then less often, spread so that nodes do not return all at once."""
@@ -135,15 +169,16 @@ class LeaseKeeper:
         except Exception as error:
             self._note_failure(error)
             return "failed"
-        self._held_until = 0.0 if outcome is Announced.FENCED else began + self._lease_s
-        if outcome is Announced.FENCED and not self._fenced:
+        fenced = outcome is Announced.FENCED
+        self._stands = self._stands and not fenced and began < self._held_until
+        self._held_until = 0.0 if fenced else began + self._lease_s
+        if fenced and not self.fenced:
             log.error("node id %s is taken by a newer process: this one gets no work", lease.node_id)
-        self._fenced = outcome is Announced.FENCED
+        self.fenced = fenced
         restored = self._failures > 0 or (outcome is Announced.CREATED and self._announced is not None)
         self._failures, self._announced = 0, (lease.node_id, lease.epoch)
         self._lapse_told = False
-        if self.held:
-            self._held_once.set()
+        self.trouble = "a newer process has the node's name" if fenced else "" if self._stands else self.trouble
         if restored:
             log.info("lease of %s restored", lease.node_id)
             self._on_restored()
@@ -151,9 +186,12 @@ class LeaseKeeper:
 
     def _note_failure(self, error: Exception) -> None:
         self._failures = min(self._failures + 1, 10)
-        if self._failures == 1:
+        self.trouble = str(error)
+        if isinstance(error, RegistryRefuses):
+            self._refused.warning("lease not written, the registry refuses this node: %s", error)
+        elif self._failures == 1:
             known = isinstance(error, KvferryError)
             log.warning("lease not written: %s", error, exc_info=None if known else error)
-        elif self._announced is not None and not self.held and not self._lapse_told:
+        elif self._announced is not None and time.monotonic() >= self._held_until and not self._lapse_told:
             self._lapse_told = True
             log.warning("the lease of %s has lapsed: not ready until the registry answers", self._announced[0])

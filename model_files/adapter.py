@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model_files.source import read_json
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, reason
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -40,11 +40,14 @@ class AdapterFiles:
 
 def read_adapter(path: str, max_rank: int) -> AdapterFiles:
     """The adapter in the directory `path`. Raises ConfigError naming what is missing, or cannot be served."""
-    folder = Path(path).expanduser()
-    weights = folder / WEIGHTS
-    for file in (folder / CONFIG, weights):
-        if not file.is_file():
-            raise _refused(folder, f"it holds no {file.name}")
+    try:
+        folder = Path(path).expanduser()
+        weights = folder / WEIGHTS
+        missing = [file.name for file in (folder / CONFIG, weights) if not file.is_file()]
+    except (OSError, RuntimeError) as error:
+        raise _refused(Path(path), reason(error)) from error
+    if missing:
+        raise _refused(folder, f"it holds no {missing[0]}")
     config = read_json(folder / CONFIG)
     _check_kind(folder, config)
     rank, alpha = config.get("r"), config.get("lora_alpha")
@@ -61,9 +64,9 @@ def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
         raise _refused(folder, f"its peft_type is {config.get('peft_type')!r}; LORA is served")
     if config.get("bias", "none") != "none":
         raise _refused(folder, f"it changes biases (bias: {config['bias']!r})")
-    for name, reason in _REFUSED.items():
+    for name, why in _REFUSED.items():
         if config.get(name):
-            raise _refused(folder, f"{reason} ({name})")
+            raise _refused(folder, f"{why} ({name})")
     targets = config.get("target_modules")
     if isinstance(targets, list) and (odd := sorted({str(name).rpartition(".")[2] for name in targets} - {*TARGETS})):
         raise _refused(folder, f"its target {odd[0]} is none of {', '.join(TARGETS)}")
@@ -81,5 +84,5 @@ def _content(weights: Path, scale: float) -> str:
     return digest.hexdigest()[:32]
 
 
-def _refused(folder: Path, reason: str) -> ConfigError:
-    return ConfigError(f"adapter {folder}: {reason}", param="lora")
+def _refused(folder: Path, why: str) -> ConfigError:
+    return ConfigError(f"adapter {folder}: {why}", param="lora")

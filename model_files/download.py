@@ -3,7 +3,10 @@ files that are whole."""
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -15,6 +18,7 @@ from protocol.errors import ConfigError, reason
 
 log = logging.getLogger("kvferry.models")
 
+NO_ROOM = os.strerror(errno.ENOSPC).lower()
 LINE_S = 10.0
 """Where there is no terminal to draw a bar on: seconds between two lines of progress."""
 
@@ -44,10 +48,32 @@ def download(repo: str, patterns: list[str]) -> Path:
             param="model",
         ) from error
     except Exception as error:
+        if _is_full(error):
+            raise ConfigError(_no_room(repo), param="model") from error
         raise ConfigError(
             f"cannot get {repo} from the Hugging Face hub: {reason(error)}; whole files are kept, so try again",
             param="model",
         ) from error
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether a disk had no room left, in the words of whichever of the library's parts was writing."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or NO_ROOM in str(error).lower():
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _no_room(repo: str) -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    home = next(path for path in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).parents) if path.exists())
+    left = shutil.disk_usage(home).free / 1e6
+    return (
+        f"{repo} does not fit into {HF_HUB_CACHE}, where {left:.0f} MB are left; mount a larger volume there, or "
+        "name one with HF_HOME"
+    )
 
 
 def _lines_about(repo: str) -> type[Any]:

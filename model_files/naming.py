@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +64,19 @@ def require_distinct(names: Sequence[ModelName]) -> None:
             f"two models are called {twice[0]!r}; tell them apart with a --served-model-name for each",
             param="served_model_name",
         )
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """While the files of the model `name` are read: whatever is raised leaves as a ConfigError that names it, since
+    files can be damaged in more ways than their readers expect."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.param not in ("model", "chat_template") or name in error.message:
+            raise
+        raise ConfigError(f"{name}: {error.message}", param=error.param) from error
+    except MemoryError as error:
+        raise ConfigError(f"{name}: what its files describe does not fit the memory", param="model") from error
+    except Exception as error:
+        raise ConfigError(f"{name} cannot be read: {reason(error)}", param="model") from error

@@ -12,8 +12,9 @@ from typing import Any
 
 from model_files.encoders import is_encoder
 from model_files.gguf import GGUFFile, read_gguf
+from model_files.naming import naming
 from model_files.source import ModelSource, read_facts, read_json, text_config, weight_files
-from protocol.errors import ConfigError, reason
+from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 
 _STORED = {2: 18 / 32, 3: 20 / 32, 6: 22 / 32, 7: 24 / 32, 8: 34 / 32, 12: 144 / 256, 13: 176 / 256, 14: 210 / 256}
@@ -92,10 +93,8 @@ class ModelNeeds:
 
 def model_needs(source: ModelSource) -> ModelNeeds:
     """Raises ConfigError: the files do not tell."""
-    try:
+    with naming(source.name):
         return gguf_needs(read_gguf(source.path)) if source.kind == "gguf" else _hf_needs(source)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"the config of {source.name} makes no sense: {reason(error)}", param="model") from error
 
 
 def config_needs(config: dict[str, Any], tensors: Iterable[Tensor] = (), max_model_len: int = 0) -> ModelNeeds:

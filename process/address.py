@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
+
 
 def host_port(host: str, port: int) -> str:
     """`host:port`, ready to stand in a URL. A host that has its brackets keeps them."""
@@ -18,3 +21,37 @@ def parse_host_port(address: str) -> tuple[str, int]:
     if not 0 < int(port) < 1 << 16:
         raise ValueError(f"a port is 1 to 65535, got {address!r}")
     return name, int(port)
+
+
+def family_of(host: str) -> tuple[socket.AddressFamily, str]:
+    """What a server's socket is made of that listens at `host`, and the host as `bind` takes it: an IPv6 address may
+    have its brackets. `::` is every address, of both families; where the machine knows no IPv6, of the other one."""
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if bare == "::" and not knows_ipv6():
+        return socket.AF_INET, "0.0.0.0"
+    return (socket.AF_INET6 if ":" in bare else socket.AF_INET), bare
+
+
+def knows_ipv6() -> bool:
+    """Whether a socket can be bound to an IPv6 address here."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address names this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def dialable(host: str) -> str:
+    """Where this machine reaches what listens on `host`: its own address where that is every one."""
+    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)

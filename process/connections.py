@@ -1,8 +1,8 @@
 """Client connections that may not linger: uvicorn's protocol with deadlines, bounds, and a cap per address.
 
 A server that waits for whoever connected can be stopped by a few hundred sockets that never finish a request. Here a
-header must be whole in time, a body must keep coming, and an answer must be taken. Between two requests of a connection
-uvicorn's own keep-alive timeout holds; an answer under way is never cut while its reader reads.
+header must be whole in time, a body must keep coming at a least pace, and an answer must be taken. Between two requests
+of a connection uvicorn's own keep-alive timeout holds; an answer under way is never cut while its reader reads.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Any, cast
@@ -18,32 +17,13 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from process.connection_limits import Limits
+from process.old_http import without_chunks
 from process.refusal import refusal
+from process.request_length import RequestLength
+from process.unread import Unread
 from process.upgrades import body_parser, has_body
-from protocol.errors import HeaderTooLong, InvalidRequest, KvferryError, Overloaded, RequestTooLarge, SlowRequest
-
-MAX_HEADER_BYTES = 64 * 1024
-"""Of a request line with its headers; the parser itself has no bound."""
-FRAMING = 2
-"""What a body may take on the wire, chunked, as a multiple of `body_bytes`; more ends the connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of one server, in seconds and bytes; 0 turns a bound off.
-
-    header_s      from the connection, or the first byte of a later request, to the end of the request's header
-    body_s        between two pieces of a body
-    request_s     from the end of a header to the end of its body; also how long an answer may wait for its reader
-    body_bytes    longest body. To refuse a longer one is the application's part: here, what is read of it is bounded
-    per_address   open connections of one address
-    """
-
-    header_s: float = 10.0
-    body_s: float = 30.0
-    request_s: float = 600.0
-    body_bytes: int = 0
-    per_address: int = 0
+from protocol.errors import InvalidRequest, KvferryError, Overloaded, SlowRequest
 
 
 class Phase(Enum):
@@ -70,14 +50,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._phase = Phase.BETWEEN
         self._active: RequestResponseCycle | None = None
         self._begun = self._reading_on = False
-        self._received = 0
+        self._length = RequestLength(limits.body_bytes)
         self._data = b""
-        self._heard = self._body_began = 0.0
+        self._body_bytes = 0
+        self._heard = self._body_began = self._paced_from = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._reader_timer: asyncio.TimerHandle | None = None
+        self._reader: Unread | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._reader = Unread(transport, self.loop, self._limits.reader_s, self._limits.least_rate)
         if self.client is not None:
             self._address = self.client[0]
             self._census[self._address] += 1
@@ -94,7 +76,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 del self._census[self._address]
             self._address = None
         self._stop_timer()
-        self._stop_reader_timer()
+        self.resume_writing()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
         self._disconnect()
@@ -105,7 +87,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._phase is Phase.BETWEEN:
             self._enter_header()
         self._heard = self.loop.time()
-        self._received += len(data)
+        self._length.received += len(data)
         self._data = data
         super().data_received(data)
         self._data = b""
@@ -118,11 +100,24 @@ class GuardedProtocol(HttpToolsProtocol):
             self._enter_header()
         self._begun = True
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is Phase.BODY:
+            self._check(self._length.trailer_fault())
+        else:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        self._check(self._length.header_fault(self.url, self.headers))
         super().on_headers_complete()
-        self._phase, self._body_began = Phase.BODY, self.loop.time()
+        self._phase, self._body_bytes = Phase.BODY, 0
+        self._body_began = self._paced_from = self.loop.time()
         self._stop_timer()
         self._watch_body()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        self._length.body += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._body_unread():
@@ -142,15 +137,17 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._limits.request_s and self._reader_timer is None:
-            self._reader_timer = self.loop.call_later(self._limits.request_s, self.transport.abort)
+        if self._reader:
+            self._reader.stalled()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_reader_timer()
+        if self._reader:
+            self._reader.flows()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(InvalidRequest("this is not an HTTP/1.1 request"))
+        if not self.transport.is_closing():
+            self._refuse(InvalidRequest("this is not an HTTP/1.1 request"))
 
     def _unsupported_upgrade_warning(self) -> None:
         """The request is answered as any, and is the last one. The parser's complaint tells where the header ended."""
@@ -171,14 +168,15 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._active = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, without_chunks(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     @property
     def _answering(self) -> bool:
         return self._active is not None and not self._active.response_complete
 
     def _enter_header(self) -> None:
-        self._phase, self._begun, self._received = Phase.HEADER, False, 0
+        self._phase, self._begun = Phase.HEADER, False
+        self._length.begin()
         self._unset_keepalive_if_required()
         if self._limits.header_s:
             self._timer = self.loop.call_later(self._limits.header_s, self._header_late)
@@ -198,21 +196,26 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         now = self.loop.time()
         if self.flow.read_paused:
-            self._heard = now
+            self._heard, self._paced_from, self._body_bytes = now, now, 0
         due = self._heard + self._limits.body_s
         if self._limits.request_s:
             due = min(due, self._body_began + self._limits.request_s)
-        if now < due:
+        owed = self._limits.least_rate * (now - self._paced_from - self._limits.body_s)
+        if now < due and self._body_bytes >= owed:
             self._timer = self.loop.call_at(due, self._watch_body)
         else:
             self._refuse(SlowRequest("the request's body did not arrive in time"))
 
     def _check_length(self) -> None:
-        if self._phase is Phase.HEADER and self._received > MAX_HEADER_BYTES:
-            self._refuse(HeaderTooLong(f"the request's header is longer than {MAX_HEADER_BYTES} bytes"))
-        bound = self._limits.body_bytes
-        if self._phase is Phase.BODY and 0 < FRAMING * bound < self._received - MAX_HEADER_BYTES:
-            self._refuse(RequestTooLarge(f"the request's body is longer than {bound} bytes"))
+        found = {Phase.HEADER: self._length.begun_header_fault, Phase.BODY: self._length.body_fault}.get(self._phase)
+        if found and (fault := found()):
+            self._refuse(fault)
+
+    def _check(self, fault: KvferryError | None) -> None:
+        """Within the parser, which is to stop where something is at fault."""
+        if fault:
+            self._refuse(fault)
+            raise httptools.HttpParserError
 
     def _refuse(self, error: KvferryError) -> None:
         """Say why, where no other answer has begun, and close. Nothing is waited for: the peer may not read."""
@@ -236,8 +239,3 @@ class GuardedProtocol(HttpToolsProtocol):
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-
-    def _stop_reader_timer(self) -> None:
-        if self._reader_timer is not None:
-            self._reader_timer.cancel()
-            self._reader_timer = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -13,21 +14,24 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import ClientDisconnect
 
-from process.address import host_port
-from protocol.errors import Cancelled, ConfigError, InvalidRequest, KvferryError
+from process.address import family_of, host_port
+from process.connection_limits import Limits
+from process.connections import guarded
+from process.secret import MembersOnly
+from protocol.errors import Cancelled, ConfigError, InvalidRequest, KvferryError, RequestTooLarge
 from protocol.version import VERSION
-from protocol.wire import unpack
+from protocol.wire import MAX_FRAME_BYTES, unpack
 
 T = TypeVar("T")
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound TCP socket; port 0 lets the kernel choose. Raises ConfigError naming the remedy."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family, address = family_of(host)
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((host, port))
+        sock.bind((address, port))
     except OSError as error:
         sock.close()
         raise ConfigError(
@@ -37,21 +41,62 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the process decides what a signal means."""
+    """uvicorn on sockets that are bound already, without its signal handlers: the process decides what a signal means.
+    handshake_s: what a client's TLS handshake may take, which no protocol behind it sees; 0: what the library lets it
+    take, a minute."""
+
+    def __init__(self, config: uvicorn.Config, handshake_s: float = 0.0) -> None:
+        super().__init__(config)
+        self._handshake_s = handshake_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        config, limits = self.config, dict[str, Any]()
+        self.servers = []
+        if config.ssl is not None and self._handshake_s:
+            limits = {"ssl_handshake_timeout": self._handshake_s, "ssl_shutdown_timeout": min(5.0, self._handshake_s)}
+        for sock in sockets or ():
+            server = await asyncio.get_running_loop().create_server(
+                self._connection, sock=sock, ssl=config.ssl, backlog=config.backlog, **limits
+            )
+            self.servers.append(server)
+        self.started = True
+
+    def _connection(self) -> asyncio.Protocol:
+        protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
 
 def make_server(app: FastAPI) -> Server:
     """A server for `app`; run it with `await server.serve(sockets=[sock])`, end it with `server.should_exit = True`."""
-    return Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2))
+    limits = Limits(body_bytes=MAX_FRAME_BYTES)
+    return Server(
+        uvicorn.Config(
+            app, http=guarded(limits), ws="none", log_config=None, access_log=False, lifespan="off",
+            timeout_graceful_shutdown=2,
+        )
+    )  # fmt: skip
 
 
-def make_app(health: Callable[[], tuple[int, dict[str, object]]], ready: Callable[[], bool]) -> FastAPI:
-    """/health, /ready and /version, and errors in the OpenAI shape. `/metrics` is added by `serve_metrics`."""
+def make_app(
+    health: Callable[[], tuple[int, dict[str, object]]],
+    unready: Callable[[], str],
+    tokens: Callable[[], Sequence[str]] | None = None,
+) -> FastAPI:
+    """/health, /ready and /version, and errors in the OpenAI shape. `/metrics` is added by `serve_metrics`.
+
+    unready   why no work is taken, empty where it is
+    tokens    only members of the cluster, who show one of these, get more than that (process/secret.py); None:
+              everybody does
+    """
     app = FastAPI(openapi_url=None)
+    if tokens is not None:
+        app.add_middleware(MembersOnly, tokens=tokens)
 
     @app.exception_handler(KvferryError)
     async def failed(_: Request, error: KvferryError) -> JSONResponse:
@@ -64,7 +109,10 @@ def make_app(health: Callable[[], tuple[int, dict[str, object]]], ready: Callabl
 
     @app.get("/ready")
     async def get_ready() -> JSONResponse:
-        return JSONResponse({"ready": ready()}, status_code=200 if ready() else 503)
+        """Why not, while it is not, and what it is doing."""
+        why = unready()
+        told = {"ready": False, "reason": why} if why else {"ready": True}
+        return JSONResponse(told | health()[1], status_code=503 if why else 200)
 
     @app.get("/version")
     async def get_version() -> dict[str, str]:
@@ -83,9 +131,15 @@ def serve_metrics(app: FastAPI, registry: CollectorRegistry, refresh: Callable[[
 
 
 async def read_message(request: Request, cls: type[T]) -> T:
-    """The message in a request's body. Raises InvalidRequest, Cancelled when its sender leaves meanwhile."""
+    """The message in a request's body. Raises InvalidRequest, RequestTooLarge, Cancelled when its sender leaves
+    meanwhile."""
+    data = bytearray()
     try:
-        message = unpack(await request.body())
+        async for part in request.stream():
+            data += part
+            if len(data) > MAX_FRAME_BYTES:
+                raise RequestTooLarge(f"the message is longer than {MAX_FRAME_BYTES} bytes", param="body")
+        message = unpack(data)
     except ClientDisconnect as error:
         raise Cancelled("the sender went away before its message was read") from error
     if not isinstance(message, cls):

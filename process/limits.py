@@ -7,7 +7,9 @@ tightest counts.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,3 +90,11 @@ def _text(path: Path) -> str:
         return path.read_text(errors="surrogateescape")
     except OSError:
         return ""
+
+
+def allow_descriptors() -> None:
+    """Let this process open as many files as it may at all. A connection of the link takes nine, and the usual limit is
+    1,024, kept low for programs that call select."""
+    with contextlib.suppress(OSError, ValueError):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
+from collections.abc import Callable
 
 
 class Stop:
@@ -17,6 +19,11 @@ class Stop:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ask, number)
+
+    def patience(self, seconds: float) -> Callable[[], bool]:
+        """Tells for so long, and until there is a hurry, that what runs may finish."""
+        deadline = time.monotonic() + seconds
+        return lambda: not self.hurry.is_set() and time.monotonic() < deadline
 
     def ask(self, number: int) -> None:
         """A signal arrived."""

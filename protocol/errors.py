@@ -4,6 +4,7 @@ KvferryError                 500 server_error
 ├─ ConfigError               the process cannot start as configured; the command exits with status 2
 ├─ ModelFailed               500 model_failed (its logits are no numbers: the same on every node)
 ├─ GrammarFailed             500 grammar_failed (of grammar and tokens alone: the same on every node)
+├─ FatalRequest              500 fatal_request (processes of nodes ended while they worked on it)
 ├─ InvalidRequest            400 invalid_request_error (names the field)
 │  ├─ ContextLengthExceeded  400 context_length_exceeded
 │  ├─ ModelNotFound          404 model_not_found
@@ -11,17 +12,27 @@ KvferryError                 500 server_error
 │  ├─ NotFound               404 not_found
 │  ├─ SlowRequest            408 request_timeout (header or body did not arrive in time)
 │  ├─ RequestTooLarge        413 request_too_large
+│  ├─ UnsupportedMedia       415 unsupported_media_type (a compressed body)
 │  └─ HeaderTooLong          431 header_too_long
 ├─ Retryable                 503 unavailable: another attempt can help
 │  ├─ Overloaded             429 overloaded (carries retry_after seconds)
 │  ├─ NoNodes                503 no_nodes
 │  ├─ NodeLost               503 node_lost
+│  │  ├─ NodeDied            503 node_lost (its process ended: its connections were reset)
+│  │  └─ Fenced              503 fenced (another process has its place: another epoch)
+│  ├─ StreamGone             503 stream_gone (its frames are not kept any more)
+│  ├─ StepFailed             503 step_failed (this request, on this node; it is well otherwise)
 │  ├─ TransferFailed         503 transfer_failed
+│  │  └─ BlocksCorrupt       503 blocks_corrupt (other bytes arrived than were sent)
 │  ├─ GrantRefused           503 grant_refused
 │  ├─ AdapterNotLoaded       503 adapter_not_loaded (on this node, or not any more)
 │  ├─ RegistryUnavailable    503 registry_unavailable (Redis: nodes and block index)
-│  └─ Draining               503 draining
+│  │  ├─ RegistryFull        503 registry_full (Redis has no memory for what was to be written)
+│  │  └─ RegistryRefuses     503 registry_refuses (Redis does not let us in, or forbids what we do: it may be mended)
+│  ├─ Draining               503 draining
+│  └─ Moved                  503 moved (of an attempt: a later one goes on with it at another node)
 ├─ Incompatible              503 incompatible (fingerprints differ: the pair never works)
+│  └─ OtherCluster           403 other_cluster (no cluster secret was shown, or another one)
 ├─ DeadlineExceeded          504 deadline_exceeded
 └─ Cancelled                 499 cancelled (the client went away)
 """
@@ -69,6 +80,10 @@ class GrammarFailed(KvferryError):
     code, retryable = "grammar_failed", False
 
 
+class FatalRequest(KvferryError):
+    code, retryable = "fatal_request", False
+
+
 class InvalidRequest(KvferryError):
     status, code, type, retryable = 400, "invalid_request_error", "invalid_request_error", False
 
@@ -97,6 +112,10 @@ class RequestTooLarge(InvalidRequest):
     status, code = 413, "request_too_large"
 
 
+class UnsupportedMedia(InvalidRequest):
+    status, code = 415, "unsupported_media_type"
+
+
 class HeaderTooLong(InvalidRequest):
     status, code = 431, "header_too_long"
 
@@ -117,8 +136,28 @@ class NodeLost(Retryable):
     code = "node_lost"
 
 
+class NodeDied(NodeLost):
+    """As far as can be told without asking the node's machine."""
+
+
+class Fenced(NodeLost):
+    code = "fenced"
+
+
+class StreamGone(Retryable):
+    code = "stream_gone"
+
+
+class StepFailed(Retryable):
+    code = "step_failed"
+
+
 class TransferFailed(Retryable):
     code = "transfer_failed"
+
+
+class BlocksCorrupt(TransferFailed):
+    code = "blocks_corrupt"
 
 
 class GrantRefused(Retryable):
@@ -133,12 +172,31 @@ class RegistryUnavailable(Retryable):
     code = "registry_unavailable"
 
 
+class RegistryFull(RegistryUnavailable):
+    code = "registry_full"
+
+
+class RegistryRefuses(RegistryUnavailable):
+    code = "registry_refuses"
+
+
 class Draining(Retryable):
     code = "draining"
 
 
+class Moved(Retryable):
+    """`later`: the attempt as which it goes on."""
+
+    code = "moved"
+    later = -1
+
+
 class Incompatible(KvferryError):
     status, code = 503, "incompatible"
+
+
+class OtherCluster(Incompatible):
+    status, code = 403, "other_cluster"
 
 
 class DeadlineExceeded(KvferryError):
@@ -163,7 +221,8 @@ def from_body(body: Any, fallback: str = "unreadable error") -> KvferryError:
     if not isinstance(error, dict):
         return KvferryError(fallback)
     cls = _tree(KvferryError).get(str(error.get("code")), KvferryError)
-    return cls(str(error.get("message", fallback)), param=error.get("param"))
+    param = error.get("param")
+    return cls(str(error.get("message", fallback)), param=param if isinstance(param, str) else None)
 
 
 def reason(error: BaseException) -> str:

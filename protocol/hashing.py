@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 HASH_BYTES = 16
 
@@ -21,23 +21,27 @@ def root_hash(fingerprint: str, namespace: str = "", adapter: str = "") -> bytes
 
 def block_hash(parent: bytes, token_ids: Sequence[int], extras: bytes = b"") -> bytes:
     """128 bits of SHA-256 over (parent, token ids as little-endian int32, tagged extras)."""
-    tokens = array("i", token_ids)
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    digest = hashlib.sha256(parent)
-    digest.update(tokens.tobytes())
-    if extras:
-        digest.update(b"\0extras\0" + extras)
-    return digest.digest()[:HASH_BYTES]
+    (found,) = _hashes(parent, token_ids, len(token_ids), extras)
+    return found
 
 
 def chain(
     root: bytes, token_ids: Sequence[int], block_size: int, known: Sequence[bytes] = (), extras: bytes = b""
 ) -> list[bytes]:
     """Hashes of all full blocks of `token_ids`, in order; `known` are those of its first blocks, already computed."""
-    hashes = list(known)
-    parent = hashes[-1] if hashes else root
-    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        parent = block_hash(parent, token_ids[start : start + block_size], extras)
-        hashes.append(parent)
-    return hashes
+    hashed = len(known) * block_size
+    tail = token_ids[hashed:] if hashed else token_ids
+    return [*known, *_hashes(known[-1] if known else root, tail, block_size, extras)]
+
+
+def _hashes(parent: bytes, token_ids: Sequence[int], block_size: int, extras: bytes) -> Iterator[bytes]:
+    """One for each full block. A long prompt has thousands, which others wait for: all its tokens become bytes at
+    once."""
+    tokens = array("i", token_ids)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    data, size = tokens.tobytes(), block_size * tokens.itemsize
+    tagged = b"\0extras\0" + extras if extras else b""
+    for start in range(0, len(data) - size + 1, size):
+        parent = hashlib.sha256(parent + data[start : start + size] + tagged).digest()[:HASH_BYTES]
+        yield parent

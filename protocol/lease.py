@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from protocol.adapters import AdapterName
-from protocol.messages import DecodeTarget
-from protocol.wire import message
+from protocol.layout import WIRE_VERSION
+from protocol.messages import DecodeTarget, Pulse
+from protocol.wire import WireError, message, pack, unpack
 
 
 @message(40)
 @dataclass(frozen=True, slots=True)
 class Load:
     """What a node is doing now. Tokens of waiting requests are those still to be computed. Blocks: free + active +
-    cached + granted = total."""
+    cached + granted = total; each is counted, so that one that nobody knows of is missed."""
 
     waiting_requests: int = 0
     waiting_tokens: int = 0
@@ -37,6 +39,19 @@ class Rates:
     ship_bytes_per_s: float = 1e9
 
 
+@message(50)
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a node sent to another one of late, beside ships: copies of running streams, or streams that move there.
+    bytes_per_s: over that time."""
+
+    kind: str
+    node_id: str
+    transfers: int
+    blocks: int
+    bytes_per_s: float
+
+
 @message(42)
 @dataclass(frozen=True, slots=True)
 class NodeLease:
@@ -44,7 +59,8 @@ class NodeLease:
 
     role is prefill or decode; state is ready or draining; http_url and link_address are what other processes dial.
     model is the model's name after its files, served_names are what the node was told to call it. max_num_seqs is how
-    many requests it runs at once, 0: not told. adapters: those it can compute the model with.
+    many requests it runs at once, 0: not told. adapters: those it can compute the model with. pulse: of its threads.
+    leaving: it was asked to end, and works on until another node does. sent: to whom, the most bytes first.
     """
 
     node_id: str
@@ -63,7 +79,43 @@ class NodeLease:
     served_names: tuple[str, ...] = ()
     max_num_seqs: int = 0
     adapters: tuple[AdapterName, ...] = ()
+    pulse: Pulse = field(default_factory=Pulse)
+    leaving: bool = False
+    sent: tuple[Sent, ...] = ()
 
     @property
     def target(self) -> DecodeTarget:
         return DecodeTarget(self.node_id, self.epoch, self.link_address, self.fingerprint)
+
+
+class Foreign(NamedTuple):
+    """A lease that a node of another wire version wrote. Nothing else of it can be believed."""
+
+    node_id: str
+    role: str
+    version: int
+
+
+def sealed(lease: NodeLease) -> bytes:
+    """The lease as the registry keeps it. What stands before the lease itself is the same in every wire version."""
+    return pack([WIRE_VERSION, lease.node_id, lease.role, pack(lease)])
+
+
+def unsealed(data: bytes) -> NodeLease | Foreign:
+    """What `sealed` wrote, in whatever wire version. Raises WireError."""
+    value = unpack(data)
+    if isinstance(value, NodeLease):
+        return Foreign(value.node_id, value.role, UNSEALED)
+    if not isinstance(value, list) or [type(part) for part in value] != [int, str, str, bytes]:
+        raise WireError(f"a {type(value).__name__} is no lease")
+    version, node_id, role, packed = value
+    if version != WIRE_VERSION:
+        return Foreign(node_id, role, version)
+    lease = unpack(packed)
+    if not isinstance(lease, NodeLease):
+        raise WireError(f"a {type(lease).__name__} is no lease")
+    return lease
+
+
+UNSEALED = 4
+"""The last wire version whose leases did not tell it."""

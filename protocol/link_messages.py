@@ -1,4 +1,5 @@
-"""Messages on the link between one prefill and one decode process.
+"""Messages on the link between two processes: a prefill or, of a stream that moves or is copied, a decode
+node, and a decode node or, of a copy, any.
 
 `transfer` names one ship and is never reused by that prefill process.
 """
@@ -7,19 +8,73 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.messages import Job, TokenDelta
+from protocol.messages import DecodeTarget, Job, TokenDelta
+from protocol.names import NOBODY, NodeName
 from protocol.wire import message
+
+
+@message(48, checked=True)
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What is asked of a stream's buddy: to keep the K/V of these tokens in full blocks, namely the first `most` of
+    those that it lacks. namespace, adapter: parts of the root of their hashes, as in a Job."""
+
+    token_ids: tuple[int, ...]
+    most: int
+    namespace: str = ""
+    adapter: str = ""
+    deadline_s: float = 600.0
+
+
+@message(56, checked=True)
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Any node → any other: send me what you hold of these blocks. Answered on the same connection by a GrantRequest
+    for a Supply, or by NoSupply. `transfer` numbers it, by who asks; asker: as a grant is asked for there. hashes: of a
+    prompt's leading blocks, one behind the other, of which the asker has the first `first`. deadline_s: after which
+    nobody waits for them any more."""
+
+    transfer: int
+    asker: DecodeTarget
+    first: int
+    hashes: bytes
+    deadline_s: float
+
+
+@message(57, checked=True)
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """What a fetch led to: of its blocks the first `count` are held, and sent if they are granted."""
+
+    fetch: int
+    count: int
+    deadline_s: float = 600.0
+
+
+@message(58, checked=True)
+@dataclass(frozen=True, slots=True)
+class NoSupply:
+    """The answer to the fetch `transfer`: nothing comes. `code` names a class of protocol.errors."""
+
+    transfer: int
+    code: str
+    message: str
+
+
+Asked = Job | Copy | Supply
+"""What blocks may be granted for."""
 
 
 @message(30, checked=True)
 @dataclass(frozen=True, slots=True)
 class GrantRequest:
-    """Prefill → decode over the link: reserve blocks for this job and post receives for them."""
+    """Prefill → decode over the link: reserve blocks for this job and post receives for them. Or decode → any node: for
+    this copy; or any node → any that asked for it: for this supply."""
 
     transfer: int
     epoch: int
     fingerprint: str
-    job: Job
+    asked: Asked
 
 
 @message(31, checked=True)
@@ -48,14 +103,18 @@ class Refusal:
 @message(33, checked=True)
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Prefill → decode, last message of a ship: every block was sent. checksums: CRC32 per shipped block, in order (-1:
+    """Prefill → decode, last message of a ship: every block was sent. checksums: one per shipped block, in order (-1:
     not taken for this block), or empty where the sender took none. `first` is the delta with the first token; `reuse`
-    the prompt's accounting."""
+    the prompt's accounting. A stream that moves brings all tokens that were drawn since it was offered; `covered`
+    tokens in front have their K/V in the blocks (0: those of the job). Of a copy or a supply `first` is None. `sender`
+    computed them, or had them."""
 
     transfer: int
     block_count: int
     checksums: tuple[int, ...]
-    first: TokenDelta
+    first: TokenDelta | None
+    covered: int = 0
+    sender: NodeName = NOBODY
 
 
 @message(34, checked=True)
@@ -73,3 +132,13 @@ class Abort:
 
     transfer: int
     reason: str
+
+
+@message(47, checked=True)
+@dataclass(frozen=True, slots=True)
+class LinkTerms:
+    """What each end of a link tells the other as they greet: the address of the UCX worker that it keeps for this
+    connection, and (name, value) of the settings that both must share."""
+
+    address: bytes
+    settings: tuple[tuple[str, str], ...]

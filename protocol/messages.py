@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.names import NodeName
+from protocol.reuse import Reuse
 from protocol.sampling import SamplingParams
 from protocol.wire import message
 from protocol.work import Generate, Grammar, Work
@@ -23,37 +25,25 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@message(3)
-@dataclass(frozen=True, slots=True)
-class Reuse:
-    """Where the prompt's tokens came from: prompt_len = reused_prefill + reused_decode + fetched + computed."""
-
-    prompt_len: int
-    reused_prefill: int = 0
-    reused_decode: int = 0
-    fetched: int = 0
-    computed: int = 0
-
-    @property
-    def cached_len(self) -> int:
-        return self.reused_prefill + self.reused_decode + self.fetched
-
-    @property
-    def balanced(self) -> bool:
-        """Whether it adds up, without a negative part."""
-        parts = (self.reused_prefill, self.reused_decode, self.fetched, self.computed)
-        return min(parts) >= 0 and sum(parts) == self.prompt_len
-
-
 @message(10, checked=True)
 @dataclass(frozen=True, slots=True)
 class DecodeTarget:
-    """The decode node a prefill node ships to: `epoch` fences a restarted process, `link_address` is host:port."""
+    """Where blocks are shipped to: `epoch` fences a restarted process, `link_address` is host:port."""
 
     node_id: str
     epoch: int
     link_address: str
     fingerprint: str
+
+
+@message(55, checked=True)
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A node that holds more of a job's tokens than the one where it goes: so many leading blocks, as far as is known,
+    and fetching them takes less time than computing them."""
+
+    node: DecodeTarget
+    blocks: int
 
 
 @message(11, checked=True)
@@ -71,6 +61,14 @@ class Job:
     fork_of           request_id of one whose token_ids these begin with: where its blocks are they are shared, and what
                       both have of its last one is copied. Empty: none
     trace             W3C `traceparent` of the attempt; empty: none
+    ahead             of a stream that moves: output tokens beyond token_ids for which blocks are granted with those of
+                      token_ids, for it runs on until it stands
+    buddy             where a stream's full blocks are copied to while it runs (see Copy); None: nowhere
+    newcomer          its tenant has had less of the nodes than others whose requests are under way: until its first
+                      token it goes before theirs
+    predicted         (tokens, epoch): how many leading tokens the router expects to be cached where they would be
+                      computed, or fetched to there, and in which process
+    holder            where the node that computes the prompt may fetch leading blocks of it; None: nowhere
     """
 
     request_id: str
@@ -84,6 +82,11 @@ class Job:
     fork_of: str = ""
     trace: str = ""
     adapter: str = ""
+    newcomer: bool = False
+    ahead: int = 0
+    buddy: DecodeTarget | None = None
+    predicted: tuple[int, int] = (0, 0)
+    holder: Holder | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -126,11 +129,25 @@ class CancelRequest:
     attempt: int
 
 
+@message(15, checked=True)
+@dataclass(frozen=True, slots=True)
+class MoveRequest:
+    """Router → decode node that drains, `POST /attempts/move`: hand the stream `attempt` over to another decode node,
+    which goes on with it as attempt `later`. Answered once that node has it, and AttemptFailed with the code `moved`
+    comes on the token stream behind all that was generated here; or refused with why it runs on here."""
+
+    request_id: str
+    attempt: int
+    later: int
+    target: DecodeTarget
+
+
 @message(20)
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
     """New output tokens of one attempt. `index` is the place of the first of them among the request's output tokens
-    (0 = first output token of the whole request, whatever attempt). finish_reason: None, stop, length.
+    (0 = first output token of the whole request, whatever attempt). finish_reason: None, stop, length, or
+    closed: what its grammar asks for is complete, and was ended before max_tokens would have cut it.
     `vector` (float32, little-endian) is the whole answer of work that generates nothing: no tokens come with it.
     `stop_token` is the token that ended it, if one did; it is the last of token_ids. `reuse` comes with the first delta
     of a locally prefilled attempt. `prompt_logprobs` (entry 0 is None) come with the first delta when asked for."""
@@ -160,8 +177,9 @@ class FirstToken:
 @message(22)
 @dataclass(frozen=True, slots=True)
 class ShipDone:
-    """Prefill → router: the decode node acknowledged the commit; it owns the request now. `ship_s` is from the first
-    block posted to the acknowledgement, `exposed_s` the part of it after the first token was sampled."""
+    """Prefill → router: the decode node acknowledged the commit; it owns the request now. `ship_s` are the
+    seconds in which blocks were on the link or the acknowledgement was awaited, `exposed_s` those of them after the
+    first token was sampled."""
 
     request_id: str
     attempt: int
@@ -174,19 +192,53 @@ class ShipDone:
 @message(23)
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """Any node → router: this attempt ended without finishing. `code` names a class of protocol.errors."""
+    """Any node → router: this attempt ended without finishing. `code` names a class of protocol.errors. `later`: of one
+    that moved, the attempt as which it goes on."""
 
     request_id: str
     attempt: int
     code: str
     message: str
+    later: int = -1
+
+
+@message(49)
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Decode → router: what `sender` shipped for the request came as it was sent, and this node computes others."""
+
+    request_id: str
+    sender: NodeName
+
+
+@message(44)
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Seconds since each thread of a node was seen to move, of an idle engine 0; and what its turns take as a rule."""
+
+    engine_s: float = 0.0
+    link_s: float = 0.0
+    loop_s: float = 0.0
+    usual_s: float = 0.0
 
 
 @message(24)
 @dataclass(frozen=True, slots=True)
 class StepFrame:
-    """Decode → router on the standing stream: one engine step's output for all requests of that router.
-    An empty frame is the heartbeat."""
+    """Node → router on the standing stream: one engine step's output for all requests of that router. `number` counts
+    the frames of a router from 1. An empty frame is the heartbeat: its number is the last one's, and it has a pulse."""
 
     deltas: tuple[TokenDelta, ...] = ()
     failed: tuple[AttemptFailed, ...] = ()
+    number: int = 0
+    pulse: Pulse | None = None
+    deviations: tuple[Deviation, ...] = ()
+
+
+@message(45, checked=True)
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Router → node, `POST /streams/{router_id}/seen`, every second: the frames of the router's stream up to `number`
+    have come. A router that says so no more is taken for frozen."""
+
+    number: int

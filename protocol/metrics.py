@@ -7,31 +7,20 @@ exist at zero from the start, so that a rate or a ratio over them has a series b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from protocol import labels
+from protocol.canary_metrics import CanaryMetrics
+from protocol.fetch_metrics import FetchMetrics
+from protocol.loop_metrics import LoopMetrics
+from protocol.model_metrics import ModelMetrics, ModelRegistry
+from protocol.reuse_metrics import ReuseMetrics
+from protocol.scaling_metrics import NodeScaling, RouterScaling
+
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
-
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-SOURCES = ("computed", "reused_prefill", "reused_decode", "fetched")
-PLACEMENT_KINDS = ("remote", "local")
-RUNGS = ("same_prefill", "another_prefill", "local_prefill", "another_decode", "wait_for_room")
-MISS_REASONS = ("evicted", "failover")
-REFUSALS = ("rate", "queue", "limit")
-TOKEN_KINDS = ("prompt", "cached", "output")
-ROLES = ("prefill", "decode")
-NODE_STATES = ("ready", "draining", "incompatible")
-PHASES = ("prefill", "decode")
-BLOCK_STATES = ("free", "active", "cached", "granted")
-ATTEMPT_OUTCOMES = ("done", "cancelled", "failed")
-SHIP_OUTCOMES = ("done", "aborted", "failed")
-GRANT_OUTCOMES = ("granted", "refused", "aborted")
-MODEL = ("model_name",)
-"""The label that other servers use too."""
-RENEWAL_OUTCOMES = ("renewed", "created", "fenced", "failed")
 
 
 class RouterMetrics:
@@ -46,14 +35,14 @@ class RouterMetrics:
         self.ttft = Histogram(
             "kvferry_time_to_first_token_seconds",
             "Seconds from a request's arrival to its first output token, by model.",
-            MODEL,
+            labels.MODEL,
             registry=r,
             buckets=LATENCY_BUCKETS,
         )
         self.itl = Histogram(
             "kvferry_inter_token_latency_seconds",
             "Seconds between consecutive output tokens of one request, by model.",
-            MODEL,
+            labels.MODEL,
             registry=r,
             buckets=STEP_BUCKETS,
         )
@@ -63,29 +52,20 @@ class RouterMetrics:
         self.prompt_tokens = Counter(
             "kvferry_prompt_tokens",
             "Prompt tokens of finished placements by source: computed, reused_prefill, reused_decode, fetched.",
-            [*MODEL, "source"],
+            [*labels.MODEL, "source"],
             registry=r,
         )
         self.output_tokens = Counter(
-            "kvferry_output_tokens", "Output tokens delivered to clients, by model.", MODEL, registry=r
+            "kvferry_output_tokens", "Output tokens delivered, by model.", labels.MODEL, registry=r
         )
-        self.predicted_reuse = Counter(
-            "kvferry_predicted_reuse_tokens", "Prompt tokens the placement expected to reuse.", registry=r
-        )
-        self.actual_reuse = Counter("kvferry_actual_reuse_tokens", "Prompt tokens that were reused.", registry=r)
-        self.reuse_misses = Counter(
-            "kvferry_reuse_miss_tokens",
-            "Predicted but not reused tokens, by reason (evicted, failover).",
-            ["reason"],
-            registry=r,
-        )
+        self.reuse = ReuseMetrics(r)
         self.account_violations = Counter(
             "kvferry_received_account_violations",
             "First tokens whose account of the prompt was wrong as the router read it: a bug of the node in its log.",
             registry=r,
         )
         self.placements = Counter(
-            "kvferry_placements", "Attempts placed, by kind (remote, local).", ["kind"], registry=r
+            "kvferry_placements", "Attempts placed, by kind: remote, local.", ["kind"], registry=r
         )
         self.placement_regret = Counter(
             "kvferry_placement_regret_seconds",
@@ -93,7 +73,22 @@ class RouterMetrics:
             registry=r,
         )
         self.ladder = Counter(
-            "kvferry_ladder_rungs", "Attempts started after a failure, by rung of the ladder.", ["rung"], registry=r
+            "kvferry_ladder_rungs",
+            "Attempts started after a failure, beside a late one (hedge), or to leave a draining node (move), by rung.",
+            ["rung"],
+            registry=r,
+        )
+        recovered = Counter(
+            "kvferry_recovered_tokens",
+            "Tokens, prompts included, of streams that went on elsewhere after a failure, by source: cached, computed.",
+            ["source"],
+            registry=r,
+        )
+        self.recovered = {source: recovered.labels(source) for source in labels.RECOVERED_SOURCES}
+        self.quarantines = Counter(
+            "kvferry_quarantines",
+            "Times that a pair of nodes, or one node, got no more ships for ten minutes: too many were wrong.",
+            registry=r,
         )
         self.nodes = Gauge("kvferry_nodes", "Live nodes by role and state.", ["role", "state"], registry=r)
         self.index_seconds = Histogram(
@@ -108,9 +103,15 @@ class RouterMetrics:
         )
         self.refused = Counter(
             "kvferry_requests_refused",
-            "Requests answered 429 by the router itself: rate (its tenant's limits), queue (its turn would come too "
-            "late), limit (too many in progress).",
+            "Requests answered 429 by the router itself: rate (its tenant's limits), queue (its turn is late), limit.",
             ["reason"],
+            registry=r,
+        )
+        self.errors = Counter(
+            "kvferry_error_answers",
+            "Requests answered 429 or 5xx, by status and the error's code: overloaded, no_nodes, registry_unavailable "
+            "and others; of the 429 of a router itself kvferry_requests_refused_total tells more.",
+            ["status", "code"],
             registry=r,
         )
         self.tenant_tokens = Counter(
@@ -120,40 +121,36 @@ class RouterMetrics:
             registry=r,
         )
         self.registry_up = Gauge("kvferry_registry_up", "1 while Redis answers.", registry=r)
-        _exist(self.requests, ENDPOINTS, ("200",))
-        _exist(self.reuse_misses, MISS_REASONS)
-        _exist(self.placements, PLACEMENT_KINDS)
-        _exist(self.ladder, RUNGS)
-        _exist(self.nodes, ROLES, NODE_STATES)
-        _exist(self.refused, REFUSALS)
-        _exist(self.tenant_tokens, ("",), TOKEN_KINDS)
+        self.loop = LoopMetrics(r)
+        self.scaling = RouterScaling(r)
+        _exist(self.requests, labels.ENDPOINTS, ("200",))
+        _exist(self.placements, labels.PLACEMENT_KINDS)
+        _exist(self.ladder, labels.RUNGS)
+        _exist(self.nodes, labels.ROLES, labels.NODE_STATES)
+        _exist(self.refused, labels.REFUSALS)
+        for status, code in labels.ERROR_ANSWERS:
+            self.errors.labels(status, code)
+        _exist(self.tenant_tokens, ("",), labels.TOKEN_KINDS)
 
     def of(self, model: str) -> ModelMetrics:
         """What is counted by model."""
+        self.scaling.exist(model)
+        self.reuse.of(model)
         return ModelMetrics(
             ttft=self.ttft.labels(model),
             itl=self.itl.labels(model),
-            prompt_tokens={source: self.prompt_tokens.labels(model, source) for source in SOURCES},
+            prompt_tokens={source: self.prompt_tokens.labels(model, source) for source in labels.SOURCES},
             output_tokens=self.output_tokens.labels(model),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelMetrics:
-    """Those metrics of a router that carry the label `model_name`, bound to one model. prompt_tokens: by source."""
-
-    ttft: Histogram
-    itl: Histogram
-    prompt_tokens: dict[str, Counter]
-    output_tokens: Counter
-
-
 class WorkerMetrics:
     """What a prefill or decode process counts. Every metric carries the label `role`, bound here, for looking it up at
-    every step costs more than counting. Those with one more label are dicts by its values, which are all known."""
+    every step costs more than counting. Those with one more label are dicts by its values, which are all known. All are
+    served with `registry.model_name`, which is the caller's to set."""
 
-    def __init__(self, role: str, registry: CollectorRegistry | None = None) -> None:
-        self.registry = r = registry or CollectorRegistry()
+    def __init__(self, role: str, registry: ModelRegistry | None = None) -> None:
+        self.registry = r = registry or ModelRegistry()
 
         def counter(name: str, help: str) -> Counter:
             return Counter(name, help, ["role"], registry=r).labels(role)
@@ -177,50 +174,70 @@ class WorkerMetrics:
         self.requests_running = gauge("kvferry_requests_running", "Requests scheduled in the last step.")
         self.attempts = counters(
             "kvferry_attempts",
-            "Attempts ended, by outcome: done, cancelled (by the client, or at a stop string), failed.",
+            "Attempts ended, by outcome: done, cancelled (by the client, or at a stop string), failed, moved.",
             "outcome",
-            ATTEMPT_OUTCOMES,
+            labels.ATTEMPT_OUTCOMES,
         )
         self.queue = histogram("kvferry_queue_seconds", "Seconds from arrival at the node to the first scheduled step.")
         self.step = histogram("kvferry_step_seconds", "Seconds per engine step.", STEP_BUCKETS)
         self.step_tokens = counters(
-            "kvferry_step_tokens", "Tokens computed, by phase (prefill, decode).", "phase", PHASES
+            "kvferry_step_tokens", "Tokens computed, by phase (prefill, decode).", "phase", labels.PHASES
         )
         self.preemptions = counter("kvferry_preemptions", "Requests preempted to be recomputed.")
         self.kv_blocks = gauges(
-            "kvferry_kv_blocks", "KV blocks by state: free, active, cached, granted.", "state", BLOCK_STATES
+            "kvferry_kv_blocks", "KV blocks by state: free, active, cached, granted.", "state", labels.BLOCK_STATES
         )
         self.kv_blocks_total = gauge("kvferry_kv_pool_blocks", "Size of the KV pool in blocks.")
-        self.prefix_queries = counter(
-            "kvferry_prefix_cache_queries_tokens", "Prompt tokens looked up in the prefix cache."
+        self.outlived = gauge(
+            "kvferry_kv_outlived_hold_seconds", "Seconds for which the oldest hold on blocks has outlived its cause."
         )
+        self.prefix_queries = counter("kvferry_prefix_cache_queries_tokens", "Prompt tokens looked up in the cache.")
         self.prefix_hits = counter("kvferry_prefix_cache_hits_tokens", "Prompt tokens found in the prefix cache.")
         self.evictions = counter("kvferry_kv_blocks_evicted", "Cached blocks evicted.")
         self.ships = counters(
             "kvferry_ships",
-            "Ships ended, by outcome: done, aborted (the request ended or was cancelled), failed.",
+            "Ships ended, by outcome: done, aborted (the request ended or was cancelled), failed, corrupt (a checksum "
+            "was wrong).",
             "outcome",
-            SHIP_OUTCOMES,
+            labels.SHIP_OUTCOMES,
         )
         self.ship_bytes = counter("kvferry_ship_bytes", "KV bytes shipped or received.")
         self.ship_seconds = counter(
-            "kvferry_ship_seconds", "Seconds between a ship's first block and its acknowledgement."
+            "kvferry_ship_seconds",
+            "Seconds in which ships had blocks on the link, or awaited the acknowledgement of all.",
         )
-        self.ship_exposed = counter(
-            "kvferry_ship_exposed_seconds", "Part of the ship seconds that came after the first token was sampled."
-        )
+        self.ship_exposed = counter("kvferry_ship_exposed_seconds", "Those of them that came after the first token.")
         self.grants = counters(
-            "kvferry_grants", "Grants by outcome: granted, refused, aborted.", "outcome", GRANT_OUTCOMES
+            "kvferry_grants", "Grants by outcome: granted, refused, aborted.", "outcome", labels.GRANT_OUTCOMES
         )
         self.grants_open = gauge("kvferry_grants_open", "Grants whose blocks are reserved and not yet committed.")
-        self.account_violations = counter(
-            "kvferry_account_violations", "Prompts whose account of reused and computed tokens was wrong: a bug."
-        )
-        self.lease_renewals = counters(
-            "kvferry_lease_renewals",
-            "Lease renewals by outcome (renewed, created, fenced, failed).",
+        self.moves = counters(
+            "kvferry_moves",
+            "Streams that a drain tried to move elsewhere, by outcome.",
             "outcome",
-            RENEWAL_OUTCOMES,
+            labels.MOVE_OUTCOMES,
+        )
+        self.move_blocks = counter("kvferry_move_blocks", "KV blocks that left with them.")
+        self.move_pause = counter("kvferry_move_pause_seconds", "Seconds in which they stood still.")
+        self.copies = counters(
+            "kvferry_copies",
+            "Copies of running streams' blocks to other nodes, by outcome: done, refused (no room there, or draining), "
+            "failed (the stream ended, or the way there).",
+            "outcome",
+            labels.COPY_OUTCOMES,
+        )
+        self.copy_blocks = counters(
+            "kvferry_copy_blocks",
+            "KV blocks of such copies: sent, or kept for streams elsewhere.",
+            "way",
+            labels.COPY_WAYS,
+        )
+        self.fetches = FetchMetrics(role, r)
+        self.canary = CanaryMetrics(role, r)
+        self.scaling = NodeScaling(role, r)
+        self.account_violations = counter("kvferry_account_violations", "Prompts whose account was wrong: a bug.")
+        self.lease_renewals = counters(
+            "kvferry_lease_renewals", "Lease renewals by outcome.", "outcome", labels.RENEWAL_OUTCOMES
         )
         self.index_rows = gauge("kvferry_index_rows", "Block index rows this node has published.")
         self.index_pending = gauge("kvferry_index_pending", "Index updates not yet written.")

@@ -13,6 +13,7 @@ CPU_POOL_GIB = 1.0
 """KV pool of a worker on a CPU when no size is given."""
 DEMO = "smollm2"
 MODEL = f"Hugging Face directory, hub id, .gguf file, or '{DEMO}' (the demo model)"
+QUEUE_TIMEOUT = "seconds a request waits while no node can take it: 503 if there is none by then, 429 if all are full"
 MODELS = f"{MODEL}; repeated for several models, whose --served-model-name then come in the same order"
 
 
@@ -45,8 +46,21 @@ class CommonSettings:
     served_model_name: tuple[str, ...] = setting(
         (), "names clients use for the model, repeated or with commas; default: derived from --model"
     )
-    redis_url: str = setting("redis://127.0.0.1:6379/0", "Redis or Valkey that holds the node registry and block index")
+    redis_url: str = setting(
+        "redis://127.0.0.1:6379/0",
+        "Redis or Valkey that holds the node registry and block index: redis://, rediss:// (TLS), unix:// or "
+        "redis+sentinel://host:port,host:port/service; in the variable others do not see a password in it",
+    )
+    redis_password_file: str = setting("", "file with the password of Redis, read again at each connection")
     cluster: str = setting("default", "name that separates clusters sharing one Redis")
+    cluster_secret: str = setting(
+        "", "what the processes of a cluster prove to each other; in a file or the variable others do not see it"
+    )
+    cluster_secret_file: str = setting(
+        "",
+        "file with the cluster secret, 16 characters or more; of several, one a line, the first is used and all are "
+        "accepted. It is read again when it changes",
+    )
     host: str = setting("127.0.0.1", "address to listen on")
     log_level: str = setting("info", "how much to log", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("text", "a line per record: of text, or an object of JSON", choices=("text", "json"))
@@ -99,13 +113,21 @@ class RouterSettings(CommonSettings):
         choices=("auto", "none"),
     )
     request_timeout: float = setting(600.0, "seconds a request may take from arrival to its last token", least=0)
+    queue_timeout: float = setting(10.0, QUEUE_TIMEOUT, least=0)
     max_inflight: int = setting(1024, "requests in progress beyond which new ones get 429", least=1)
     allow_lora_updates: bool = setting(
         False, "whether who may call the API may have the nodes load adapters from their disks, and unload them"
     )
     max_body_mib: int = setting(16, "request bodies longer than this many MiB get 413", least=1)
+    max_prompt_tokens: int = setting(
+        2**20, "tokens that several texts of one request may have together; a single one has the context", least=1
+    )
     header_timeout: float = setting(10.0, "seconds a client may take to send a request's header; 0: any", least=0)
     body_timeout: float = setting(30.0, "seconds that may pass between two pieces of a body; 0: any", least=0)
+    min_body_rate: float = setting(
+        500.0, "bytes a second below which a body, or the reading of an answer, is given up; 0: any", least=0
+    )
+    reader_timeout: float = setting(30.0, "seconds an answer may wait for a client that does not read; 0: any", least=0)
     max_connections_per_address: int = setting(
         4096, "open connections of one address; 0: any. Behind a proxy all clients have the proxy's address", least=0
     )
@@ -115,6 +137,14 @@ class RouterSettings(CommonSettings):
     files_mib: int = setting(1024, "MiB of files that each tenant may keep, and that one upload may bring", least=1)
     batch_rows: int = setting(
         16, "requests of batches in progress; one less for each live request, but one at least", least=1
+    )
+    buddies: bool = setting(
+        True,
+        "copy what running streams have computed to the nodes that computed their prompts, so that little is computed "
+        "again when a decode node is lost",
+    )
+    fetch: bool = setting(
+        False, "have nodes fetch what others hold of a prompt where that takes less time than computing it"
     )
     local_prefill_tokens: int = setting(
         0, "prompts with at most this many uncached tokens always prefill on decode", least=0
@@ -129,7 +159,7 @@ class WorkerSettings(CommonSettings):
     role: str = setting("decode", "set by the command", choices=("prefill", "decode"))
     node_id: str = setting("", "stable name of the node; default: role, host name and port")
     port: int = setting(0, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
-    link_port: int = setting(0, "UCX listener port; 0 lets the kernel choose", least=0, most=65535)
+    link_port: int = setting(0, "port of the link; 0 lets the kernel choose", least=0, most=65535)
     advertise_host: str = setting("", "address other processes dial; default: --host")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = setting(
@@ -151,6 +181,9 @@ class WorkerSettings(CommonSettings):
     kv_blocks: int = setting(0, "number of KV blocks; overrides --kv-cache-gib when not 0", least=0)
     max_model_len: int = setting(0, "longest prompt plus output in tokens; 0: the model's own limit", least=0)
     max_num_seqs: int = setting(64, "requests generating at once", least=1)
+    itl_target_ms: float = setting(
+        50.0, "milliseconds between two tokens of a stream above which the decode pool should grow", least=0
+    )
     max_num_batched_tokens: int = setting(0, "token budget of one step; 0: 256 on a CPU, 8192 on a GPU", least=0)
     max_prefill_tokens_while_decoding: int = setting(
         0, "prompt tokens a step may compute beside running streams; 0: 64 on a CPU, 2048 on a GPU", least=0
@@ -171,8 +204,16 @@ class WorkerSettings(CommonSettings):
     lora: tuple[str, ...] = setting((), "adapter to load, as name=path of a directory in PEFT's layout; repeatable")
     max_loras: int = setting(8, "adapters that a node holds at most", least=1)
     max_lora_rank: int = setting(64, "largest rank of an adapter", least=1)
+    respawned: bool = setting(False, "whether another process follows when this one has ended", hidden=True)
+    shares_cores: bool = setting(False, "whether the prefill nodes compute on this one's cores", hidden=True)
     verify_checksums: float = setting(
         1.0, "share of shipped blocks whose checksum is verified, 0 to 1", least=0, most=1
+    )
+    canary_rate: float = setting(
+        0.0,
+        "share of the ships whose prompt a decode node, idle, computes itself to compare, 0 to 1; 0: none",
+        least=0,
+        most=1,
     )
     ucx_transports: str = setting("", "UCX_TLS for the link; default: tcp,posix,self and what the device adds")
     ucx_net_devices: str = setting(
@@ -190,4 +231,5 @@ class ServeSettings(RouterSettings, WorkerSettings):
     port: int = setting(8000, "HTTP port of the router", least=0, most=65535)
     prefill: int = setting(1, "prefill processes of each model; 0: decode nodes prefill locally", least=0)
     decode: int = setting(1, "decode processes of each model", least=1)
+    queue_timeout: float = setting(15.0, QUEUE_TIMEOUT, least=0)
     redis_url: str = setting("", "Redis or Valkey to use; empty: start an embedded Valkey server")

@@ -18,12 +18,17 @@ from protocol.errors import InvalidRequest, KvferryError
 
 T = TypeVar("T")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_ITEMS = 2**22
+"""Of one list or map: a byte of the wire may become a hundred of memory."""
 MAX_DEPTH = 8
 """Messages within messages. Each level is a call on the C stack, which hostile bytes could otherwise exhaust."""
 BUFFER_BYTES = 256
 """Where a message's bytes begin to be gathered; it grows. The codec's own default, 256 KiB, costs more to get than most
 messages to write."""
 
+_READING: dict[str, Any] = {
+    "raw": False, "strict_map_key": False, "max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS
+}  # fmt: skip
 _UNREADABLE = (ValueError, TypeError, msgpack.UnpackException)
 _UNWRITABLE = (OverflowError, ValueError, RecursionError)
 _CODES: dict[type, int] = {}
@@ -73,12 +78,8 @@ def pack(value: Any) -> bytes:
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
     """The value that `pack` wrote. Raises WireError."""
-    return _unpack(data, 0)
-
-
-def _unpack(data: bytes | bytearray | memoryview, depth: int) -> Any:
     try:
-        return msgpack.unpackb(data, ext_hook=partial(_from_ext, depth=depth), raw=False, strict_map_key=False)
+        return msgpack.unpackb(data, ext_hook=_from_ext, **_READING)
     except _UNREADABLE as error:
         raise WireError(f"not a message: {error}") from error
 
@@ -87,9 +88,7 @@ class FrameReader:
     """Messages out of a byte stream that was written as `pack(...)` after `pack(...)`."""
 
     def __init__(self) -> None:
-        self._unpacker = msgpack.Unpacker(
-            ext_hook=_from_ext, raw=False, strict_map_key=False, max_buffer_size=MAX_FRAME_BYTES
-        )
+        self._unpacker = msgpack.Unpacker(ext_hook=_from_ext, max_buffer_size=MAX_FRAME_BYTES, **_READING)
 
     def feed(self, data: bytes) -> Iterator[Any]:
         """Add bytes; yield every message that is now whole. Raises WireError."""
@@ -113,15 +112,24 @@ def _from_ext(code: int, data: bytes, depth: int = 0) -> Any:
     cls = _CLASSES.get(code)
     if cls is None:
         raise ValueError(f"unknown message code {code}")
-    values = _unpack(data, depth + 1)
-    if not isinstance(values, list) or len(values) != len(_FIELDS[cls]):
+    try:
+        values = msgpack.unpackb(data, ext_hook=_HOOKS[depth], use_list=False, **_READING)
+    except _UNREADABLE as error:
+        raise WireError(f"not a message: {error}") from error
+    if not isinstance(values, tuple) or len(values) != len(_FIELDS[cls]):
         raise ValueError(f"a {cls.__name__} has {len(_FIELDS[cls])} fields")
-    values = [_tupled(value) if isinstance(value, list) else value for value in values]
     if cls in _CHECKED:
         for name, fits, value in zip(_FIELDS[cls], _checks(cls), values, strict=True):
             if not fits(value):
                 raise ValueError(f"{cls.__name__}.{name} is of another type")
     return cls(*values)
+
+
+def well_typed(value: Any) -> bool:
+    """Whether each field of a message has its declared type; what is within fields that are messages is not looked
+    at."""
+    cls: type = value.__class__
+    return all(fits(getattr(value, name)) for name, fits in zip(_FIELDS[cls], _checks(cls), strict=True))
 
 
 @cache
@@ -153,5 +161,5 @@ def _check(hint: Any) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-def _tupled(value: Any) -> Any:
-    return tuple(_tupled(item) for item in value) if isinstance(value, list) else value
+_HOOKS = tuple(partial(_from_ext, depth=depth + 1) for depth in range(MAX_DEPTH))
+"""What reads the messages within a message, by how deep that one lies."""

@@ -28,8 +28,8 @@ class Grammar:
                     (grammars/structural.py)
 
     lenient         of JSON schemas: keywords that cannot be enforced are ignored; otherwise they are refused
-    whitespace      of JSON: a regular expression for the blanks between tokens, None for the default (bounded), empty
-                    for none
+    whitespace      of JSON: a regular expression for the blanks between tokens, None for those of Python's json.dumps,
+                    empty for none
     """
 
     kind: str

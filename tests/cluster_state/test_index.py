@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from cluster_state.index import IndexWriter, longest
+from cluster_state.index_writer import IndexWriter
 from cluster_state.memory_store import MemoryStore
+from cluster_state.prefixes import longest
 from cluster_state.redis_store import RedisStore
 from protocol.errors import RegistryUnavailable
 from protocol.lease import NodeLease
@@ -66,6 +67,24 @@ async def test_only_rows_of_the_live_epoch_count(store):
     await store.publish("a", 1, h[:8], h)
     assert await store.longest_prefix(h, {"a": 2}) == {"a": 4}
     assert await store.longest_prefix(h, {"a": 1}) == {}
+
+
+async def test_a_registered_epoch_overwrites_newer_rows_of_a_clock_that_was_set_back(store):
+    h = _hashes(4)
+    await store.publish("a", 9, h, [])
+    await store.announce(replace(LEASE, epoch=3))
+    await store.publish("a", 3, h[:2], [])
+    assert await store.longest_prefix(h, {"a": 3}) == {"a": 2}
+    await store.refresh("a", 3, h)
+    assert await store.longest_prefix(h, {"a": 3}) == {"a": 4}
+
+
+async def test_rows_that_are_there_are_counted(store):
+    h = _hashes(4)
+    await store.publish("a", 1, h[:3], [])
+    await store.publish("b", 1, h, [])
+    assert await store.present("a", 1, h) == 3
+    assert await store.present("a", 2, h) == 0
 
 
 async def test_epochs_of_microseconds_are_compared_exactly(store):
@@ -252,3 +271,11 @@ def test_index_and_writer_equal_the_model_in_memory():
 
 def test_index_and_writer_equal_the_model_on_valkey(valkey_url):
     _run_machine(lambda: RedisStore(valkey_url, "test"), 40)
+
+
+def test_a_hundred_thousand_tokens_take_less_than_twenty_questions():
+    count = 100_000 // 16
+    for end in range(count + 1):
+        asked = []
+        assert longest(count, lambda i, end=end, asked=asked: asked.append(i) or i < end) == end
+        assert len(asked) <= 19

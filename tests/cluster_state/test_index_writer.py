@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
+from waiting import until
 
-from cluster_state.index import IndexWriter
+from cluster_state.index_writer import IndexWriter
 from cluster_state.memory_store import MemoryStore
 from cluster_state.redis_store import RedisStore
 
@@ -307,3 +309,59 @@ async def test_a_server_that_restarts_empty_is_filled_again(valkey, valkey_url):
             await asyncio.sleep(0.01)
     await writer.stop()
     await store.close()
+
+
+async def test_rows_that_are_lost_while_the_node_lives_come_back_at_once():
+    w = _Writing(_hashes(40), batch=10, sample_s=0.05, flush_s=0.01)
+    await w.writer.start()
+    await until(lambda: w.writer.rows == 40)
+    w.store.flush()
+    began = time.monotonic()
+    while await w.length(_hashes(40)) < 40:
+        assert time.monotonic() < began + 5
+        await asyncio.sleep(0.01)
+    w.store.refreshed.clear()
+    await asyncio.sleep(0.3)
+    assert w.store.refreshed == [], "nothing is written while nothing is lost"
+    w.store.flush()
+    await asyncio.sleep(0.3)
+    assert w.store.refreshed == [], "a store that loses rows again and again is not flooded"
+    await w.writer.stop()
+
+
+class _Busy(_Writing):
+    """Each write meets a node whose blocks have changed meanwhile."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__(_hashes(40), batch=10, flush_s=0.001, **settings)
+        self.written = 0
+        publish = self.store.publish
+
+        async def published(*args):
+            await publish(*args)
+            await asyncio.sleep(0.001)
+            self.written += 1
+            self.note([(self.written * 10 + n).to_bytes(16, "big") for n in range(10)])
+
+        self.store.publish = published
+
+
+async def test_a_node_that_never_rests_has_its_rows_refreshed_and_its_losses_found():
+    w = _Busy(refresh_s=0.2, sample_s=0.1)
+    await w.writer.start()
+    await until(lambda: w.written > 10)
+    await until(lambda: set(_hashes(40)) <= set(w.store.refreshed))
+    w.store.refreshed.clear()
+    w.store.flush()
+    await until(lambda: w.store.refreshed != [])
+    await w.writer.stop()
+
+
+async def test_stop_waits_for_one_batch_and_not_for_what_keeps_coming():
+    w = _Busy()
+    await w.writer.start()
+    await until(lambda: w.written > 3)
+    before = w.written
+    async with asyncio.timeout(2):
+        await w.writer.stop()
+    assert w.written <= before + 1

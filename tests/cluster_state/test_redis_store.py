@@ -11,8 +11,10 @@ import pytest
 
 from cluster_state.redis_store import RedisStore
 from cluster_state.registry import Announced
+from protocol import lease as lease_module
 from protocol.errors import ConfigError, RegistryUnavailable, from_body
-from protocol.lease import NodeLease
+from protocol.layout import WIRE_VERSION
+from protocol.lease import Foreign, NodeLease
 
 HASHES = [bytes([i]) * 16 for i in range(20)]
 LEASE = NodeLease("a", "decode", 5, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
@@ -20,7 +22,7 @@ LEASE = NodeLease("a", "decode", 5, "ready", "http://h:1", "h:2", "f", "m", 64, 
 
 @pytest.fixture
 async def redis_store(valkey_url):
-    store = RedisStore(valkey_url, "test", timeout_s=1.0, lookup_s=0.1)
+    store = RedisStore(valkey_url, "test", timeout_s=1.0, lookup_s=2.0)
     yield store
     await store.close()
 
@@ -55,20 +57,22 @@ async def test_a_pooled_connection_to_a_restarted_server_is_not_an_error(valkey,
     assert await redis_store.announce(LEASE) is Announced.CREATED
 
 
-async def test_a_frozen_server_costs_bounded_time(valkey, redis_store):
+async def test_a_frozen_server_costs_bounded_time(valkey, valkey_url, redis_store):
+    hasty = RedisStore(valkey_url, "test", lookup_s=0.1)
     await redis_store.publish("a", 5, HASHES, [])
     pid = valkey._process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         began = time.monotonic()
         with pytest.raises(RegistryUnavailable):
-            await redis_store.longest_prefix(HASHES, {"a": 5})
-        assert time.monotonic() - began < 0.8
+            await hasty.longest_prefix(HASHES, {"a": 5})
+        assert time.monotonic() - began < 1
         with pytest.raises(RegistryUnavailable):
             await redis_store.announce(LEASE)
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 5
     finally:
         os.kill(pid, signal.SIGCONT)
+        await hasty.close()
     assert await redis_store.longest_prefix(HASHES, {"a": 5}) == {"a": 20}
 
 
@@ -167,3 +171,15 @@ async def test_a_hundred_nodes_with_ends_of_their_own(redis_store):
 def test_a_bad_url_is_a_config_error():
     with pytest.raises(ConfigError, match="redis_url"):
         RedisStore("file:///tmp/x", "test")
+
+
+async def test_nodes_of_another_wire_version_are_told_apart_and_not_among_the_nodes(redis_store, monkeypatch):
+    await redis_store.announce(LEASE)
+    with monkeypatch.context() as later:
+        later.setattr(lease_module, "WIRE_VERSION", WIRE_VERSION + 1)
+        await redis_store.announce(replace(LEASE, node_id="b", role="prefill"))
+    assert await redis_store.nodes() == [LEASE]
+    assert redis_store.foreign == (Foreign("b", "prefill", WIRE_VERSION + 1),)
+    await redis_store.withdraw("b", 5)
+    await redis_store.nodes()
+    assert redis_store.foreign == ()

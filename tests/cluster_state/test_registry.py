@@ -71,6 +71,16 @@ async def test_an_expired_newer_epoch_no_longer_fences(store):
     assert await store.nodes() == [LEASE]
 
 
+async def test_epochs_rise_though_the_clock_is_set_back(store):
+    first = await store.next_epoch("a", 1_790_000_000_000_001)
+    assert first == 1_790_000_000_000_001
+    assert await store.next_epoch("a", first - 10_000_000) == first + 1
+    assert await store.next_epoch("a", first + 10_000_000) == first + 10_000_000
+    assert await store.next_epoch("b", 5) == 5
+    await store.announce(LEASE)
+    assert await store.next_epoch(LEASE.node_id, 7) == LEASE.epoch + 1
+
+
 class _Keeping:
     """A LeaseKeeper on a memory store, renewing every 20 ms, with its callbacks recorded."""
 
@@ -187,3 +197,49 @@ async def test_keeper_outlives_a_broken_lease_factory():
         await until(lambda: k.outcomes.count("failed") >= 2)
         k.lease = good
         await until(lambda: k.restored == 1)
+
+
+class _Forgetful(MemoryStore):
+    """Takes leases and shows none: not the registry that routers read. `keeps`: whether it has them at the renewal."""
+
+    shows, keeps = False, True
+
+    async def nodes(self) -> list[NodeLease]:
+        return await super().nodes() if self.shows else []
+
+    async def announce(self, lease: NodeLease) -> Announced:
+        if not self.keeps:
+            self.flush()
+        return await super().announce(lease)
+
+
+async def test_a_lease_stands_once_it_was_read_back_and_renewed(caplog):
+    k = _Keeping()
+    store = k.keeper._registry = _Forgetful(lease_s=LIFE_S)
+    k.keeper.start()
+    await until(lambda: len(k.outcomes) >= 5)
+    assert not k.keeper.held
+    assert [record.message for record in caplog.records] == [
+        f"the registry took the lease of {(LEASE.node_id, LEASE.epoch)} and does not have it"
+    ]
+    store.shows, store.keeps = True, False
+    tried = len(k.outcomes)
+    await until(lambda: len(k.outcomes) >= tried + 4)
+    assert not k.keeper.held, "it is written each time anew"
+    store.keeps = True
+    await asyncio.wait_for(k.keeper.first_held(), 5)
+    assert k.keeper.held
+    await k.keeper.stop()
+
+
+async def test_a_lease_that_lapsed_must_be_read_back_again():
+    async with _Keeping() as k:
+        k.store.available = False
+        await until(lambda: not k.keeper.held)
+        k.store.nodes = _Forgetful().nodes
+        k.store.available = True
+        tried = len(k.outcomes)
+        await until(lambda: k.outcomes[tried:].count("renewed") >= 3)
+        assert not k.keeper.held
+        del k.store.nodes
+        await until(lambda: k.keeper.held)

@@ -14,12 +14,13 @@ COMMIT = "c" * 40
 
 class FakeHub:
     """Serves `files` as the repository org/tiny; org/gated is gated and everything else is not there. The first `cuts`
-    answers for the largest file end after half of what was asked for. `asked` counts requests by path; `sent` are the
-    bytes of file contents that went out."""
+    answers for the largest file end after half of what was asked for; as on the real one, its SHA-256 is known. `asked`
+    counts requests by path; `sent` are the bytes of file contents that went out."""
 
     def __init__(self, files: dict[str, bytes], cuts: int = 0) -> None:
         self.files, self.cuts = files, cuts
         self.largest = max(files, key=lambda name: len(files[name]))
+        self.sha256 = hashlib.sha256(files[self.largest]).hexdigest()
         self.asked: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         hub = self
@@ -77,9 +78,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _json(self, path: str, body: bool) -> None:
         files = self.owner.files
         if "/tree/" in path:
-            found: object = [
-                {"type": "file", "path": name, "size": len(data), "oid": _etag(data)} for name, data in files.items()
-            ]
+            listed = {name: {"size": len(data), "oid": _etag(data)} for name, data in files.items()}
+            large = {**listed[self.owner.largest], "oid": self.owner.sha256, "pointerSize": 130}
+            listed[self.owner.largest]["lfs"] = large
+            found: object = [{"type": "file", "path": name, **about} for name, about in listed.items()]
         else:
             siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
             found = {"id": "org/tiny", "sha": COMMIT, "siblings": siblings}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -122,3 +123,24 @@ def test_lines_come_now_and_then(monkeypatch, caplog):
             content.update(10e6)
             files.update(1)
     assert caplog.messages == ["downloading org/x: 110 of 200 MB (55 %)"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        RuntimeError("Data processing error: No space left on device (os error 28)"),
+    ],
+    ids=["plain", "of the library's part in Rust"],
+)
+def test_a_full_disk_is_told_with_its_place(error, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    def fail(repo, **settings):
+        raise RuntimeError("a worker failed") from error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ConfigError, match=r"org/x does not fit into .*, where \d+ MB are left; .* HF_HOME") as told:
+        resolve("org/x")
+    assert HF_HUB_CACHE in told.value.message

@@ -87,6 +87,13 @@ def test_multimodal_config_is_read_from_its_text_part(tmp_path):
     assert read_facts(resolve(str(path))) == model_source.ModelFacts(9, 5, (3,), "mm")
 
 
+@pytest.mark.parametrize("size", [-1, 2**40])
+def test_a_vocabulary_that_cannot_be_is_refused(size, tmp_path):
+    """Memory is taken for each token of it."""
+    with pytest.raises(ConfigError, match="vocabulary of"):
+        read_facts(resolve(str(write_directory(tmp_path / "a", vocab_size=size))))
+
+
 def test_gguf_file(tmp_path):
     path = write_gguf(tmp_path / "tiny-Q8.gguf", eos_token_id=2, eot_token_id=1)
     source = resolve(str(path))

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from socket import SO_RCVBUF, SOL_SOCKET
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from waiting import until
 
-from process.connections import MAX_HEADER_BYTES, Limits, guarded
+from process.connection_limits import MAX_HEADER_BYTES, MAX_HEADERS, Limits
+from process.connections import guarded
 from process.http import Server, bind
 
 HEAD = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
@@ -33,6 +35,7 @@ class Seen:
 
     left: int = 0
     open: int = 0
+    sent: int = 0
     bodies: list[int] = field(default_factory=list)
 
 
@@ -91,6 +94,7 @@ async def serving(keep_alive: int = 5, **limits: Any) -> AsyncIterator[Served]:
                     for _ in range(count):
                         await asyncio.sleep(pause_s)
                         yield piece
+                        seen.sent += len(piece)
                 finally:
                     seen.open -= 1
 
@@ -106,6 +110,7 @@ async def serving(keep_alive: int = 5, **limits: Any) -> AsyncIterator[Served]:
         Route("/early", early, methods=["POST"]),
         Route("/stream", flowing(b"piece", 0.1, 12)),
         Route("/flood", flowing(b"x" * 2**20, 0, 1000)),
+        Route("/trickle", flowing(b"x" * 2**12, 0, 10_000)),
     ]
     config = uvicorn.Config(
         Starlette(routes=routes), http=guarded(Limits(**limits)), lifespan="off", log_config=None, access_log=False,
@@ -315,8 +320,72 @@ async def test_requests_sent_ahead_are_answered_in_turn_and_leaving_ends_the_fir
 
 
 async def test_a_reader_that_takes_nothing_is_let_go() -> None:
-    async with serving(request_s=0.5) as served:
+    async with serving(reader_s=0.5) as served:
         socket = await served.connect(FLOOD)
         await until(lambda: served.seen.open == 1)
         await until(lambda: served.seen.open == 0, 3)
         socket.close()
+
+
+async def test_a_reader_that_takes_too_little_is_let_go_and_a_slow_one_is_not() -> None:
+    async with serving(reader_s=0.3, least_rate=200_000) as served:
+        taking = await served.connect(FLOOD)
+        taking.reader._transport.pause_reading()  # type: ignore[attr-defined]
+
+        async def take(per_s: int, socket: Socket) -> None:
+            raw = socket.writer.get_extra_info("socket")
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    with contextlib.suppress(BlockingIOError):
+                        raw._sock.recv(per_s // 20)
+                    await asyncio.sleep(0.05)
+
+        little = asyncio.create_task(take(20_000, taking))
+        await until(lambda: served.seen.open == 1)
+        await until(lambda: served.seen.open == 0, 5)
+        little.cancel()
+        taking.close()
+        quick = await served.connect(FLOOD)
+        quick.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        enough = asyncio.create_task(take(20_000_000, quick))
+        await until(lambda: served.seen.open == 1)
+        await asyncio.sleep(1.5)
+        assert served.seen.open == 1
+        enough.cancel()
+        quick.close()
+
+
+async def test_what_nobody_takes_is_little() -> None:
+    """The kernel's buffers grow to megabytes by themselves: a stream that fits would never be found unread."""
+    async with serving(reader_s=30) as served:
+        socket = await served.connect(b"GET /trickle HTTP/1.1\r\nhost: x\r\n\r\n")
+        own = socket.writer.get_extra_info("socket")
+        own._sock.setsockopt(SOL_SOCKET, SO_RCVBUF, 4096)
+        socket.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await until(lambda: served.seen.sent > 0)
+        last = -1
+        while served.seen.sent != last:
+            last = served.seen.sent
+            await asyncio.sleep(0.3)
+        assert last < 2**20, last
+        socket.close()
+
+
+async def test_a_body_below_the_least_rate_is_refused_and_one_above_it_is_read() -> None:
+    async with serving(body_s=0.3, least_rate=30) as served:
+        slow, quick = await served.connect(HEAD), await served.connect(HEAD)
+        for _ in range(10):
+            slow.writer.write(b"0")
+            quick.writer.write(b"0123456789")
+            await asyncio.sleep(0.1)
+        answer = await slow.rest(1)
+        assert not answer or error_of(answer) == (408, "request_timeout"), "a byte that crossed the answer resets it"
+        assert b"200 OK" in await quick.until(b"done")
+        assert (served.seen.left, served.seen.bodies) == (1, [100])
+
+
+async def test_headers_are_counted() -> None:
+    async with serving() as served:
+        many = b"".join(b"x-%d: 1\r\n" % number for number in range(MAX_HEADERS))
+        assert b"200 OK" in await (await served.connect(GET[:-2] + many[: many.rindex(b"x-")] + b"\r\n")).until(b"done")
+        assert error_of(await (await served.connect(GET[:-2] + many + b"\r\n")).rest()) == (431, "header_too_long")

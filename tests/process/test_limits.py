@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from process.limits import available_cores, available_memory
+from process.limits import allow_descriptors, available_cores, available_memory
 
 MIB = 1024**2
 
@@ -125,3 +126,11 @@ def test_statistics_that_are_no_numbers_count_as_nothing(tmp_path: Path) -> None
     stat = "inactive_file many\nactive_file \nactive_file 1048576\n"
     files = {"memory.max": f"{100 * MIB}\n", "memory.current": f"{40 * MIB}\n", "memory.stat": stat}
     assert available_memory(unified(tmp_path, files)) == 61 * MIB
+
+
+def test_a_process_may_open_as_many_files_as_it_may_at_all(monkeypatch):
+    given = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 65536))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: given.append(pair))
+    allow_descriptors()
+    assert given == [(65536, 65536)]

@@ -38,7 +38,10 @@ def test_names_and_help(metrics: Metrics) -> None:
 def test_every_attribute_is_served_and_alive_before_the_first_event(metrics: Metrics) -> None:
     served = {family.name: family.samples for family in metrics.registry.collect()}
     assert not [name for name, samples in served.items() if not samples]
-    held = [m for m in vars(metrics).values() if isinstance(m, Counter | Gauge | Histogram | dict)]
+    rooms = ("canary", "fetches", "reuse", "scaling", "loop")
+    rooms = [getattr(metrics, name) for name in rooms if hasattr(metrics, name)]
+    parts = [part for room in (metrics, *rooms) for part in vars(room).values()]
+    held = [m for m in parts if isinstance(m, Counter | Gauge | Histogram | dict)]
     assert len(held) == len(served)
 
 
@@ -51,6 +54,16 @@ def test_worker_series_carry_the_role_and_known_labels() -> None:
     metrics.grants["refused"].inc()
     assert sample("kvferry_grants_total", {"role": "prefill", "outcome": "refused"}) == 1
     assert sample("kvferry_grants_total", {"role": "decode", "outcome": "refused"}) is None
+
+
+def test_all_of_a_node_names_its_model_once_that_is_known() -> None:
+    metrics = WorkerMetrics("decode")
+    assert b"model_name" not in generate_latest(metrics.registry)
+    metrics.registry.model_name = "m"
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    assert len(samples) > 100
+    assert {sample.labels["model_name"] for sample in samples} == {"m"}
+    assert metrics.registry.get_sample_value("kvferry_requests_waiting", {"role": "decode", "model_name": "m"}) == 0
 
 
 def test_router_series_exist_at_zero() -> None:

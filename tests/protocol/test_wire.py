@@ -106,8 +106,8 @@ def test_what_is_no_message_raises_wire_error(data: bytes) -> None:
 
 
 def test_a_missing_field_is_refused_even_where_the_class_has_a_default() -> None:
-    assert StepFrame(()) == StepFrame((), ())
-    with pytest.raises(WireError, match="StepFrame has 2 fields"):
+    assert StepFrame(()) == StepFrame((), (), 0, None, ())
+    with pytest.raises(WireError, match="StepFrame has 5 fields"):
         unpack(_encoded(24, [[]]))
 
 

@@ -1,0 +1,73 @@
+"""What can be known of a Redis or Valkey before it is relied on: that it is one server, that its ACL allows kvferry all
+that it does, and how it treats leases when its memory is full."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from typing import Any
+
+import redis.asyncio as redis
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+
+from cluster_state import redis_client
+from cluster_state.redis_scripts import COMMANDS, REHEARSAL
+from protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
+
+log = logging.getLogger("kvferry.redis")
+
+UNFIT_POLICIES = ("volatile-ttl", "volatile-lru", "volatile-lfu", "volatile-random", "allkeys-random")
+"""Leases are the keys with the shortest life, and few among many: these evict them while there is anything else."""
+_NO_DATABASE = re.compile("DB index|SELECT is not allowed")
+
+
+class Forbidden(Exception):
+    """The server's ACL keeps commands from kvferry."""
+
+
+async def checked(client: redis.Redis, prefix: str, shown: str, limit_s: float) -> str:
+    """The server's name and version. `prefix`: of all keys. Raises ConfigError for a server that would never do,
+    RegistryRefuses for one that does not let us in or forbids what we do, since its ACL or our password may change, and
+    RegistryUnavailable where there is no answer yet."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await client.ping()
+            facts = await _facts(client)
+            if facts.get("cluster_enabled"):
+                raise ConfigError(f"Redis at {shown}: {redis_client.CLUSTER_MODE}", param="redis_url")
+            await _rehearse(client, prefix)
+    except (AuthenticationError, NoPermissionError, Forbidden) as error:
+        remedy = "docs/redis.md has the rule for its ACL"
+        raise RegistryRefuses(f"Redis at {shown} refuses: {redis_client.told(error)}; {remedy}") from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        message = f"Redis at {shown}: {redis_client.told(error)}"
+        if redis_client.is_cluster(error) or (isinstance(error, ResponseError) and _NO_DATABASE.search(str(error))):
+            raise ConfigError(message, param="redis_url") from error
+        raise RegistryUnavailable(message) from error
+    policy = str(facts.get("maxmemory_policy", ""))
+    if facts.get("maxmemory") and policy in UNFIT_POLICIES:
+        log.warning("Redis at %s evicts by %s, leases too: set maxmemory-policy to allkeys-lru", shown, policy)
+    name = "Valkey" if "valkey_version" in facts else "Redis"
+    return f"{name} {facts.get('valkey_version') or facts.get('redis_version') or 'of unknown version'}"
+
+
+async def _facts(client: redis.Redis) -> dict[str, Any]:
+    """What the server tells of itself; nothing where its ACL keeps that from us."""
+    try:
+        return dict(await client.info())
+    except NoPermissionError:
+        return {}
+
+
+async def _rehearse(client: redis.Redis, prefix: str) -> None:
+    """Run each command that the scripts run, on keys that nobody uses. Raises Forbidden naming those that the
+    server's ACL forbids."""
+    loaded = await client.script_load(REHEARSAL)  # also where the server knows it already: it may be forbidden
+    refused = await client.evalsha(loaded, 1, prefix, *COMMANDS)
+    await client.get(f"{prefix}r:rehearsal")
+    if refused:
+        told = b", ".join(refused).decode(errors="replace").upper()
+        raise Forbidden(f"its user may not run {told} on keys {prefix}*")

@@ -1,0 +1,184 @@
+"""Where Redis is, as one URL says it. Nothing here imports the redis package, and nothing tells a password.
+
+redis://[user:password@]host[:port][/db]                          one server; rediss:// the same over TLS
+unix://[user:password@]/path/of/socket[?db=0]                     one server
+redis+sentinel://[user:password@]host[:port],…[/service[/db]]     what Sentinels call the master; rediss+sentinel://
+
+Parameters follow a `?`: those in PARAMETERS, and for Sentinels `sentinel_username` and `sentinel_password`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from protocol.errors import ConfigError
+
+PORT, SENTINEL_PORT, SERVICE = 6379, 26379, "mymaster"
+_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+
+
+def _yes(text: str) -> bool:
+    if text.lower() not in ("true", "false", "yes", "no", "1", "0"):
+        raise ValueError
+    return text.lower() in ("true", "yes", "1")
+
+
+def _verification(text: str) -> str:
+    if text not in ("none", "optional", "required"):
+        raise ValueError
+    return text
+
+
+def _database(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError
+    return int(text)
+
+
+def _protocol(text: str) -> int:
+    if text not in ("2", "3"):
+        raise ValueError
+    return int(text)
+
+
+def _client_name(text: str) -> str:
+    """As servers want it: nothing but what can be seen."""
+    if not all("!" <= letter <= "~" for letter in text):
+        raise ValueError
+    return text
+
+
+PARAMETERS: dict[str, Callable[[str], Any]] = {
+    "db": _database,
+    "username": str,
+    "password": str,
+    "client_name": _client_name,
+    "protocol": _protocol,
+    "ssl_ca_certs": str,
+    "ssl_certfile": str,
+    "ssl_keyfile": str,
+    "ssl_password": str,
+    "ssl_cert_reqs": _verification,
+    "ssl_check_hostname": _yes,
+}
+_SENTINELS_OWN = {"sentinel_username": "username", "sentinel_password": "password"}
+
+
+@dataclass(frozen=True, slots=True)
+class RedisUrl:
+    """shown      the URL without password and parameters: what logs and errors may tell
+    server        arguments of a connection to the server, as the redis package names them; without host and port where
+                  Sentinels know these
+    sentinels     host and port of each; empty: there are none
+    sentinel      arguments of a connection to a Sentinel
+    service       what the Sentinels call the master
+    tls           whether connections are encrypted
+    """
+
+    shown: str
+    server: dict[str, Any] = field(repr=False)
+    tls: bool = False
+    sentinels: tuple[tuple[str, int], ...] = ()
+    sentinel: dict[str, Any] = field(default_factory=dict, repr=False)
+    service: str = ""
+
+
+def shown(url: str) -> str:
+    """The URL without password and parameters, whatever is wrong with it."""
+    scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
+    place = re.split(r"[?#]", rest, maxsplit=1)[0]
+    if "@" in rest[len(place) :]:
+        return f"{scheme}{separator}***"  # a ? or # in the password, or an @ in a parameter: it cannot be told
+    secret, at, place = place.rpartition("@")
+    user = secret.partition(":")[0] if ":" in secret else ""
+    return f"{scheme}{separator}{user + ':***@' if at else ''}{place}"
+
+
+def has_password(url: str) -> bool:
+    """Whether others must not see the URL."""
+    return "@" in url or "password" in url.partition("?")[2]
+
+
+def read(url: str) -> RedisUrl:
+    """Raises ConfigError, which tells no password."""
+    try:
+        parts = urlsplit(url)
+        netloc, path = parts.netloc, unquote(parts.path)
+    except ValueError:
+        _refuse(url, "it is no URL")
+    given = _parameters(url, parts.query)
+    user, _, place = netloc.rpartition("@")
+    name, colon, password = user.partition(":")
+    given |= {"username": unquote(name)} if name else {}
+    given |= {"password": unquote(password)} if colon else {}
+    if parts.fragment:
+        _refuse(url, "a # in the password is written %23")
+    tls = parts.scheme.startswith("rediss")
+    if not tls and (odd := [each for each in given if each.startswith("ssl_")]):
+        _refuse(url, f"{odd[0]} needs rediss://")
+    if tls:
+        given.setdefault("ssl_check_hostname", given.get("ssl_cert_reqs", "required") == "required")
+    if parts.scheme == "unix":
+        if place or not path:
+            _refuse(url, "it has the form unix:///path/of/socket")
+        return RedisUrl(shown(url), given | {"path": path})
+    if parts.scheme in ("redis", "rediss"):
+        host, port = _host_port(url, place or "localhost", PORT)
+        return RedisUrl(shown(url), _with_db(url, given, path[1:]) | {"host": host, "port": port}, tls)
+    if parts.scheme in ("redis+sentinel", "rediss+sentinel"):
+        return _of_sentinels(url, given, place, path, tls)
+    _refuse(url, "it begins with redis://, rediss://, unix://, redis+sentinel:// or rediss+sentinel://")
+
+
+def _of_sentinels(url: str, given: dict[str, Any], place: str, path: str, tls: bool) -> RedisUrl:
+    own = {name: given.pop(each) for each, name in _SENTINELS_OWN.items() if each in given}
+    own |= {name: value for name, value in given.items() if name.startswith("ssl_")}
+    if "@" in path:
+        _refuse(url, "a / in the password is written %2F")
+    service, _, db = path[1:].partition("/")
+    sentinels = tuple(_host_port(url, each, SENTINEL_PORT) for each in place.split(",") if each)
+    if not sentinels:
+        _refuse(url, "it names no Sentinel")
+    return RedisUrl(shown(url), _with_db(url, given, db), tls, sentinels, own, service or SERVICE)
+
+
+def _parameters(url: str, query: str) -> dict[str, Any]:
+    known = PARAMETERS | (dict.fromkeys(_SENTINELS_OWN, str) if "+sentinel://" in url else {})
+    found = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in known:
+            odd = repr(name[:40]) if name.isidentifier() and "@" not in query else "what follows the ?"
+            _refuse(url, f"{odd} is none of its parameters: {', '.join(known)}")
+        try:
+            found[name] = known[name](value)
+        except ValueError:
+            _refuse(url, f"{name} cannot have this value")
+        if name in _FILES and not os.access(value, os.R_OK):
+            _refuse(url, f"{name} names no file that can be read: {value}")
+    return found
+
+
+def _with_db(url: str, given: dict[str, Any], db: str) -> dict[str, Any]:
+    if not db:
+        return given
+    if not db.isdecimal():
+        _refuse(url, "what follows the last / is the number of a database (a / in the password is written %2F)")
+    return {"db": int(db)} | given
+
+
+def _host_port(url: str, text: str, default: int) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    if not colon:
+        host, port = text, str(default)
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        _refuse(url, "a host is followed by : and a port (in a password /, # and ? are written %2F, %23 and %3F)")
+    return unquote(host.removeprefix("[").removesuffix("]")), int(port)
+
+
+def _refuse(url: str, why: str) -> NoReturn:
+    raise ConfigError(f"redis_url {shown(url)} cannot be read: {why}", param="redis_url")

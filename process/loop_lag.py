@@ -1,0 +1,62 @@
+"""How late this process's event loop is, looked at all the time: what holds it is in every stream's way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from process.awake import held_up_s
+from protocol.loop_metrics import LoopMetrics
+
+PERIOD_S = 0.05
+"""Between two looks. A loop that was held for longer is late once, by all of it."""
+
+
+class LoopLag:
+    """A timer that is due every PERIOD_S and notes how late it came. What the thread waited for a core is told apart:
+    it is the machine's, and nothing that runs on the loop could be blamed for it."""
+
+    def __init__(
+        self,
+        metrics: LoopMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        held_up: Callable[[int | None], float] = held_up_s,
+    ) -> None:
+        self._metrics, self._clock, self._held_up = metrics, clock, held_up
+        self._due = self._without = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """On the loop's thread, within the loop."""
+        self._without = self._held_up(threading.get_native_id())
+        self._again()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def look(self) -> None:
+        """The timer fired."""
+        late_s, without_s = self._clock() - self._due, self._held_up(threading.get_native_id())
+        spent_s, self._without = without_s - self._without, without_s
+        self._metrics.held_up.inc(max(0.0, spent_s))
+        self._metrics.lag.observe(max(0.0, late_s - spent_s))
+        self._again()
+
+    def _again(self) -> None:
+        self._due = self._clock() + PERIOD_S
+        self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self.look)
+
+
+@asynccontextmanager
+async def watched(metrics: LoopMetrics) -> AsyncIterator[None]:
+    """The running loop's lag is measured within."""
+    lag = LoopLag(metrics)
+    lag.start()
+    try:
+        yield
+    finally:
+        lag.stop()

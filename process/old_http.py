@@ -1,0 +1,26 @@
+"""Answers to clients that speak HTTP/1.0, which knows no chunks: one without a length ends where its connection does.
+
+The server below would send them chunks all the same. `ab` and proxies ask in that version.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+
+def without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
+    """The application for this one request, whose connection closes behind the answer."""
+
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        async def plain(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        cycle.chunked_encoding = False
+        await app(scope, receive, plain)
+
+    return answered

@@ -1,0 +1,34 @@
+"""What a node counts of the blocks that it asked other nodes for, and that it was asked for."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter
+
+from protocol.labels import FETCH_OUTCOMES, FETCH_WAYS
+
+
+class FetchMetrics:
+    """Beside the others of a node. ended: by outcome; blocks and bytes: by way; seconds: of those that came."""
+
+    def __init__(self, role: str, registry: CollectorRegistry) -> None:
+        def counters(name: str, help: str, label: str, known: tuple[str, ...]) -> dict[str, Counter]:
+            metric = Counter(name, help, ["role", label], registry=registry)
+            return {value: metric.labels(role, value) for value in known}
+
+        self.ended = counters(
+            "kvferry_fetches",
+            "Fetches of a prompt's blocks from another node, by outcome: done, lacking (it has them no more), refused "
+            "(it drains or gives to many; or no room here), late, corrupt (a checksum was wrong), lost (the node, or "
+            "the way there), cancelled (the request ended).",
+            "outcome",
+            FETCH_OUTCOMES,
+        )
+        self.blocks = counters(
+            "kvferry_fetch_blocks", "KV blocks fetched from other nodes, or given to them.", "way", FETCH_WAYS
+        )
+        self.bytes = counters(
+            "kvferry_fetch_bytes", "Bytes of the KV blocks that were fetched, or given.", "way", FETCH_WAYS
+        )
+        self.seconds = Counter(
+            "kvferry_fetch_seconds", "Seconds that fetches took which brought blocks.", ["role"], registry=registry
+        ).labels(role)

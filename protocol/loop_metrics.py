@@ -1,0 +1,24 @@
+"""How late an event loop is with what is due."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+
+
+class LoopMetrics:
+    """Of one loop; see `process.loop_lag`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.lag = Histogram(
+            "kvferry_event_loop_lag_seconds",
+            "Seconds by which the event loop came late to a timer, without those in which its thread had no core.",
+            registry=registry,
+            buckets=LAG_BUCKETS,
+        )
+        self.held_up = Counter(
+            "kvferry_event_loop_without_core_seconds",
+            "Seconds in which the event loop's thread could have run and had no core: others have too much of them.",
+            registry=registry,
+        )

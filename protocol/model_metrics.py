@@ -1,0 +1,38 @@
+"""The label `model_name`: of some of a router's metrics, which may serve several models, and of all of a node's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
+
+from protocol import labels
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """Those metrics of a router that carry the label `model_name`, bound to one model. prompt_tokens: by source."""
+
+    ttft: Histogram
+    itl: Histogram
+    prompt_tokens: dict[str, Counter]
+    output_tokens: Counter
+
+
+class ModelRegistry(CollectorRegistry):
+    """Of a process that serves one model: each sample names it, once `model_name` is known. As routers call it, its
+    first name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model_name = ""
+
+    def collect(self) -> Iterator[Metric]:
+        (label,) = labels.MODEL
+        for family in super().collect():
+            if self.model_name:
+                family.samples = [
+                    sample._replace(labels={**sample.labels, label: self.model_name}) for sample in family.samples
+                ]
+            yield family

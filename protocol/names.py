@@ -1,0 +1,7 @@
+"""What processes are called."""
+
+from __future__ import annotations
+
+NodeName = tuple[str, int]
+"""Id and epoch of one process."""
+NOBODY: NodeName = ("", 0)

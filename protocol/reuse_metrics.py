@@ -1,0 +1,56 @@
+"""What a router counts of caches: what was predicted, what came of it, and why it did not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter
+
+from protocol import labels
+
+
+class ReuseMetrics:
+    """Tokens of prompts, by model. Over all: predicted + unpredicted = actual + missed, request by request and token by
+    token, so that luck never hides a miss."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, help: str, *more: str) -> Counter:
+            return Counter(name, help, [*labels.MODEL, *more], registry=registry)
+
+        self.predicted = counter("kvferry_predicted_reuse_tokens", "Prompt tokens expected to be reused, by model.")
+        self.actual = counter("kvferry_actual_reuse_tokens", "Prompt tokens that were reused, by model.")
+        self.unpredicted = counter(
+            "kvferry_unpredicted_reuse_tokens",
+            "Prompt tokens reused beyond what was expected of a request, by model.",
+        )
+        self.misses = counter(
+            "kvferry_reuse_miss_tokens",
+            f"Prompt tokens expected and not reused, by model and reason: {', '.join(labels.MISS_REASONS)}.",
+            "reason",
+        )
+
+    def of(self, model: str) -> ModelReuse:
+        """Those of one model."""
+        misses = {reason: self.misses.labels(model, reason) for reason in labels.MISS_REASONS}
+        return ModelReuse(
+            self.predicted.labels(model), self.actual.labels(model), self.unpredicted.labels(model), misses
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReuse:
+    """Bound to one model. misses: by reason."""
+
+    predicted: Counter
+    actual: Counter
+    unpredicted: Counter
+    misses: Mapping[str, Counter]
+
+    def count(self, predicted: int, actual: int, missed: Mapping[str, int]) -> None:
+        """Of one request."""
+        self.predicted.inc(predicted)
+        self.actual.inc(actual)
+        self.unpredicted.inc(max(0, actual - predicted))
+        for reason, tokens in missed.items():
+            self.misses[reason].inc(tokens)

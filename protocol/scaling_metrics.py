@@ -1,0 +1,77 @@
+"""What pools of nodes are scaled by. Each process tells its own part; the sums over all are the pools'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from protocol import labels
+
+BACKLOG = "kvferry_prefill_backlog_seconds"
+BACKLOG_HELP = (
+    "Seconds one node needs for the uncached prompt tokens that wait in this process, at the measured rate. Sum over "
+    "routers and nodes; divided by the prefill nodes it is how far they are behind."
+)
+PRESSURE = "kvferry_decode_pressure"
+PRESSURE_HELP = (
+    "Decode nodes that the streams of this process would fill: by seats, KV blocks or latency, the most of them, and "
+    "by the wait for a seat. Sum over routers and nodes; a router's is below zero where fewer nodes than are "
+    "full would do."
+)
+
+
+class NodeScaling:
+    """A worker's part, of its role. All are zero when it is idle, but for the rate, which it remembers."""
+
+    def __init__(self, role: str, registry: CollectorRegistry) -> None:
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(name, help, ["role"], registry=registry).labels(role)
+
+        self.prefill_backlog = gauge(BACKLOG, BACKLOG_HELP)
+        self.decode_pressure = gauge(PRESSURE, PRESSURE_HELP)
+        self.prefill_rate = gauge(
+            "kvferry_prefill_rate_tokens_per_second",
+            "Prompt tokens that the node computes in a second, as measured when it last did. Sum over nodes.",
+        )
+        self.admission_wait = gauge(
+            "kvferry_admission_wait_seconds",
+            "Seconds for which the request that is next has lacked a seat or blocks here. Take the largest.",
+        )
+        self.itl_ratio = gauge(
+            "kvferry_inter_token_target_ratio",
+            "Seconds between two tokens of a stream here, as a share of --itl-target-ms; 0 without streams. Take the "
+            "largest.",
+        )
+
+
+class RouterScaling:
+    """A router's part: what waits in it, by model. Each is asked for when the router is scraped."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.prefill_backlog = Gauge(BACKLOG, BACKLOG_HELP, labels.MODEL, registry=registry)
+        self.decode_pressure = Gauge(PRESSURE, PRESSURE_HELP, labels.MODEL, registry=registry)
+        self.held = Gauge(
+            "kvferry_requests_held",
+            "Requests that the router holds because no node can take them, as while the first one starts. Sum over "
+            "routers.",
+            labels.MODEL,
+            registry=registry,
+        )
+
+    def exist(self, model: str) -> None:
+        """At zero."""
+        for gauge in (self.prefill_backlog, self.decode_pressure, self.held):
+            gauge.labels(model)
+
+    def follow(
+        self,
+        model: str,
+        prefill_backlog_s: Callable[[], float],
+        decode_pressure: Callable[[], float],
+        held: Callable[[], float],
+    ) -> None:
+        """Whom to ask for a model's figures."""
+        self.prefill_backlog.labels(model).set_function(prefill_backlog_s)
+        self.decode_pressure.labels(model).set_function(decode_pressure)
+        self.held.labels(model).set_function(held)
