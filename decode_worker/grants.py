@@ -7,29 +7,22 @@ from typing import cast
 
 from engine.events import Event, ReservationFailed, Reserved
 from kv_transfer.ports import TransferKey
-from kv_transfer.receiver import Receiver
-from node.pool_memory import PoolMemory
-from node.service import Base
-from protocol.errors import Cancelled, Draining, KvferryError
-from protocol.link_messages import Commit
+from node.arrivals import Arrivals
+from node.service import Base, ship_outcome
+from protocol.errors import Draining, KvferryError
+from protocol.link_messages import Asked, Commit
 from protocol.messages import Job
 
 
 class Grants:
-    """Implements kv_transfer.ports.GrantEvents. A reservation's owner is the transfer's key. `begun` hears on the link
-    thread of every job that a grant is asked for. Without state of its own; nothing passes the asyncio loop: a busy
-    HTTP server delays no block."""
+    """Implements kv_transfer.ports.GrantEvents, of jobs. A reservation's owner is the transfer's key. `begun` hears on
+    the link thread of every job that a grant is asked for. Without state of its own; nothing passes the asyncio loop: a
+    busy HTTP server delays no block."""
 
-    def __init__(self, base: Base, begun: Callable[[Job], None]) -> None:
-        self._base, self._begun = base, begun
-        self.receiver = Receiver(
-            base.link,
-            PoolMemory(base.parts.kv),
-            self,
-            epoch=base.epoch,
-            fingerprint=base.parts.fingerprint,
-            verify=base.verify_checksums,
-        )
+    def __init__(self, base: Base, arrivals: Arrivals, begun: Callable[[Job], None]) -> None:
+        self._base, self._arrivals, self._begun = base, arrivals, begun
+        self.receiver = arrivals.receiver
+        arrivals.take(Job, self)
 
     # The engine thread.
 
@@ -47,29 +40,32 @@ class Grants:
         if event.granted:
             self.receiver.cancel(key, event.error)
         else:
-            self.receiver.refused(key, event.error)
+            self._arrivals.refuse(key, event.error)
 
     # The link thread.
 
-    def reserve(self, key: TransferKey, job: Job) -> None:
+    def reserve(self, key: TransferKey, asked: Asked) -> None:
+        assert isinstance(asked, Job)
+        job = asked
         try:
             self._base.require_ready()
         except Draining as error:
             self._base.metrics.grants["refused"].inc()
-            self.receiver.refused(key, error)
+            self._arrivals.refuse(key, error)
             return
         self._begun(job)
         self._base.engine.submit(lambda engine: engine.reserve(key, job))
 
     def ready(self, key: TransferKey, commit: Commit) -> None:
+        first = commit.first
+        assert first is not None
         metrics, block_bytes = self._base.metrics, self._base.parts.layout.block_bytes
         metrics.ships["done"].inc()
         metrics.ship_bytes.inc(commit.block_count * block_bytes)
-        self._base.engine.submit(lambda engine: engine.start(key, commit.first))
+        self._base.engine.submit(lambda engine: engine.start(key, first, commit.covered, commit.sender))
 
     def failed(self, key: TransferKey, error: KvferryError) -> None:
-        outcome = "aborted" if isinstance(error, Cancelled) else "failed"
-        self._base.metrics.ships[outcome].inc()
+        self._base.metrics.ships[ship_outcome(error)].inc()
         self._base.engine.submit(lambda engine: engine.withdraw(key, error))
 
     def quiet(self, key: TransferKey) -> None:

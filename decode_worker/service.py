@@ -1,7 +1,8 @@
-"""The decode role: grants blocks to prefill nodes, takes over their requests, generates, streams tokens to routers.
+"""The decode role: grants blocks to other nodes, takes over their requests, generates, streams tokens to routers.
 
-It prefills locally what a router asks it to. Engine and receiver talk to each other directly (`grants`); everything
-here belongs to the asyncio loop.
+It prefills locally what a router asks it to, with what other nodes hold of it; copies what streams have to their
+buddies, and hands them over while it drains. Engine, receiver and sender talk to each other directly (`grants`,
+`buddies`, `departures`, `node.fetches`); everything here belongs to the asyncio loop.
 """
 
 from __future__ import annotations
@@ -10,17 +11,31 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fastapi import Request, Response
+from fastapi import Request
 
+from decode_worker.buddies import Buddies
+from decode_worker.departures import Departures
 from decode_worker.grants import Grants
+from decode_worker.looks import Looks
 from decode_worker.spans import Spans
-from decode_worker.streams import RouterStreams, frames
-from engine.events import Event, Failed, Generated
+from engine.events import Event, Failed, Generated, Looked
 from node.accounts import audit
-from node.frames import FrameResponse
+from node.arrivals import Arrivals
+from node.copies import Keeper
+from node.fetches import Fetches
 from node.service import Base
+from node.supplies import Supplies
 from process.http import read_message
-from protocol.messages import AttemptFailed, CancelRequest, GenerateRequest, StepFrame, TokenDelta
+from protocol.errors import Moved
+from protocol.messages import (
+    AttemptFailed,
+    CancelRequest,
+    Deviation,
+    GenerateRequest,
+    MoveRequest,
+    StepFrame,
+    TokenDelta,
+)
 
 
 class DecodeService:
@@ -28,40 +43,50 @@ class DecodeService:
 
     def __init__(self, base: Base) -> None:
         self._base = base
-        self._streams = RouterStreams(self._router_lost)
         self._spans = Spans()
-        self._grants = Grants(base, self._spans.begin)
-        base.link.start(self._grants.receiver)
+        self._looks = Looks(base.metrics.canary)
+        arrivals = Arrivals(base)
+        self._grants = Grants(base, arrivals, self._spans.begin)
+        self._keeper = Keeper(base, arrivals)
+        self._departures = Departures(base)
+        self._buddies = Buddies(base, self._departures.sender)
+        self._fetches = Fetches(base, arrivals)
+        self._supplies = Supplies(base, self._departures.sender)
+        base.dock.start()
         base.app.post("/attempts/generate", status_code=202)(self.post_generate)
+        base.app.post("/attempts/move", status_code=202)(self.post_move)
         base.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
-        base.app.get("/streams/{router_id}")(self.get_stream)
 
     async def post_generate(self, request: Request) -> None:
         """Prefill an attempt locally and generate; its output goes to the router's stream."""
         self._base.require_ready()
         job = (await read_message(request, GenerateRequest)).job
         self._spans.begin(job)
-        self._base.engine.submit(lambda engine: engine.add(job))
+        self._base.engine.submit(lambda engine: self._fetches.add(engine, job))
+
+    async def post_move(self, request: Request) -> None:
+        """Hand a stream over to another decode node; answered when that is done, or with why it stays."""
+        await self._departures.move(await read_message(request, MoveRequest), request.is_disconnected)
 
     async def post_cancel(self, request: Request) -> None:
         """Drop all attempts of a request up to the given one."""
         cancel = await read_message(request, CancelRequest)
         self._base.engine.cancel(cancel.request_id, cancel.attempt)
 
-    async def get_stream(self, router_id: str) -> Response:
-        """The standing token stream of a router."""
-        queue = self._streams.open(router_id)
-        return FrameResponse(frames(queue), on_close=lambda: self._streams.close(router_id, queue))
-
     def busy(self) -> bool:
-        return bool(self._base.engine.load.open_grants)
+        return bool(self._base.engine.load.open_grants) or self._departures.busy()
+
+    def router_lost(self, router_id: str) -> None:
+        self._base.engine.submit(lambda engine: engine.cancel_router(router_id))
 
     def stop(self) -> None:
-        self._streams.stop()
-        self._base.link.stop()
+        self._base.dock.stop()
 
     def to_link(self, events: Sequence[Event]) -> None:
         self._grants.take(events)
+        self._departures.take(events)
+        self._buddies.take(events)
+        self._fetches.take(events)
 
     def to_routers(self, events: Sequence[Event]) -> None:
         """What the engine made for one router goes out as one frame."""
@@ -77,15 +102,16 @@ class DecodeService:
                     self._base.metrics.attempts["done"].inc()
             elif isinstance(event, Failed):
                 outputs[event.router_id].failed.append(self._failure(event))
+            elif isinstance(event, Looked) and self._looks.differs(event):
+                outputs[event.router_id].deviations.append(Deviation(event.key[0], event.sender))
         for router_id, output in outputs.items():
-            self._streams.publish(router_id, StepFrame(tuple(output.deltas), tuple(output.failed)))
+            self._base.streams.publish(router_id, output.frame())
 
     def _failure(self, event: Failed) -> AttemptFailed:
-        self._base.metrics.attempts["cancelled" if event.error.code == "cancelled" else "failed"].inc()
-        return AttemptFailed(*event.key, event.error.code, event.error.message)
-
-    def _router_lost(self, router_id: str) -> None:
-        self._base.engine.submit(lambda engine: engine.cancel_router(router_id))
+        code = event.error.code
+        self._base.metrics.attempts[code if code in ("cancelled", "moved") else "failed"].inc()
+        later = event.error.later if isinstance(event.error, Moved) else -1
+        return AttemptFailed(*event.key, code, event.error.message, later)
 
 
 @dataclass(slots=True)
@@ -94,3 +120,7 @@ class _Output:
 
     deltas: list[TokenDelta] = field(default_factory=list)
     failed: list[AttemptFailed] = field(default_factory=list)
+    deviations: list[Deviation] = field(default_factory=list)
+
+    def frame(self) -> StepFrame:
+        return StepFrame(tuple(self.deltas), tuple(self.failed), deviations=tuple(self.deviations))

@@ -8,10 +8,11 @@ a block stands before its parent: a node never drops a block before its descenda
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine import recount
+from engine.absences import Absences
 from engine.free_list import FreeList
 from engine.ports import Holds
 from engine.tails import Tails
@@ -35,6 +36,7 @@ class BlockPool:
         self.prefix_caching = prefix_caching
         self.evicted_total = 0
         self.tails = Tails()
+        self.absences = Absences(num_blocks)
         self._blocks = [Block() for _ in range(num_blocks)]
         self._free = FreeList(num_blocks)
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -90,7 +92,8 @@ class BlockPool:
         self, holders: Sequence[tuple[Hashable, str]], block_id: int, block_hash: bytes, parent: int | None
     ) -> int:
         """The block's content is complete: make it findable. If equal content is findable already, the holds (owner,
-        reason) move to that block, and its id is returned, so that every findable block's parent is findable too."""
+        reason) move to that block, and its id is returned, so that every findable block's parent is findable too. What
+        stands behind a forgotten block is not made findable."""
         if not self.prefix_caching:
             return block_id
         known = self._by_hash.get(block_hash)
@@ -102,6 +105,8 @@ class BlockPool:
                 self.holds.hold(owner, reason, [known])
                 self.release(owner, reason, [block_id])
             return known
+        if parent is not None and self._blocks[parent].hash is None:
+            return block_id
         block = self._blocks[block_id]
         assert block.hash is None, "a block's content changed while it was findable"
         block.hash, block.parent = block_hash, parent
@@ -109,8 +114,30 @@ class BlockPool:
             self._blocks[parent].children += 1
             self._changed(block_id, parent, 1)
         self._by_hash[block_hash] = block_id
+        self.absences.arrived(block_hash)
         _note(block_hash, self._stored, self._removed)
         return block_id
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """What these blocks hold is wrong: neither they nor those behind them are found any more. Looks at all
+        blocks."""
+        behind: dict[int, list[int]] = {}
+        for block_id, block in enumerate(self._blocks):
+            if block.parent is not None:
+                behind.setdefault(block.parent, []).append(block_id)
+        going = dict.fromkeys(block_ids)
+        left = list(going)
+        while left:
+            children = [child for child in behind.get(left.pop(), ()) if child not in going]
+            going.update(dict.fromkeys(children))
+            left += children
+        for block_id in going:
+            self.tails.forget(block_id)
+            if self._blocks[block_id].hash is not None:
+                self._hide(block_id, "retracted")
+            if block_id in self._cached:
+                del self._cached[block_id]
+                self._free.put(block_id)
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
         """(hashes stored, hashes removed) since the last call, for the block index; none is in both."""
@@ -173,16 +200,22 @@ class BlockPool:
 
     def _evict(self) -> None:
         block_id, _ = self._cached.popitem(last=False)
+        assert not self._blocks[block_id].children, "evicted before its descendants"
+        self._hide(block_id, "evicted")
+        self.evicted_total += 1
+        self._free.put(block_id)
+
+    def _hide(self, block_id: int, reason: str) -> None:
+        """It is not found any more."""
         block = self._blocks[block_id]
-        assert block.hash is not None and block.children == 0, "evicted before its descendants"  # noqa: PT018
+        assert block.hash is not None
         del self._by_hash[block.hash]
+        self.absences.note((block.hash,), reason)
         _note(block.hash, self._removed, self._stored)
         if block.parent is not None:
             self._blocks[block.parent].children -= 1
             self._changed(block_id, block.parent, -1)
         block.hash = block.parent = None
-        self.evicted_total += 1
-        self._free.put(block_id)
 
     def _let_go(self, block_id: int) -> None:
         if self._blocks[block_id].hash is not None:

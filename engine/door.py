@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from protocol.errors import Cancelled, ContextLengthExceeded, InvalidRequest
+from protocol.errors import Cancelled, ContextLengthExceeded, InvalidRequest, TransferFailed
 from protocol.messages import Job
 from protocol.work import Generate
 
@@ -35,7 +35,7 @@ class Door:
         if not isinstance(work, self._takes):
             raise InvalidRequest(f"the model {self._model} does not {type(work).__name__.lower()}", param="model")
         longest = self._longest - isinstance(work, Generate)
-        if not 0 < len(job.token_ids) <= longest:
+        if not 0 <= job.ahead <= longest - len(job.token_ids) or not job.token_ids:
             raise ContextLengthExceeded(
                 f"the prompt has {len(job.token_ids)} tokens; this node takes 1 to {longest}", param="prompt"
             )
@@ -49,11 +49,22 @@ class Door:
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Ids that the model does not have would break the step for everybody in it."""
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+        if not self._has(token_ids):
             raise InvalidRequest(f"token ids must be at least 0 and below {self._vocab_size}", param="prompt")
 
-    def check_first(self, token_ids: Sequence[int]) -> None:
-        """A request goes on behind exactly one token: its blocks are reserved for its prompt and that one."""
-        self.check_tokens(token_ids)
-        if len(token_ids) != 1:
-            raise InvalidRequest(f"a hand-over carries one token, got {len(token_ids)}", param="first")
+    def check_first(self, job: Job, token_ids: Sequence[int], covered: int, room: int) -> None:
+        """A request goes on behind one token or more, of which the last is not computed. covered: tokens in front whose
+        K/V came, 0 for those of the job; room: tokens that the blocks which came have room for. What is wrong with them
+        is the other node's fault and no client's, and they may fit elsewhere: TransferFailed."""
+        if not self._has(token_ids):
+            raise TransferFailed("a hand-over with token ids that the model does not have")
+        known, total = len(job.token_ids), len(job.token_ids) + len(token_ids)
+        if not known < total < self._longest or job.work.ends_on_prompt(total - job.prompt_len - 1):
+            raise TransferFailed(
+                f"a hand-over of {len(token_ids)} tokens goes beyond the end that the request has here"
+            )
+        if covered and not known <= covered <= min(room, total - 1):
+            raise TransferFailed(f"a hand-over with the K/V of {covered} tokens, which it cannot have")
+
+    def _has(self, token_ids: Sequence[int]) -> bool:
+        return not token_ids or 0 <= min(token_ids) <= max(token_ids) < self._vocab_size

@@ -6,6 +6,7 @@ Everything here is called on the engine thread. Each call and each step leaves i
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +14,15 @@ from dataclasses import dataclass
 from engine import roster
 from engine.adapters import Adapters
 from engine.block_pool import BlockPool
+from engine.canary import Canary
+from engine.copies import Copies
+from engine.courtesy import Courtesy
 from engine.door import Door
 from engine.events import Event, Failed, ReservationFailed
 from engine.grammars import Grammars
 from engine.leaving import Leaving
 from engine.lent import Lent
+from engine.moving import Moving, widen
 from engine.request import Key, Request, key_of
 from engine.roster import Roster
 from engine.runner import Runs
@@ -28,6 +33,7 @@ from protocol.errors import Cancelled, GrantRefused, KvferryError, NodeLost
 from protocol.hashing import root_hash
 from protocol.lease import Load
 from protocol.messages import Job, TokenDelta
+from protocol.names import NOBODY, NodeName
 from protocol.work import Embed, Generate
 
 log = logging.getLogger("kvferry.engine")
@@ -36,13 +42,14 @@ log = logging.getLogger("kvferry.engine")
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """fingerprint roots the block hashes; max_model_len bounds prompt plus output (tokens); takes: the kinds of work
-    that the model does."""
+    that the model does; shares_cores: whether prompts that come by grants are computed on the cores of this engine."""
 
     fingerprint: str
     block_size: int
     max_model_len: int
     limits: Limits
     takes: tuple[type, ...] = (Generate, Embed)
+    shares_cores: bool = False
 
 
 class Engine:
@@ -58,11 +65,15 @@ class Engine:
         self.longest = min(config.max_model_len, pool.num_blocks * config.block_size)
         self.lent = Lent(pool)
         self.leaving = Leaving()
+        self.courtesy = Courtesy(self.roster, shares=config.shares_cores)
         info = runner.model.info
-        self.grammars = Grammars(self, runner.masks)
+        self.grammars = Grammars(runner.masks, lambda key: self.resume(key, Awaits.GRAMMAR), self.fail)
+        self.canary: Canary | None = None
         self._door = Door(self.longest, info.vocab_size, config.takes, info.name)
         self.adapters = Adapters()
-        self._stepper = Stepper(self.scheduler, runner, self.lent, self.leaving, self.longest, self.events)
+        self.moving = Moving(pool, self.scheduler, self.longest, self.events)
+        self.copies = Copies(pool, self.roster)
+        self.stepper = Stepper(self.scheduler, runner, self.lent, self.leaving, self.longest, self.events)
 
     def add(
         self,
@@ -87,8 +98,8 @@ class Engine:
 
     def reserve(self, grant: Hashable, job: Job, awaits: Iterable[Awaits] = ()) -> None:
         """Queue an attempt whose prompt is computed elsewhere and comes by a grant: a Reserved or ReservationFailed
-        event answers. Its blocks stay held until `start` or `lent.grant_quiet`. What else it awaits may come before or
-        after them."""
+        event answers, before the next step where there is room. Its blocks stay held until `start` or
+        `lent.grant_quiet`. What else it awaits may come before or after them."""
         with self._answering(lambda error: self._refuse_grant(grant, error)):
             self._door.check(job)
             if self.roster.find(key_of(job)):
@@ -98,23 +109,30 @@ class Engine:
             request.awaits.update((Awaits.KV, *awaits))
             self._enter(request)
 
-    def start(self, grant: Hashable, first: TokenDelta) -> None:
-        """The grant's blocks have landed: continue after the first token. If it was withdrawn meanwhile, nothing else
-        will report it quiet: its blocks are released. A Failed event answers if it cannot go on."""
+    def start(self, grant: Hashable, first: TokenDelta, covered: int = 0, sender: NodeName = NOBODY) -> None:
+        """The grant's blocks have landed from `sender`: continue after the first token. If it was withdrawn meanwhile,
+        its blocks are released: nothing else reports it quiet. A Failed event answers if it cannot go on. One that
+        moved brings more tokens than one; `covered` in front have their K/V in the blocks (0: those of the job)."""
         request = self.roster.by_grant(grant)
         if request is None or not request.block_ids:
             self.lent.grant_quiet(grant)
             return
+        shared = any(other.behind is request for other in self.roster.awaiting.values())
         self.scheduler.land(request)
         request.computed_len = len(request.token_ids)
-        self._stepper.note_tail(request)
+        self.stepper.note_tail(request)
         with self._answering(lambda error: self._refuse(request.job, error)):
-            self._door.check_first(first.token_ids)
+            room = len(request.block_ids) * self.config.block_size
+            self._door.check_first(request.job, first.token_ids, covered, room)
             request.token_ids.extend(first.token_ids)
-            self._stepper.register(request)
+            request.computed_len = covered or request.computed_len
+            if self.canary is not None:
+                self.canary.landed(request, sender)
+            self.stepper.register(request, whole=shared)
+            widen(self.scheduler, request)
             if request.sample_row is not None and request.sample_row.mask is not None:
                 self.grammars.follow(request)
-        self._stepper.report_blocks()
+        self.stepper.report_blocks()
 
     def resume(self, key: Key, awaited: Awaits) -> None:
         """What an attempt awaited has come; nothing if it has gone."""
@@ -126,20 +144,20 @@ class Engine:
         """End an attempt: what it awaits will not come. Nothing if it has gone."""
         request = self.roster.find(key)
         if request is not None:
-            self._stepper.drop(request, error)
+            self.stepper.drop(request, error)
 
     def withdraw(self, grant: Hashable, error: KvferryError) -> None:
         """The grant failed: queued, its request is dropped; with blocks, they stay held until `lent.grant_quiet`."""
         request = self.roster.by_grant(grant)
         if request is not None:
-            self._stepper.drop(request, error)
+            self.stepper.drop(request, error)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Drop all attempts of the request up to `attempt`, and refuse those that arrive later."""
         self._door.close(request_id, attempt)
         error = Cancelled("the request was cancelled")
         for request in self.roster.attempts(request_id, attempt):
-            self._stepper.drop(request, error)
+            self.stepper.drop(request, error)
 
     def cancel_router(self, router_id: str) -> None:
         """The router is gone: drop everything it asked for."""
@@ -152,10 +170,13 @@ class Engine:
         return bool(self.roster.running or self.roster.waiting)
 
     def step(self) -> bool:
-        """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). If it breaks, every
-        running request ends with the error; what is queued stays, but for its head where nothing ran. It ends early,
-        with nothing committed, when all that it computes is for attempts that are `leaving`."""
-        ran = self._stepper.step()
+        """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). A request that cannot be
+        computed ends alone; if scheduling breaks, every running request ends with the error, and what is queued stays,
+        but for its head where nothing ran. It ends early, with nothing committed, when all that it computes is for
+        attempts that are `leaving`. Raises DeviceLost: no other step can run."""
+        began = time.monotonic()
+        ran = self.stepper.step()
+        self.courtesy.stepped(time.monotonic() - began)
         self.adapters.settle(self.roster)
         return ran
 
@@ -169,7 +190,7 @@ class Engine:
             waiting_tokens=here.waiting_tokens,
             running_requests=len(here.running) + len(seated) - len(granted),
             free_blocks=free,
-            active_blocks=self.pool.num_blocks - free - cached - sum(granted),
+            active_blocks=self.pool.holds.num_held - sum(granted),
             cached_blocks=cached,
             granted_blocks=sum(granted),
             total_blocks=self.pool.num_blocks,
@@ -196,7 +217,7 @@ class Engine:
         """End an attempt that may be here already, or an older one of the same name in its place."""
         request = self.roster.find(key_of(job))
         if request is not None and request.job is job:
-            self._stepper.drop(request, error)
+            self.stepper.drop(request, error)
         else:
             self.events.append(Failed(key_of(job), job.router_id, error))
 
@@ -204,7 +225,7 @@ class Engine:
         """End a request that may be queued already."""
         request = self.roster.by_grant(grant)
         if request is not None:
-            self._stepper.drop(request, error)
+            self.stepper.drop(request, error)
         else:
             self.events.append(ReservationFailed(grant, error))
 
@@ -217,15 +238,13 @@ class Engine:
             self.grammars.open(request)
 
     def _request(self, job: Job) -> Request:
-        adapter = self.adapters.find(job.adapter)
         root = root_hash(self.config.fingerprint, job.namespace, job.adapter)
-        return Request(job, root, self.config.block_size, adapter=adapter)
+        return Request(job, root, self.config.block_size, adapter=self.adapters.find(job.adapter))
 
 
 def audit(engine: Engine) -> Iterator[None]:
-    """Assert that the books balance and that with nothing under way no block is held; in pieces of a fraction of a
-    millisecond, between which the engine may work."""
+    """Assert that the books balance, and no block is held with nothing under way; in pieces below a millisecond."""
     yield from engine.pool.audit()
     roster.check_integrity(engine.roster)
-    if not (engine.roster or engine.lent):
+    if not (engine.roster or engine.lent or engine.moving or engine.copies or engine.canary):
         assert engine.pool.available == engine.pool.num_blocks, "blocks leaked"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.request import Key
 from protocol.errors import KvferryError
 from protocol.messages import TokenDelta
+from protocol.names import NodeName
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,4 +89,18 @@ class Stepped:
     evicted: int
 
 
-Event = Generated | Failed | Computed | Reserved | ReservationFailed | BlocksChanged | Admitted | Stepped
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The canary looked at a ship of `sender`, which brought the K/V of `tokens` tokens. outcome: agreed, differed, or
+    dropped before it was known; distance, tolerated: see engine.likeness."""
+
+    key: Key
+    router_id: str
+    sender: NodeName
+    outcome: str
+    tokens: int
+    distance: float
+    tolerated: float
+
+
+Event = Generated | Failed | Computed | Reserved | ReservationFailed | BlocksChanged | Admitted | Stepped | Looked

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from engine.masks import Masks
-from engine.request import Request
+from engine.request import Key, Request
 from engine.sampler import SampleRow
-from engine.states import Awaits
 from protocol.errors import KvferryError
 
-if TYPE_CHECKING:
-    from engine.engine import Engine
-
-Post = Callable[[Callable[["Engine"], None]], None]
-"""Runs a call on the engine thread before the next step."""
-
-
-def held_up(request: Request) -> bool:
-    """Whether it takes no turn now: the mask of its grammar is not made."""
-    row = request.sample_row
-    return row is not None and row.mask is not None and row.mask.blocks
+Call = Callable[[], None]
 
 
 class Grammars:
-    """Opens masks for an engine. Until `attach` their news are called at once, on whatever thread they come from."""
+    """Opens masks for an engine, and tells it how that went: `compiled`, or `failed`, which are called at once, on
+    whatever thread that is known on, until `attach`."""
 
-    def __init__(self, engine: Engine, masks: Masks) -> None:
-        self._post: Post = lambda call: call(engine)
-        self._masks = masks
+    def __init__(
+        self, masks: Masks, compiled: Callable[[Key], None], failed: Callable[[Key, KvferryError], None]
+    ) -> None:
+        self._masks, self._compiled, self._failed = masks, compiled, failed
+        self._post: Callable[[Call], None] = lambda call: call()
 
-    def attach(self, post: Post) -> None:
-        """From now on an engine thread owns the engine."""
+    def attach(self, post: Callable[[Call], None]) -> None:
+        """From now on a thread owns the engine; `post` runs a call on it before the next step."""
         self._post = post
-        self._masks.wake = lambda: post(lambda engine: None)
+        self._masks.wake = lambda: post(lambda: None)
 
     def open(self, request: Request) -> None:
         """Begin to compile; the request is here and awaits that. Raises InvalidRequest where no grammars are read, and
@@ -43,10 +34,7 @@ class Grammars:
         assert job.grammar is not None
 
         def done(error: KvferryError | None) -> None:
-            if error is None:
-                self._post(lambda engine: engine.resume(key, Awaits.GRAMMAR))
-            else:
-                self._post(lambda engine: engine.fail(key, error))
+            self._post(lambda: self._compiled(key) if error is None else self._failed(key, error))
 
         request.sample_row = SampleRow(job.params, request.token_ids, job.prompt_len)
         mask = self._masks.open(job.grammar, job.params, request.token_ids, job.prompt_len, done)

@@ -82,6 +82,10 @@ class Ledger:
     def held(self, block_id: int) -> bool:
         return self._counts[block_id] > 0
 
+    def owners(self) -> Iterator[tuple[str, Hashable]]:
+        """(reason, owner) of all holds; nothing may be held or released meanwhile."""
+        return ((reason, owner) for reason, book in self._books.items() for owner in book)
+
     def check_integrity(self) -> None:
         """Assert that counts and books agree."""
         for _ in self.audit():
@@ -93,7 +97,7 @@ class Ledger:
         """`check_integrity` in pieces, between which holds may come and go."""
         assert all(self._books.values()), "an empty book"
         counts = yield from recount.zeros(self.num_blocks)
-        anew = recount.Holds(counts, ((reason, owner) for reason, book in self._books.items() for owner in book))
+        anew = recount.Holds(counts, self.owners())
         self._recounts.append(anew)
         try:
             while anew.unread:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 
 from engine.engine import Engine, audit
 from engine.events import Event
+from engine.outlived import Outlived
 from engine.self_check import SelfCheck
+from engine.states import State
 
 log = logging.getLogger("kvferry.engine")
 
@@ -38,10 +40,12 @@ class EngineLoop:
         self._stopping = False
         self._turning = False
         self._self_check = SelfCheck(lambda: audit(engine))
-        engine.grammars.attach(self.submit)
+        engine.grammars.attach(lambda call: self.submit(lambda engine: call()))
+        self._outlived = Outlived(engine)
         self.load = engine.load()
         self.fault: str | None = None
-        self._turn_began: float | None = None
+        self._turns = 0
+        self.native_id: int | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -67,6 +71,12 @@ class EngineLoop:
             self._inbox.append(call)
             self._wake.notify()
 
+    def outlived_s(self) -> float:
+        """Seconds for which the oldest hold has outlived what it was for, as of the last time that this was asked. From
+        any thread."""
+        self.submit(lambda engine: self._outlived.look())
+        return self._outlived.seconds
+
     @property
     def busy(self) -> bool:
         """Whether anything was submitted and not looked at, or is under way. Once false, all news was handed out. From
@@ -75,12 +85,20 @@ class EngineLoop:
             return self._turning or bool(self._inbox) or self._engine.roster.busy
 
     @property
-    def turn_s(self) -> float:
-        """Seconds that the turn under way has taken so far; 0 between turns. From any thread."""
-        began = self._turn_began
-        return 0.0 if began is None else time.monotonic() - began
+    def waits_s(self) -> float:
+        """How long the request that is next has lacked a seat or blocks; 0 if none does. From any thread."""
+        refused = self._engine.scheduler.refused
+        if refused is None or refused.state is not State.WAITING:
+            return 0.0
+        return max(0.0, time.monotonic() - refused.queued)
+
+    @property
+    def mark(self) -> int | None:
+        """Which turn is under way or awaited; None while nothing is to be done. From any thread, without a lock."""
+        return self._turns if self._turning or self._inbox else None
 
     def _run(self) -> None:
+        self.native_id = threading.get_native_id()
         try:
             self._prepare()
             stuck = False
@@ -97,7 +115,7 @@ class EngineLoop:
         while True:
             with self._wake:
                 if not self._awaited(stuck):
-                    self._wake.wait(self._self_check.pause())
+                    self._wake.wait(self._patience())
                 if self._stopping:
                     return None
                 if self._awaited(stuck):
@@ -105,28 +123,52 @@ class EngineLoop:
                     self._inbox.clear()
                     self._engine.leaving.forget()
                     self._turning = True
+                    self._turns += 1
                     return calls
             self._check_books()
+            if not self._engine.has_work():
+                self._look()
 
     def _awaited(self, stuck: bool) -> bool:
         """Whether anybody waits for this thread to go on."""
-        return self._stopping or bool(self._inbox) or (self._engine.has_work() and not stuck)
+        return self._stopping or bool(self._inbox) or (self._may_step() and not stuck)
+
+    def _may_step(self) -> bool:
+        return self._engine.has_work() and self._engine.courtesy.pause_s() <= 0
+
+    def _patience(self) -> float | None:
+        """Seconds after which to look again unless something is submitted; None: never."""
+        canary = self._engine.canary
+        look = canary.pause_s() if canary and not self._engine.has_work() else None
+        waits = (self._self_check.pause(), self._engine.courtesy.pause_s() or None, look)
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def _turn(self, calls: Sequence[Callable[[Engine], None]]) -> bool:
-        """One round: inbox, step, outbox. False when nothing could run."""
-        self._turn_began = time.monotonic()
+        """One round: inbox, outbox, step, outbox. False when nothing could run."""
         for call in calls:
             self._guarded(call)
+        if self._engine.canary:
+            self._engine.canary.give_way()
         if calls:
+            self._engine.stepper.seat()
             self.load = self._engine.load()
-        ran = False
-        if self._engine.has_work():
-            ran = self._engine.step()
+            self._flush()
+        waits = self._engine.has_work() and not self._may_step()
+        ran = waits or (self._engine.has_work() and self._engine.step())
         self._self_check.changed()
         self.load = self._engine.load()
         self._flush()
-        self._turn_began = None
+        if ran and not waits:
+            self._look()
         return ran
+
+    def _look(self) -> None:
+        """A piece of what the canary computes, if it is time to; it ends when anything is submitted."""
+        canary = self._engine.canary
+        if canary:
+            canary.turn(lambda: not (self._inbox or self._stopping))
+            self.load = self._engine.load()
+            self._flush()
 
     def _guarded(self, call: Callable[[Engine], None]) -> None:
         try:

@@ -1,8 +1,12 @@
 """Which tokens a grammar allows next, for every request that has one.
 
-A mask depends on the tokens so far alone. So it is made on threads of its own as soon as a token is drawn, while the
-next step computes, and looked at when that step draws. A mask that is not there by then is late: its request draws
-nothing in that step and takes no turn until the mask is ready. Nobody else waits for it.
+A mask depends on the tokens so far alone. A request's first masks are made on threads of their own as soon as a token
+is drawn, while the next step computes, and looked at when that step draws. A mask that is not there by then is late:
+its request draws nothing in that step and takes no turn until the mask is ready. Nobody else waits for it.
+
+Most masks take some microseconds, less than it costs to hand them to a thread that takes a core from the step. Those of
+a request whose masks were quick so far are made by the engine thread, one behind the other, when the step draws: what
+they look at is in the core's cache then, and a GPU computes meanwhile.
 """
 
 from __future__ import annotations
@@ -11,12 +15,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.mask import TRIALS_IF_SLOW, Mask, spare_ends
 from grammars.pool import Inline, Runs, run_all
-from grammars.seam import Bits, Compiler, Matcher, words_for
+from grammars.seam import Compiler, Matcher, words_for
 from protocol.errors import GrammarFailed, InvalidRequest, KvferryError, reason
 from protocol.sampling import SamplingParams
 from protocol.work import Grammar
@@ -27,49 +31,11 @@ PATIENCE_S = 0.005
 """What a step waits, once, for masks that are not ready when it draws."""
 SLOW_S = 0.002
 """A request whose last mask took longer on its thread is not waited for."""
+OWN_S = 0.01
+"""CPU time that a step spends on masks that it makes itself, or on the first of them that is slow."""
 LONGEST_MASK_S = 1.0
 LONGEST_MASKS_S = 20.0
 """Seconds of computation that one mask, and all masks of a request, may take."""
-
-
-@dataclass(slots=True, eq=False)
-class Mask:
-    """The mask of one request. Engine thread and a grammar thread pass it to and fro: between `ready` and the next
-    `advance` it is the former's.
-
-    token_ids, prompt_len   of the request: what lies behind the prompt is output
-    upto                    output tokens that the mask is to stand behind; behind: those it does
-    bits                    see grammars.seam: what may be drawn next
-    written                 bits were written at all
-    ready, late             it is made; it was not when it was needed, or will not be
-    error                   why there is none, and why the request must end
-    """
-
-    grammar: Grammar
-    params: SamplingParams
-    token_ids: Sequence[int]
-    prompt_len: int
-    bits: Bits
-    matcher: Matcher | None = None
-    upto: int = 0
-    behind: int = 0
-    spent_s: float = 0.0
-    slow: bool = False
-    late: bool = False
-    ready: bool = False
-    written: bool = False
-    error: KvferryError | None = None
-    after: list[Callable[[], None]] = field(default_factory=list)
-
-    @property
-    def trails(self) -> bool:
-        """Whether the output went on since the mask was last begun."""
-        return len(self.token_ids) - self.prompt_len != self.upto
-
-    @property
-    def blocks(self) -> bool:
-        """The request takes no turn now."""
-        return self.late and not self.ready
 
 
 class Masks:
@@ -115,20 +81,24 @@ class Masks:
         return mask
 
     def advance(self, masks: Sequence[Mask]) -> None:
-        """Their requests have more tokens, or fewer: begin to make the masks behind them."""
+        """Their requests have more tokens, or fewer: begin to make the masks behind them, or leave that to `settle`."""
         if not masks:
             return
         idle = []
         with self._made:
             for mask in masks:
                 mask.upto = len(mask.token_ids) - mask.prompt_len
-                if mask.ready:
+                if mask.owed:
+                    continue
+                mask.owed = mask.ready and mask.quick
+                if mask.ready and not mask.owed:
                     idle.append(mask)
                 mask.ready, mask.late = False, mask.slow
         run_all([_Making(self, mask) for mask in idle], self._masking)
 
     def settle(self, masks: Sequence[Mask]) -> None:
-        """A step draws now: those that are not ready and will not be at once are late."""
+        """A step draws now: make those that are owed. Those that are not ready and will not be at once are late."""
+        self._make_owed([mask for mask in masks if mask.owed])
         missing = [mask for mask in masks if not mask.ready and not mask.late]
         if not missing:
             return
@@ -138,6 +108,19 @@ class Masks:
             self._waited = False
             for mask in missing:
                 mask.late = not mask.ready
+
+    def _make_owed(self, masks: Sequence[Mask]) -> None:
+        """Here, as long as that does not take long; grammar threads make what is left."""
+        began = time.thread_time()
+        for done, mask in enumerate(masks):
+            mask.owed = False
+            self._write(mask)
+            mask.ready = True
+            if mask.slow or time.thread_time() - began > OWN_S:
+                for other in masks[done + 1 :]:
+                    other.owed = False
+                run_all([_Making(self, other) for other in masks[done + 1 :]], self._masking)
+                return
 
     def _make(self, mask: Mask) -> None:
         """On a grammar thread, until the mask stands behind all tokens there are."""
@@ -164,7 +147,13 @@ class Masks:
         try:
             matcher = self._behind(mask, mask.upto)
             matcher.mask(mask.bits)
-            _spare_ends(mask)
+            room = mask.params.max_tokens - mask.behind
+            token = matcher.closing(room) if mask.may_close(mask.behind) else None
+            if token is not None:
+                mask.bits[:] = 0
+                mask.bits.view(np.uint32)[token // 32] = 1 << token % 32
+                mask.closing = True
+            spare_ends(mask)
             mask.written = True
         except KvferryError as error:
             mask.error = error
@@ -192,6 +181,7 @@ class Masks:
     def _account(self, mask: Mask, seconds: float) -> None:
         compiled = bool(mask.after)
         mask.slow = seconds > SLOW_S and not compiled
+        mask.trials = TRIALS_IF_SLOW if mask.slow else max(0, mask.trials - 1)
         mask.spent_s += seconds
         if mask.error is None and not compiled and (seconds > LONGEST_MASK_S or mask.spent_s > LONGEST_MASKS_S):
             mask.error = GrammarFailed(
@@ -210,19 +200,3 @@ class _Making:
 
     def __call__(self) -> None:
         self._masks._make(self._mask)
-
-
-def _spare_ends(mask: Mask) -> None:
-    """Tokens that end the request are not drawn before min_tokens, nor an end of sequence under ignore_eos, while the
-    grammar allows anything else."""
-    params = mask.params
-    early = mask.behind < params.min_tokens
-    ends = [*(params.eos_token_ids if early or params.ignore_eos else ()), *(params.stop_token_ids if early else ())]
-    if not ends:
-        return
-    bits = mask.bits.copy()
-    for token in ends:
-        if 0 <= token < 32 * len(bits):
-            bits[token // 32] &= np.array(~(1 << token % 32) & 0xFFFFFFFF, dtype=np.uint32).view(np.int32)
-    if bits.any():
-        mask.bits[:] = bits

@@ -8,7 +8,8 @@ from dataclasses import replace
 from engine.events import Generated
 from engine.request import Request
 from engine.sampler import Sampled
-from protocol.messages import Reuse, TokenDelta
+from protocol.messages import TokenDelta
+from protocol.reuse import Reuse
 
 
 def append(request: Request, sampled: Sampled, longest: int) -> Generated:
@@ -18,14 +19,16 @@ def append(request: Request, sampled: Sampled, longest: int) -> Generated:
     request.token_ids.append(sampled.token_id)
     ends = params.ending_token_ids if request.job.grammar is None else params.eos_token_ids + params.stop_token_ids
     ended = sampled.token_id in ends
+    row = request.sample_row
     full = request.output_len >= params.max_tokens or len(request.token_ids) >= longest
+    closed = row is not None and row.mask is not None and row.mask.closing
     delta = TokenDelta(
         request.job.request_id,
         request.job.attempt,
         index,
         (sampled.token_id,),
         logprobs=None if sampled.logprobs is None else (sampled.logprobs,),
-        finish_reason="stop" if ended else "length" if full else None,
+        finish_reason=("closed" if closed else "stop") if ended else "length" if full else None,
         stop_token=sampled.token_id if ended else None,
     )
     handover = request.transfer if delta.finish_reason is None else None
@@ -41,9 +44,16 @@ def read(request: Request, vector: bytes) -> Generated:
 
 def _first(request: Request, event: Generated) -> Generated:
     """The first output on this node carries the prompt's accounting, its log-probabilities and the times."""
-    prompt_len, cached = len(request.job.token_ids), request.cached_len or 0
-    source = "reused_prefill" if request.prefill_only else "reused_decode"
-    reuse = Reuse(prompt_len, computed=prompt_len - cached, **{source: cached})
+    prompt_len, cached, fetched = len(request.job.token_ids), request.cached_len or 0, _fetched_len(request)
+    found = {"reused_prefill" if request.prefill_only else "reused_decode": cached - fetched}
+    reuse = Reuse(prompt_len, fetched=fetched, computed=prompt_len - cached, missed=request.missed, **found)
     delta = replace(event.delta, reuse=reuse, prompt_logprobs=tuple(request.prompt_logprobs) or None)
     admitted = request.admitted or request.arrived
     return replace(event, delta=delta, queue_s=admitted - request.arrived, compute_s=time.monotonic() - admitted)
+
+
+def _fetched_len(request: Request) -> int:
+    """How many of the tokens that were found in the cache had come from another node for it, each block once."""
+    cached, size = request.cached_len or 0, request.block_size
+    came = {block for first, end in request.fetched for block in range(first, end)}
+    return sum(min(size, max(0, cached - block * size)) for block in came)

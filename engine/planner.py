@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -111,15 +112,32 @@ class _Decodes:
 
 def build_plan(slices: Sequence[Slice], block_size: int, device: torch.device) -> BatchPlan:
     """The plan of any batch, all its arrays new; slices with one token stand first."""
-    tables = [np.asarray(s.request.block_ids, dtype=np.int32) for s in slices]
-    table = np.zeros((len(slices), max(map(len, tables))), dtype=np.int32)
+    parts = [Part(s.request.block_ids, s.start, s.count) for s in slices]
+    return lay_out(parts, block_size, device, adapted_tokens(slices, device))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`count` tokens from `start` on of a sequence whose K/V is in this chain of blocks."""
+
+    block_ids: Sequence[int]
+    start: int
+    count: int
+
+
+def lay_out(
+    parts: Sequence[Part], block_size: int, device: torch.device, adapted: tuple[Adapted, ...] = ()
+) -> BatchPlan:
+    """The plan of a batch of these parts, of which those with one token stand first."""
+    tables = [np.asarray(p.block_ids, dtype=np.int32) for p in parts]
+    table = np.zeros((len(parts), max(map(len, tables))), dtype=np.int32)
     for row, ids in zip(table, tables, strict=True):
         row[: len(ids)] = ids
-    positions = np.concatenate([np.arange(s.start, s.start + s.count, dtype=np.int64) for s in slices])
-    sequence = np.repeat(np.arange(len(slices)), [s.count for s in slices])
+    positions = np.concatenate([np.arange(p.start, p.start + p.count, dtype=np.int64) for p in parts])
+    sequence = np.repeat(np.arange(len(parts)), [p.count for p in parts])
     slots = table[sequence, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    query_lens = tuple(s.count for s in slices)
-    total_lens = tuple(s.start + s.count for s in slices)
+    query_lens = tuple(p.count for p in parts)
+    total_lens = tuple(p.start + p.count for p in parts)
 
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -132,9 +150,9 @@ def build_plan(slices: Sequence[Slice], block_size: int, device: torch.device) -
         total_len=put(np.asarray(total_lens, dtype=np.int32)),
         query_lens=query_lens,
         total_lens=total_lens,
-        num_decodes=sum(s.decodes for s in slices),
+        num_decodes=sum(p.count == 1 for p in parts),
         block_size=block_size,
-        adapted=adapted_tokens(slices, device),
+        adapted=adapted,
     )
 
 

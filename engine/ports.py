@@ -13,6 +13,8 @@ SHIP = "ship"
 """The prefill side sends from it."""
 QUIESCE = "quiesce"
 """A failed ship: the link may still touch it until it reports quiet."""
+CANARY = "canary"
+"""What a ship brought, and what is computed anew to compare it with (see engine.canary)."""
 
 
 class Holds(Protocol):
@@ -29,6 +31,9 @@ class Holds(Protocol):
 
     def move(self, owner: Hashable, old_reason: str, new_reason: str) -> None:
         """Keep all of an owner's blocks, for another reason."""
+
+    def owners(self) -> Iterator[tuple[str, Hashable]]:
+        """(reason, owner) of all holds."""
 
     @property
     def num_held(self) -> int:

@@ -14,9 +14,13 @@ from engine.states import MOVES, Awaits, State
 from kernels.low_rank import Adapter
 from protocol.hashing import chain
 from protocol.messages import Job, TokenLogprobs
+from protocol.reuse import Missed
 from protocol.work import Generate
 
 Key = tuple[str, int]
+Place = tuple[bool, int, bool, int, int]
+"""Streams before prompts; attempts by how many came before them; newcomers first; by the work at which they are due; by
+arrival."""
 
 
 def key_of(job: Job) -> Key:
@@ -50,27 +54,32 @@ class Request:
         |-- decode |-- announced |-- to be announced ...
 
     registered <= computed_len // block_size <= len(hashes) = len(token_ids) // block_size (registered catches up when
-    a step is committed), and b(len(token_ids)) <= len(block_ids) when its slice is scheduled. first_block and shipped
-    are of a ship alone: it announces blocks first_block ... b(prompt) - 1, each once, full ones as they are registered
-    and the last with the prompt's end.
+    a step is committed, over several steps where thousands landed at once), and b(len(token_ids)) <= len(block_ids)
+    when its slice is scheduled. first_block and shipped are of a ship alone: it announces blocks first_block ...
+    b(prompt) - 1, each once, full ones as they are registered and the last with the prompt's end.
 
     state         see engine.states; `awaits`: what must come before it can run, whatever its state is by then
     grant         on the link, by which its prompt is coming; None once it is here, or computed here. The blocks are
                   held for the grant until then
+    place         in the queues of the engine: the least goes first (see Roster)
     behind        the request whose prompt by a grant it awaits, to share the blocks
     lent          the link may touch its blocks: when it ends they stay held until the link is quiet
     token_ids     prompt and output so far; only ever extended
     computed_len  how many of them have their K/V in the cache
     cached_len    how many of the prompt were found in the cache when it was first admitted
+    fetched       (first, end) of the blocks of its prompt that came from another node while it awaited them
+    missed        what was predicted to be found then and was not (see Reuse)
     block_ids     the chain that holds the K/V, held as a whole
     hashes        of the full blocks of token_ids, extended as it grows
     registered    how many leading blocks are findable
     transfer      the ship its blocks go to (prefill), else None
     first_block   of a ship or a grant: decode holds the blocks before it
     shipped       index behind the last block handed to the sender
+    copied        how many leading blocks the buddy of its job has, as it said; None: it was not asked
     prefill_only  ends with its first output token
     generates     tokens are drawn; if not, a vector is read from its prompt
-    expected_tokens  while queued: tokens it will compute, as far as the cache told when it was queued
+    queued        when it began to wait here: as it arrived, or was preempted
+    lacking       while queued: prompt tokens that the cache lacked when it was queued
     adapter       what its tokens are computed with beside the model
     sample_row    what is kept for drawing its tokens, from the first one on
     pooled        float32 [hidden], what its pooling keeps of the tokens computed so far, if it reads and draws nothing
@@ -85,19 +94,24 @@ class Request:
     grant: Hashable | None = None
     awaits: set[Awaits] = field(default_factory=set)
     state: State = State.WAITING
+    place: Place = (True, 0, True, 0, 0)
     behind: Request | None = None
     lent: bool = False
     token_ids: list[int] = field(default_factory=list)
     computed_len: int = 0
     cached_len: int | None = None
+    fetched: tuple[tuple[int, int], ...] = ()
+    missed: Missed = ()
     block_ids: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     registered: int = 0
     shipped: int = 0
+    copied: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     arrived: float = field(default_factory=time.monotonic)
+    queued: float = field(default_factory=time.monotonic)
     admitted: float | None = None
-    expected_tokens: int = 0
+    lacking: int = 0
     sample_row: SampleRow | None = None
     pooled: torch.Tensor | None = None
     generates: bool = True
@@ -128,6 +142,7 @@ class Request:
 
     @property
     def output_len(self) -> int:
+        """Above 0 its client waits in the middle of a stream."""
         return len(self.token_ids) - self.job.prompt_len
 
     @property
@@ -164,3 +179,25 @@ class Request:
         """To a state that the table allows."""
         assert new in MOVES[self.state], f"{self.key}: {self.state} → {new} is not allowed"
         self.state = new
+
+
+def held_up(request: Request) -> bool:
+    """Whether it takes no turn now: the mask of its grammar is not made."""
+    row = request.sample_row
+    return row is not None and row.mask is not None and row.mask.blocks
+
+
+def resumed(request: Request) -> bool:
+    """Whether it began elsewhere."""
+    return len(request.job.token_ids) > request.job.prompt_len
+
+
+def grows(request: Request) -> bool:
+    """Whether it will need blocks for output."""
+    return request.generates and not request.prefill_only
+
+
+def to_compute(request: Request) -> int:
+    """Tokens that it will compute here, as far as known while it is queued: a prompt that comes by a grant is computed
+    elsewhere."""
+    return request.lacking if request.grant is None else 0

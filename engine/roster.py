@@ -2,8 +2,8 @@
 
                 admitted
     WAITING  ─────────────►  RUNNING      ended:  DONE, or MOVING while the link may touch its blocks (engine/lent.py
-       ▲ │  ◄─────────────     ▲                  then makes it DONE), from any of these three
-       │ ▼    preempted        │
+       ▲ │  ◄─────────────     ▲ │                then makes it DONE), from any of these three
+       │ ▼    preempted        │ ▼ to be handed over
     AWAITING  ─────────────────┘ has its blocks and all that it awaited
 
 A request that needs something before it may have blocks is AWAITING at once, and WAITING when that has come. One whose
@@ -12,28 +12,38 @@ prompt comes into its blocks, by a grant, is WAITING for the blocks first, then 
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Hashable, Iterator
+from operator import attrgetter
 
-from engine.request import Key, Request
+from engine.request import Key, Request, to_compute
 from engine.states import Awaits, State
+
+PLACE = attrgetter("place")
+"""By which queues are in order."""
 
 
 class Roster:
     """Who waits, awaits and runs. Blocks are the scheduler's. Owned by the engine thread.
 
-    waiting   in the order of admission
+    waiting   in the order of admission, by `Request.place`: first streams that began, here or on a node that was lost,
+              for their clients feel each moment; then attempts of which others failed or were refused before, so that
+              nobody is refused for ever; then prompts, those of newcomers first, and the shortest of them. A prompt is
+              due when as many tokens were computed as it lacks here, whether they are computed here or come by a grant:
+              those that come later pass it until then, and no longer
     awaiting  with blocks (`seated` counts them) or without
     running   in the order in which they began
+    worked    tokens that were computed so far
     """
 
     def __init__(self) -> None:
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         self.awaiting: dict[Key, Request] = {}
         self.running: list[Request] = []
         self._attempts: dict[str, dict[int, Request]] = {}
         self._grants: dict[Hashable, Request] = {}
         self._queued_tokens = 0
+        self._entered = self.worked = 0
 
     def __iter__(self) -> Iterator[Request]:
         return (request for attempts in self._attempts.values() for request in attempts.values())
@@ -76,19 +86,22 @@ class Roster:
         attempts = self._attempts.setdefault(request.job.request_id, {})
         assert request.job.attempt not in attempts, request.key
         attempts[request.job.attempt] = request
-        self._queued_tokens += request.expected_tokens
+        self._entered += 1
+        due = self.worked + request.lacking
+        request.place = (not request.output_len, -request.job.attempt, not request.job.newcomer, due, self._entered)
+        self._queued_tokens += to_compute(request)
         if request.grant is not None:
             self._grants[request.grant] = request
         if request.awaits and request.grant is None:
             self._await(request)
         else:
-            self.waiting.append(request)
+            insort(self.waiting, request, key=PLACE)
 
     def admit(self, place: int) -> None:
-        """The request at that place of the queue has its blocks."""
+        """The request that is number `place` of the queue has its blocks."""
         request = self.waiting[place]
         del self.waiting[place]
-        self._queued_tokens -= request.expected_tokens
+        self._queued_tokens -= to_compute(request)
         if request.awaits:
             self._await(request)
         else:
@@ -102,8 +115,8 @@ class Roster:
         self._wake(request)
 
     def resume(self, request: Request, awaited: Awaits) -> None:
-        """That has come: it goes on, unless it awaits something else. Without blocks it is queued in the order of
-        arrival, behind those that ran before."""
+        """That has come: it goes on, unless it awaits something else. Without blocks it is queued at the place that it
+        had all the time."""
         request.awaits.discard(awaited)
         if request.awaits or request.state is not State.AWAITING:
             return
@@ -112,15 +125,15 @@ class Roster:
             self._run(request)
             return
         request.move(State.WAITING)
-        later = (i for i, r in enumerate(self.waiting) if r.admitted is None and r.arrived > request.arrived)
-        self.waiting.insert(next(later, len(self.waiting)), request)
+        insort(self.waiting, request, key=PLACE)
 
     def preempt(self, request: Request) -> None:
-        """It lost its blocks: it comes first in the queue."""
+        """It lost its blocks: it comes before those that never had any."""
         self.running.remove(request)
         request.move(State.WAITING)
-        self.waiting.appendleft(request)
-        self._queued_tokens += request.expected_tokens
+        request.place = (False, *request.place[1:])
+        insort(self.waiting, request, key=PLACE)
+        self._queued_tokens += to_compute(request)
 
     def leave(self, request: Request) -> None:
         """It ended here."""
@@ -128,10 +141,10 @@ class Roster:
             self.running.remove(request)
         elif request.state is State.WAITING:
             self.waiting.remove(request)
-            self._queued_tokens -= request.expected_tokens
+            self._queued_tokens -= to_compute(request)
         else:
             del self.awaiting[request.key]
-            self._queued_tokens -= 0 if request.block_ids else request.expected_tokens
+            self._queued_tokens -= 0 if request.block_ids else to_compute(request)
         request.move(State.MOVING if request.lent else State.DONE)
         if request.grant is not None:
             del self._grants[request.grant]
@@ -156,6 +169,20 @@ class Roster:
         self.running.append(request)
 
 
+def pause(roster: Roster, request: Request, awaited: Awaits) -> None:
+    """One that runs is not to be scheduled until that has come; it keeps its blocks."""
+    roster.running.remove(request)
+    request.awaits.add(awaited)
+    roster._await(request)
+
+
+def expect(roster: Roster, request: Request, tokens: int) -> None:
+    """One without blocks lacks so many tokens: more is known of that than when it was queued."""
+    roster._queued_tokens -= to_compute(request)
+    request.lacking = tokens
+    roster._queued_tokens += to_compute(request)
+
+
 def check_integrity(roster: Roster) -> None:
     """Assert that states, places and counts agree."""
     places = (
@@ -169,9 +196,10 @@ def check_integrity(roster: Roster) -> None:
             assert roster.find(request.key) is request, f"{request.key} is not found by its name"
             assert bool(request.awaits) == (state is State.AWAITING) or request.grant is not None, request.key
             assert bool(request.block_ids) or state is not State.RUNNING, f"{request.key} runs without blocks"
+    assert roster.waiting == sorted(roster.waiting, key=PLACE), "the queue is not in order"
     count = len(roster.waiting) + len(roster.awaiting) + len(roster.running)
     assert count == sum(map(len, roster._attempts.values())), "a request is lost, or in two places"
     grants = {request.grant for request in roster if request.grant is not None}
     assert grants == roster._grants.keys(), "grants and their requests differ"
-    queued = sum(r.expected_tokens for r in roster if not r.block_ids)
+    queued = sum(to_compute(r) for r in roster if not r.block_ids)
     assert roster._queued_tokens == queued, f"{roster._queued_tokens} queued tokens are {queued}"

@@ -10,7 +10,7 @@ import torch
 
 from engine.masks import Masks
 from engine.models.base import Computing, Model, Unwanted, Wanted, always
-from engine.planner import Planner
+from engine.planner import Part, Planner, lay_out
 from engine.pooling import Pooler, Read, take
 from engine.sampler import Sampled, SampleRow, sample, score_prompt
 from engine.slices import Slice
@@ -48,6 +48,7 @@ class Runner:
         self.kv = kv
         self.masks = masks or Masks.none("this node reads no grammars")
         self._pooler = pooler or Pooler()
+        self._block_size = block_size
         self._planner = Planner(block_size, model.device)
 
     @torch.inference_mode()
@@ -77,6 +78,17 @@ class Runner:
             elif s.request.wants_prompt_logprobs:
                 self._score(s, hidden[end - s.count : end])
         return self._draw(slices, ends, hidden)
+
+    @torch.inference_mode()
+    def look(self, token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted = always) -> torch.Tensor:
+        """Compute a part of a sequence for nobody: float32 logits [rows, vocab] behind its last tokens, on the host.
+        Raises Unwanted when it was not `wanted` to its end."""
+        ids = torch.tensor(token_ids[part.start : part.start + part.count], device=self.model.device)
+        try:
+            hidden = self.model.forward(ids, self.kv, lay_out([part], self._block_size, self.model.device), wanted)
+            return self.model.logits(hidden[-rows:]).to("cpu", copy=True) if rows else torch.empty(0)
+        finally:
+            self._wait()
 
     def _draw(self, slices: Sequence[Slice], ends: Sequence[int], hidden: torch.Tensor) -> list[Sampled | Read | None]:
         """Draw for the slices that sample. ends: where each slice's rows of `hidden` end."""

@@ -1,4 +1,5 @@
 """Choosing the next token of every row of a step: edits of single rows' logits (engine/edits.py), then `Ops.draw`.
+What a grammar forbids stays forbidden, whatever an edit does to it.
 
 Only what some row of the batch asks for is run; rows never affect each other. Names and ranges are those of
 protocol.sampling.
@@ -13,37 +14,36 @@ import torch
 
 from engine.edits import Edit, edits_for
 from engine.logprobs import score_prompt, token_logprobs
-from engine.masks import Mask
-from kernels.draw import NO_TOKEN, NoiseKeys, most_likely
-from kernels.masking import keep_only
+from engine.mask import Mask
+from kernels.draw import NO_TOKEN, NoiseKeys, is_greedy
 from kernels.ops import Ops
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 
 __all__ = ["SampleRow", "Sampled", "sample", "score_prompt"]
 
-_GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would overflow."""
-
 
 @dataclass(slots=True, eq=False)
 class SampleRow:
     """One row to draw, kept from step to step with what was learned of its tokens. `token_ids` is everything so far,
     prompt and output, and may only grow; its length is the position of the token to draw and the first `prompt_len` of
-    it are the prompt. greedy: the most likely token is drawn; bare: from its logits as they are, and unscored. mask:
-    what its grammar allows; a row whose mask is not ready draws nothing."""
+    it are the prompt. bare: the most likely token is drawn, from its logits as they are, and unscored. mask: what its
+    grammar allows; a row whose mask is not ready draws nothing."""
 
     params: SamplingParams
     token_ids: Sequence[int]
     prompt_len: int
     mask: Mask | None = None
-    greedy: bool = field(init=False)
     bare: bool = field(init=False)
     _edits: tuple[Edit, ...] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.greedy = self.params.temperature < _GREEDY_BELOW
-        self.bare = self.greedy and self.params.logprobs is None and self.mask is None
+        self.bare = is_greedy(self.params) and self.params.logprobs is None and self.mask is None
+
+    @property
+    def drawable(self) -> bool:
+        """Its grammar's mask, if it has one, is made."""
+        return self.mask is None or (self.mask.ready and self.mask.error is None)
 
     def active_edits(self, logits: torch.Tensor) -> list[Edit]:
         """What changes the row's logits, one of [n, vocab], in this step."""
@@ -78,22 +78,15 @@ def sample(
         return []
     scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     raw = logits[scored].log_softmax(dim=-1) if scored else None
-    undrawn = _mask(logits, rows)
     for i, some in enumerate(edits):
         for edit in some:
             edit.apply(logits[i])
-    tokens = _choose(logits, rows, ops).tolist()
+    drawable = [row.drawable for row in rows]  # looked at once: masks are made on other threads
+    masks = [row.mask.bits if row.mask is not None and able else None for row, able in zip(rows, drawable, strict=True)]
+    keys = NoiseKeys(tuple(row.params.seed for row in rows), tuple(len(row.token_ids) for row in rows))
+    tokens = ops.draw(logits, [row.params for row in rows], keys, masks).tolist()
     entries = {} if raw is None else _scores(raw, scored, rows, tokens)
-    return [None if i in undrawn else Sampled(token, entries.get(i)) for i, token in enumerate(tokens)]
-
-
-def _mask(logits: torch.Tensor, rows: Sequence[SampleRow]) -> set[int]:
-    """Leave each row what its grammar allows. Returns the rows that draw nothing: their masks are not made."""
-    masks = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
-    usable = [(i, mask) for i, mask in masks if mask.ready and mask.error is None]
-    if usable:
-        keep_only(logits, [i for i, _ in usable], [mask.bits for _, mask in usable])
-    return {i for i, _ in masks} - {i for i, _ in usable}
+    return [Sampled(token, entries.get(i)) if drawable[i] else None for i, token in enumerate(tokens)]
 
 
 def _scores(
@@ -103,22 +96,3 @@ def _scores(
     top = [rows[i].params.logprobs or 0 for i in scored]
     entries = zip(scored, token_logprobs(raw, [max(tokens[i], 0) for i in scored], top), strict=True)
     return {i: entry for i, entry in entries if tokens[i] != NO_TOKEN}
-
-
-def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops) -> torch.Tensor:
-    """Token ids int64 [n]: the most likely one where greedy, else drawn."""
-    random = [i for i, row in enumerate(rows) if not row.greedy]
-    if not random:
-        return most_likely(logits)
-    mixed = len(random) < len(rows)
-    part = logits[random] if mixed else logits
-    chosen = [rows[i] for i in random]
-    keys = NoiseKeys(tuple(row.params.seed for row in chosen), tuple(len(row.token_ids) for row in chosen))
-    drawn = ops.draw(part, [row.params for row in chosen], keys)
-    if not mixed:
-        return drawn
-    greedy = [i for i, row in enumerate(rows) if row.greedy]
-    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    tokens[random] = drawn
-    tokens[greedy] = most_likely(logits[greedy])
-    return tokens

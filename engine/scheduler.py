@@ -1,30 +1,36 @@
 """What runs in the next step: one token budget for decodes and prefill chunks, admission, preemption.
 
 Decodes come first, one token each; prefill chunks share what is left, and while any stream is running no more than
-`max_prefill_tokens_while_decoding`, so that a long prompt never stalls it. A request that cannot grow preempts the one
-that arrived last, which is recomputed later (its blocks stay findable until they are needed).
+`max_prefill_tokens_while_decoding`, so that a long prompt never stalls it; a newcomer's may take all that is left, for
+the streams' tenants had more than its own. A request that cannot grow preempts one of
+which no output is out yet, or else the one that arrived last; what is preempted is recomputed later (its blocks stay
+findable until they are needed). Streams that came here from a lost node are preempted last.
 
-Admission is in order of arrival, preempted requests first. A prompt is admitted when the prompts begun before it leave
-budget for it: the later it looks into the cache, the more it finds there. A request whose prompt comes by a grant needs
-no budget and may pass prompts that wait for budget, but nobody passes a request that waits for blocks, and nobody takes
-the blocks that a passed request will need.
+Who goes first, to be admitted and to be computed, is told by `Request.place`: streams that began, then prompts, the
+shortest first (see Roster). A prompt is admitted when those before it leave budget for it: the later it looks into the
+cache, the more it finds there. A request whose prompt comes by a grant needs no budget and may pass prompts that wait
+for budget, but nobody passes a request that waits for blocks, and nobody takes the blocks that a passed request will
+need. For streams that began elsewhere seats are kept beyond those that new requests may have, and some blocks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.block_pool import BlockPool
-from engine.grammars import held_up
 from engine.ports import REQUEST, SHIP
-from engine.request import Request
-from engine.roster import Roster
+from engine.request import Request, grows, held_up, resumed
+from engine.roster import PLACE, Roster
 from engine.slices import Slice, chunks_of
 from engine.states import State
 from engine.tails import Tail
 from protocol.layout import blocks_for
+
+KEPT = 32
+"""One seat and one block of so many are kept for streams that come here in the middle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class Limits:
 
 
 class Scheduler:
-    """Gives and takes blocks and seats. Owned by the engine thread."""
+    """Gives and takes blocks and seats. `refused`: who is next and lacks them. Owned by the engine thread."""
 
     def __init__(
         self, pool: BlockPool, roster: Roster, block_size: int, limits: Limits, copy_block: Callable[[int, int], None]
@@ -51,6 +57,7 @@ class Scheduler:
         self._copy_block = copy_block
         self.newly_admitted: list[Request] = []
         self.preempted_total = 0
+        self.refused: Request | None = None
 
     def enqueue(self, request: Request) -> None:
         """Add an attempt that is not here yet."""
@@ -61,14 +68,19 @@ class Scheduler:
         """The next step's slices, decodes first; empty when nothing can run."""
         decodes = self._grow_decodes()
         budget = self.limits.max_num_batched_tokens - len(decodes)
-        if decodes:
+        if decodes and not self._hurries():
             budget = min(budget, self.limits.max_prefill_tokens_while_decoding)
-        whole = self.limits.whole
-        chunks = chunks_of((r for r in self.roster.running if not r.decodes), budget, whole=whole)
-        begun = self._admit(budget - sum(s.count for s in chunks))
-        chunks += chunks_of(begun, budget - sum(s.count for s in chunks), whole=whole)
+        prompts = sorted((r for r in self.roster.running if not r.decodes), key=PLACE)
+        begun = self._admit(budget, prompts)
+        chunks = chunks_of(sorted(prompts + begun, key=PLACE), budget, whole=self.limits.whole)
         chunks.sort(key=lambda s: not s.decodes)
+        self.roster.worked += len(decodes) + sum(s.count for s in chunks)
         return decodes + chunks
+
+    def seat(self) -> None:
+        """Give their blocks to requests whose prompts come by grants, where they pass nobody but prompts that wait for
+        budget: that needs no step."""
+        self._admit(0, [])
 
     def land(self, request: Request) -> None:
         """What the request's grant brings is in its blocks: it holds them for itself and goes on."""
@@ -93,8 +105,14 @@ class Scheduler:
         request.prompt_logprobs.clear()
         request.pooled = None
         self._expect(request)
+        request.queued = time.monotonic()
         self.roster.preempt(request)
         self.preempted_total += 1
+
+    def _hurries(self) -> bool:
+        """Whether a newcomer's prompt is to be computed here."""
+        here = chain(self.roster.running, self.roster.waiting)
+        return any(r.job.newcomer and r.grant is None and not r.output_len for r in here)
 
     def _grow_decodes(self) -> list[Slice]:
         decodes: list[Slice] = []
@@ -108,45 +126,56 @@ class Scheduler:
 
     def _grow(self, request: Request) -> bool:
         """Make room for the request's next token; False if it had to give way itself."""
-        missing = self._blocks_of(request) - len(request.block_ids)
+        missing = self._missing(request)
         while missing > 0:
             more = self.pool.acquire(*request.holder, [], missing)
             if more is not None:
                 request.block_ids.extend(more)
                 return True
-            victim = max(self.roster.running, key=lambda r: r.arrived)
+            victim = max(self.roster.running, key=_junior)
             self.preempt(victim)
             if victim is request:
                 return False
         return True
 
-    def _admit(self, budget: int) -> list[Request]:
-        """Give requests of the queue their blocks while there is room; returns those that run now. One block stays free
-        for each stream that will grow: what is admitted must not be preempted at once, nor preempt others."""
+    def _admit(self, budget: int, prompts: Sequence[Request]) -> list[Request]:
+        """Give requests of the queue their blocks while there is room, and while `prompts`, those that are being
+        computed, in order, leave budget for them; returns those that run now. One block stays free for each stream that
+        will grow: what is admitted must not be preempted at once, nor preempt others."""
         begun: list[Request] = []
         waiting = self.roster.waiting
         if not waiting:
             return begun
         seated = self.roster.seated
-        seats = self.limits.max_num_seqs - len(self.roster.running) - len(seated)
-        kept = len(seated) + sum(map(_grows, self.roster.running))
+        taken = len(self.roster.running) + len(seated)
+        kept = len(seated) + sum(grows(r) + self._missing(r) for r in self.roster.running)
+        before = list(prompts)
         passed = 0
-        while passed < min(len(waiting), seats):
+        while passed < len(waiting) and taken + passed < self._seats(waiting[passed]):
             request = waiting[passed]
+            while before and before[0].place < request.place:
+                budget -= before.pop(0).uncomputed
             if request.grant is None and budget <= 0:
                 kept += self._blocks_of(request)
                 passed += 1
                 continue
-            if not self._take_blocks(request, kept):
+            spare = 0 if request.output_len or not taken else self.pool.num_blocks // KEPT
+            if not self._take_blocks(request, kept + spare):
                 break
             self.roster.admit(passed)
-            seats -= 1
-            kept += _grows(request)
+            taken += 1
+            kept += grows(request)
             self._note_admission(request)
             if request.state is State.RUNNING:
                 begun.append(request)
                 budget -= request.uncomputed
+        self.refused = waiting[passed] if passed < len(waiting) else None
         return begun
+
+    def _seats(self, request: Request) -> int:
+        """How many may be taken once it has one; in a step all streams must have room for a token."""
+        most = self.limits.max_num_seqs
+        return min(most + max(1, most // KEPT), self.limits.max_num_batched_tokens) if resumed(request) else most
 
     def _take_blocks(self, request: Request, kept: int) -> bool:
         """Hold the request's whole chain, cached blocks first, unless fewer than `kept` blocks would stay available."""
@@ -182,8 +211,11 @@ class Scheduler:
         """The first time counts. From now on the link sends from the blocks, or receives into them."""
         if request.grant is not None:
             request.first_block, request.lent = request.registered, True
+            self.pool.absences.note(request.hashes[request.registered :], "not_arrived")
         elif request.admitted is not None:
             return
+        else:
+            request.missed = self.pool.absences.missed(request)
         request.admitted = time.monotonic()
         request.cached_len = request.computed_len
         self.newly_admitted.append(request)
@@ -191,16 +223,20 @@ class Scheduler:
             request.lent = True
             self.pool.holds.hold(("ship", request.transfer), SHIP, request.block_ids)
 
+    def _missing(self, request: Request) -> int:
+        """Blocks that it takes as soon as it is scheduled."""
+        return max(0, self._blocks_of(request) - len(request.block_ids))
+
     def _blocks_of(self, request: Request) -> int:
-        return blocks_for(len(request.token_ids), self.block_size)
+        ahead = request.job.ahead if request.grant is not None else 0
+        return blocks_for(len(request.token_ids) + ahead, self.block_size)
 
     def _expect(self, request: Request) -> None:
-        """What it will compute; a prompt that comes by a grant is computed elsewhere."""
-        if request.grant is None:
-            cached = len(self.pool.match(request.reusable_hashes)) * self.block_size
-            request.expected_tokens = len(request.token_ids) - cached
+        """What it will compute, or what is to come by its grant."""
+        cached = len(self.pool.match(request.reusable_hashes)) * self.block_size
+        request.lacking = len(request.token_ids) - cached
 
 
-def _grows(request: Request) -> bool:
-    """Whether it will need blocks for output."""
-    return request.generates and not request.prefill_only
+def _junior(request: Request) -> tuple[bool, bool, float]:
+    """The greatest gives way first. A stream's rank only rises, so the most senior one always gets on."""
+    return (not request.output_len, not resumed(request), request.arrived)

@@ -19,19 +19,22 @@ class State(StrEnum):
 
 class Awaits(StrEnum):
     """What a request cannot run without. KV: blocks that a ship brings, or that another request here will have;
-    GRAMMAR: its compiled grammar; FETCH: blocks from a peer; TIER: blocks from a slower memory of this node."""
+    GRAMMAR: its compiled grammar; FETCH: blocks from a peer; TIER: blocks from a slower memory of this node; HANDOVER:
+    another node's word that it goes on there."""
 
     KV = "kv"
     GRAMMAR = "grammar"
     FETCH = "fetch"
     TIER = "tier"
+    HANDOVER = "handover"
 
 
 MOVES: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.AWAITING, State.RUNNING, State.DONE}),
     State.AWAITING: frozenset({State.WAITING, State.RUNNING, State.MOVING, State.DONE}),
-    State.RUNNING: frozenset({State.WAITING, State.MOVING, State.DONE}),
+    State.RUNNING: frozenset({State.WAITING, State.AWAITING, State.MOVING, State.DONE}),
     State.MOVING: frozenset({State.DONE}),
     State.DONE: frozenset(),
 }
-"""RUNNING → WAITING is a preemption; AWAITING → MOVING a grant withdrawn while the link may still write."""
+"""RUNNING → WAITING is a preemption, RUNNING → AWAITING a stream that stands still while another node takes it over;
+AWAITING → MOVING a grant withdrawn while the link may still write."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 
-from engine import output
+from engine import apart, output
+from engine.apart import DeviceLost, Drawn, Raised
 from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, ReservationFailed, Reserved, Stepped
+from engine.late import Deadlines
 from engine.leaving import Leaving
 from engine.lent import Lent
 from engine.models.base import Unwanted
@@ -20,9 +23,11 @@ from engine.scheduler import Scheduler
 from engine.slices import Slice
 from engine.states import State
 from kernels.draw import NO_TOKEN
-from protocol.errors import GrammarFailed, KvferryError, ModelFailed, NodeLost
+from protocol.errors import DeadlineExceeded, GrammarFailed, KvferryError, ModelFailed, NodeLost, StepFailed, reason
 
 log = logging.getLogger("kvferry.engine")
+REGISTERED_AT_ONCE = 1024
+"""Blocks: some milliseconds. More than a chunk of any prompt has."""
 
 
 class Stepper:
@@ -39,17 +44,31 @@ class Stepper:
         self._leaving = leaving
         self._longest = longest
         self._events = events
+        self._deadlines = Deadlines()
         self._preempted = self._evicted = 0
 
     def step(self) -> bool:
-        """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). If it breaks, every
-        running request ends with the error; what is queued stays, but for its head where nothing ran."""
+        """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). A request that cannot be
+        computed ends alone; if scheduling breaks, every running request ends with the error, and what is queued stays,
+        but for its head where nothing ran. Raises DeviceLost."""
+        for request in self._deadlines.late(self._scheduler.roster):
+            self.drop(request, DeadlineExceeded(f"not finished after {request.job.deadline_s:.3g} s"))
         try:
             return self._step()
+        except DeviceLost:
+            raise
         except Exception as error:
             log.exception("engine step failed")
+            apart.require_device(self._runner.model.device, error)
             self._fail_step(error if isinstance(error, KvferryError) else NodeLost(f"engine step failed: {error}"))
             return True
+
+    def seat(self) -> None:
+        """Answer reservations: give them their blocks where there is room, as a step would. What breaks here breaks the
+        next step, which answers for it."""
+        with suppress(Exception):
+            self._scheduler.seat()
+        self._announce_admissions()
 
     def drop(self, request: Request, error: KvferryError) -> None:
         """End a request with an error, whatever it was doing, and tell those who wait for it. The blocks of a grant
@@ -63,16 +82,18 @@ class Stepper:
             self._lent.withdraw(request)
         self._events.append(ReservationFailed(request.grant, error, granted))
 
-    def register(self, request: Request) -> None:
-        """Make the request's newly full blocks findable."""
-        block_size = request.block_size
-        if request.computed_len // block_size == request.registered:
+    def register(self, request: Request, whole: bool = False) -> None:
+        """Make the request's newly full blocks findable; a long prompt that landed, in slices, unless it is wanted
+        whole: running streams wait for each turn."""
+        full = request.computed_len // request.block_size
+        if full == request.registered:
             return
+        until = full if whole else min(full, request.registered + REGISTERED_AT_ONCE)
         request.extend_hashes()
         holders: list[tuple[Hashable, str]] = [(request.key, REQUEST)]
         if request.transfer is not None:
             holders.append((("ship", request.transfer), SHIP))
-        for i in range(request.registered, request.computed_len // block_size):
+        for i in range(request.registered, until):
             parent = request.block_ids[i - 1] if i else None
             request.block_ids[i] = self._pool.register(holders, request.block_ids[i], request.hashes[i], parent)
             request.registered = i + 1
@@ -96,19 +117,19 @@ class Stepper:
         self._announce_admissions()
         drawn = self._drawn(slices) if slices else None
         if drawn is not None:
-            for part, sampled in zip(slices, drawn, strict=True):
-                self._commit(part, sampled)
+            for part, found in zip(slices, drawn, strict=True):
+                self._settle(part, found)
             self._advance_masks(slices)
             self._report_step(slices, time.monotonic() - began)
         self.report_blocks()
         return bool(slices)
 
-    def _drawn(self, slices: Sequence[Slice]) -> Sequence[Sampled | Read | None] | None:
+    def _drawn(self, slices: Sequence[Slice]) -> Sequence[Drawn] | None:
         """What was drawn for each slice. None: all whom the step was for are leaving, so it ended early and is not
         committed; what it wrote lies behind the computed tokens."""
         keys = [part.request.key for part in slices]
         try:
-            return self._runner.run(slices, lambda: not self._leaving.includes(keys))
+            return apart.run(self._runner, slices, lambda: not self._leaving.includes(keys))
         except Unwanted:
             return None
 
@@ -132,6 +153,19 @@ class Stepper:
                 Admitted(request.key, request.admitted - request.arrived, queried, request.cached_len or 0)
             )
         self._scheduler.newly_admitted.clear()
+
+    def _settle(self, part: Slice, found: Drawn) -> None:
+        """Commit one slice. What breaks there ends its own request."""
+        request = part.request
+        try:
+            if isinstance(found, Raised):
+                self.drop(request, found.error)
+            else:
+                self._commit(part, found)
+        except Exception as error:
+            log.exception("what was computed for %s cannot be used", request.key)
+            if self._scheduler.roster.find(request.key) is request:
+                self.drop(request, StepFailed(f"what the node computed for this request is of no use: {reason(error)}"))
 
     def _commit(self, part: Slice, sampled: Sampled | Read | None) -> None:
         request = part.request
@@ -158,6 +192,7 @@ class Stepper:
         event = output.append(request, sampled, self._longest)
         self._events.append(event)
         if event.delta.finish_reason is not None or request.prefill_only:
+            self.register(request, whole=True)
             self._scheduler.remove(request)
 
     def _advance_masks(self, slices: Sequence[Slice]) -> None:

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, field
 
+from grammars.notation import check_length
 from grammars.vocabulary import Vocabulary
 from protocol.errors import InvalidRequest, Overloaded
 from protocol.work import Grammar
@@ -25,7 +26,9 @@ CHECK_S = 10.0
 """Seconds for one grammar, on a machine however busy."""
 START_S = 60.0
 PENDING = 256
-"""Grammars that are tried or wait for it."""
+"""Grammars of one tenant that are tried or wait for it."""
+AT_ONCE = 8
+"""Of them, those that are with the process: others' wait behind no more."""
 KNOWN = 4096
 """Verdicts that are kept."""
 RUNAWAYS = 4
@@ -37,7 +40,16 @@ _TRIES = 2
 class _Asked:
     grammar: Grammar
     verdict: asyncio.Future[str | None]
+    lane: _Lane
     tries: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """Of one tenant."""
+
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+    pending: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -55,21 +67,26 @@ class Checker:
         self._command = command or (sys.executable, "-m", "grammars.child")
         self._known: OrderedDict[str, str | None] = OrderedDict()
         self._pending: dict[str, _Asked] = {}
+        self._lanes: dict[str, _Lane] = {}
         self._child: _Child | None = None
         self._starting = asyncio.Lock()
         self._closed = False
         self._number = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def check(self, grammar: Grammar, param: str) -> None:
+    async def check(self, grammar: Grammar, param: str, tenant: str = "") -> None:
         """Raises InvalidRequest on the field `param` that says what is wrong, naming the limit; Overloaded when too
         many are being tried, and when those that ran away ended its trial."""
+        try:
+            check_length(grammar)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{param}: {error.message}", param=param) from None
         key = hashlib.sha256(repr(astuple(grammar)).encode(errors="surrogatepass")).hexdigest()
         if key in self._known:
             self._known.move_to_end(key)
             wrong = self._known[key]
         else:
-            wrong = await self._learn(key, grammar)
+            wrong = await self._learn(key, grammar, tenant)
         if wrong is not None:
             raise InvalidRequest(f"{param}: {wrong}", param=param)
 
@@ -80,13 +97,15 @@ class Checker:
             self._end(self._child)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _learn(self, key: str, grammar: Grammar) -> str | None:
+    async def _learn(self, key: str, grammar: Grammar, tenant: str) -> str | None:
         """What is wrong with it, as its trial says."""
         asked = self._pending.get(key)
         if asked is None:
-            if len(self._pending) >= PENDING:
+            lane = self._lanes.setdefault(tenant, _Lane())
+            if lane.pending >= PENDING:
                 raise Overloaded(f"{PENDING} grammars are being tried; come back in a second", retry_after=1)
-            asked = self._pending[key] = _Asked(grammar, asyncio.get_running_loop().create_future())
+            lane.pending += 1
+            asked = self._pending[key] = _Asked(grammar, asyncio.get_running_loop().create_future(), lane)
             task = asyncio.create_task(self._try(key, asked))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -98,7 +117,8 @@ class Checker:
         try:
             while not asked.verdict.done():
                 asked.tries += 1
-                wrong = await self._verdict(asked)
+                async with asked.lane.turns:
+                    wrong = await self._verdict(asked)
                 if wrong in (_DIED, _ENDED) and asked.tries < _TRIES:
                     continue
                 if wrong is _ENDED:
@@ -111,6 +131,7 @@ class Checker:
         except Exception as error:
             asked.verdict.set_exception(error)
         finally:
+            asked.lane.pending -= 1
             del self._pending[key]
 
     async def _verdict(self, asked: _Asked) -> str | None:
@@ -118,7 +139,7 @@ class Checker:
         self._number += 1
         number = self._number
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        child.asked[number] = _Asked(asked.grammar, answer)
+        child.asked[number] = _Asked(asked.grammar, answer, asked.lane)
         assert child.process.stdin is not None
         line = json.dumps([number, astuple(asked.grammar)]) + "\n"
         try:

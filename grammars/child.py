@@ -18,6 +18,8 @@ from protocol.errors import KvferryError, reason
 from protocol.work import Grammar
 
 THREADS, SLOW = 1, 6
+SHARE = 0.1
+"""Of a core, for trials that give way to nobody: whoever sends grammars without end pays for the rest with patience."""
 LONGEST_SAID = 1000
 """Characters of what is wrong with a grammar: it may quote the grammar, and the other side reads lines."""
 MEMORY = 6 * 2**30
@@ -37,7 +39,7 @@ def main() -> None:
         _say(-1, error.message)
         return
     _say(-1, None)
-    pool = Pool("grammar-trial", THREADS, slow=SLOW)
+    pool = Pool("grammar-trial", THREADS, slow=SLOW, share=SHARE)
     for line in sys.stdin:
         number, grammar = json.loads(line)
         pool.submit(_Trial(number, Grammar(*grammar), library, vocabulary))

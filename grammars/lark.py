@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-WHITESPACE = " "
-"""Between the tokens of JSON: one space or none. More, or line breaks with indentation wherever JSON allows them, would
-let a small model emit blanks until its budget is spent."""
+COMMA, COLON = ", ", ": "
+"""Between the tokens of JSON, as Python's json module writes it; no other blanks. Were they free, a small model would
+emit them until its budget is spent, or open an object where it meant a text, since `":{` is a token and `: "` none."""
 
 
 def text(literal: str) -> str:
@@ -29,12 +29,14 @@ def token(token_id: int) -> str:
     return f"<[{token_id}]>"
 
 
-def schema(json_schema: Any, *, lenient: bool = False, whitespace: str = WHITESPACE) -> str:
+def schema(json_schema: Any, *, lenient: bool = False, whitespace: str | None = None) -> str:
     """JSON that a schema (a JSON value: an object, or a bool) describes. lenient: keywords that cannot be enforced are
     ignored instead of refused. whitespace: a regular expression matched at most once wherever JSON allows blanks; empty
-    allows none there. Stands in rules, never in terminals."""
+    allows none there; None: blanks stand behind commas and colons, one each. Stands in rules, never in terminals."""
     own = json_schema if isinstance(json_schema, dict) else {} if json_schema else {"not": {}}
-    options = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    options: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    if whitespace is None:
+        options |= {"item_separator": COMMA, "key_separator": COLON}
     guidance = {**options, "lenient": lenient, "coerce_one_of": lenient}
     return "%json " + json.dumps({**own, "x-guidance": guidance})
 

@@ -6,14 +6,16 @@ schema of a hundred lines, and ignores keywords that it cannot enforce.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from grammars.closing import Closing, Marks, marks_of
 from grammars.notation import lark_of
-from grammars.seam import Bits, Matcher
+from grammars.seam import Bits, Matcher, words_for
 from grammars.vocabulary import Vocabulary
 from protocol.errors import ConfigError, GrammarFailed, InvalidRequest, reason
 from protocol.work import Grammar
@@ -42,8 +44,16 @@ class Library:
             self._tokenizer = LLTokenizer(
                 vocabulary.tokenizer, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_token_ids)
             )
-        except Exception as error:  # the library raises ValueError and worse
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises ValueError, and panics, which are no Exception
             raise ConfigError(f"grammars cannot be read for this tokenizer: {reason(error)}", param="model") from error
+        self._marks = marks_of(
+            self._tokenizer.tokenize_str,
+            lambda token: self._tokenizer.decode_bytes([token]),
+            vocabulary.eos_token_ids,
+            words_for(vocabulary.vocab_size),
+        )
         self._lock = threading.Lock()
         self._kept: OrderedDict[Grammar, _Matcher] = OrderedDict()
         self._specials: Collection[str] = vocabulary.specials
@@ -78,18 +88,28 @@ class Library:
         matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(text), log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be used: {_summary(matcher)}")
-        return _Matcher(matcher)
+        return _Matcher(matcher, self._marks if "%json" in text else None)
 
 
 class _Matcher:
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, marks: Marks | None) -> None:
+        self._matcher, self._marks = matcher, marks
+        self._closing = Closing(marks) if marks is not None else None
 
     def copy(self) -> _Matcher:
-        return _Matcher(self._matcher.deep_copy())
+        return _Matcher(self._matcher.deep_copy(), self._marks)
+
+    @property
+    def closes_at(self) -> int:
+        return 0 if self._closing is None else self._closing.look
+
+    def closing(self, room: int) -> int | None:
+        return None if self._closing is None else self._closing.token(room, self.copy)
 
     def mask(self, bits: Bits) -> None:
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(
+            ctypes.addressof(ctypes.c_char.from_buffer(bits)), memoryview(bits).nbytes
+        )
         self._check()
 
     def accept(self, token_ids: Sequence[int]) -> int:
@@ -98,6 +118,7 @@ class _Matcher:
     def rollback(self, count: int) -> None:
         if count:
             self._matcher.rollback(count)
+            self._closing = Closing(self._marks) if self._marks is not None else None
             self._check()
 
     def _check(self) -> None:

@@ -18,6 +18,8 @@ MAX_EBNF = 64 * 1024
 MAX_DEPTH = 64
 """Levels of a JSON value, and of brackets in a regular expression or a grammar."""
 MAX_CHOICES = 10_000
+MAX_WHITESPACE = 1024
+"""Characters of the expression for blanks between JSON's tokens."""
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "ebnf", "structural_tag")
 
@@ -26,10 +28,17 @@ def lark_of(grammar: Grammar) -> str:
     """The grammar as Lark text. Raises InvalidRequest naming the limit that its source exceeds."""
     if grammar.kind not in KINDS:
         raise InvalidRequest(f"a grammar is one of {', '.join(KINDS)}, got {grammar.kind!r}")
-    bound = MAX_EBNF if grammar.kind == "ebnf" else MAX_SOURCE
-    if len(grammar.source) > bound:
-        raise InvalidRequest(f"the grammar has {len(grammar.source)} characters; the limit is {bound}")
+    check_length(grammar)
     return _READERS[grammar.kind](grammar)
+
+
+def check_length(grammar: Grammar) -> None:
+    """Raises InvalidRequest naming the limit that its text exceeds. Costs nothing."""
+    bound, length = MAX_EBNF if grammar.kind == "ebnf" else MAX_SOURCE, len(grammar.source)
+    if length > bound:
+        raise InvalidRequest(f"the grammar has {length} characters; the limit is {bound}")
+    if len(grammar.whitespace or "") > MAX_WHITESPACE:
+        raise InvalidRequest(f"whitespace_pattern must have at most {MAX_WHITESPACE} characters")
 
 
 def _json_schema(grammar: Grammar) -> str:
@@ -44,8 +53,7 @@ def _json_object(grammar: Grammar) -> str:
 
 
 def _schema(value: Any, grammar: Grammar) -> str:
-    whitespace = lark.WHITESPACE if grammar.whitespace is None else grammar.whitespace
-    return lark.schema(value, lenient=grammar.lenient, whitespace=whitespace)
+    return lark.schema(value, lenient=grammar.lenient, whitespace=grammar.whitespace)
 
 
 def _regex(grammar: Grammar) -> str:

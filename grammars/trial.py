@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import random
 import time
+from array import array
 
-import numpy as np
-
-from grammars.seam import Bits, Compiler, Matcher, words_for
+from grammars.seam import Bits, Compiler, Matcher, empty_mask, without, words_for
 from protocol.errors import GrammarFailed, InvalidRequest
 from protocol.work import Grammar
 
@@ -29,6 +28,16 @@ def _why(matcher: Matcher, bits: Bits) -> str:
     return "the grammar does not accept what it allows"
 
 
+def _allowed(bits: array[int], place: int) -> int:
+    """The token at this place among those that a mask allows."""
+    for at, word in enumerate(bits):
+        count = word.bit_count()
+        if place < count:
+            return 32 * at + [bit for bit in range(32) if word >> bit & 1][place]
+        place -= count
+    raise IndexError(place)
+
+
 def check(grammar: Grammar, compiler: Compiler, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
     """Raises InvalidRequest naming the limit."""
     began = time.thread_time()
@@ -36,20 +45,20 @@ def check(grammar: Grammar, compiler: Compiler, vocab_size: int, eos_token_ids: 
     spent = time.thread_time() - began
     if spent > COMPILE_S:
         raise InvalidRequest(f"the grammar took {spent:.1f} s to compile; the limit is {COMPILE_S:.0f} s")
-    bits, chance = np.zeros(words_for(vocab_size), dtype=np.int32), random.Random(0)
+    bits, chance = empty_mask(words_for(vocab_size)), random.Random(0)
     for place in range(TOKENS):
         began = time.thread_time()
         try:
             matcher.mask(bits)
         except GrammarFailed as error:
             raise InvalidRequest(error.message) from None
-        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little", count=vocab_size))
-        if not len(allowed):
+        if not any(bits):
             raise InvalidRequest("the grammar allows no output" if not place else "the grammar leads to a dead end")
-        going_on = allowed[~np.isin(allowed, eos_token_ids)]
-        if not len(going_on):
+        going_on = without(bits, eos_token_ids)
+        count = sum(map(int.bit_count, going_on))
+        if not count:
             return
-        if not matcher.accept([int(going_on[chance.randrange(len(going_on))])]):
+        if not matcher.accept([_allowed(going_on, chance.randrange(count))]):
             raise InvalidRequest(_why(matcher, bits))
         spent = time.thread_time() - began
         if spent > TOKEN_S:

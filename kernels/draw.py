@@ -1,4 +1,4 @@
-"""Drawing a token from logits: min_p, top_k and top_p choose the candidates, Gumbel noise the winner.
+"""Drawing a token from logits: a mask, min_p, top_k and top_p choose the candidates, Gumbel noise the winner.
 
 What is kept depends on values alone, so ties at a boundary are kept together and no device's sort order matters.
 """
@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.masking import Masks, keep_only
 from kernels.noise import gumbel, gumbel_at
 from protocol.sampling import SamplingParams
 
 NO_TOKEN = -1
 """Drawn from a row that has a NaN, or whose largest logit is no finite number."""
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would overflow."""
 _BOUNDS = (256, 4096)
 """How many of the most likely tokens are looked at before the whole vocabulary is sorted."""
 
@@ -30,9 +33,26 @@ class NoiseKeys:
         return NoiseKeys(tuple(self.seeds[i] for i in rows), tuple(self.positions[i] for i in rows))
 
 
-def draw(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
+def is_greedy(params: SamplingParams) -> bool:
+    """The most likely token is drawn."""
+    return params.temperature < _GREEDY_BELOW
+
+
+def draw(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()) -> torch.Tensor:
     """`Ops.draw` in PyTorch, all rows at once, so that nothing waits for the device but the check whether enough tokens
     were ranked."""
+    keep_only(logits, masks)
+    random = [i for i, p in enumerate(params) if not is_greedy(p)]
+    if not random:
+        return _most_likely(logits)
+    if len(random) == len(params):
+        return _draw_random(logits, params, keys)
+    drawn = _most_likely(logits)
+    drawn[random] = _draw_random(logits[random], [params[i] for i in random], keys.pick(random))
+    return drawn
+
+
+def _draw_random(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
     sound = logits.amax(dim=-1).isfinite()
     return torch.where(sound, _draw(logits, params, keys), NO_TOKEN)
 
@@ -52,7 +72,7 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKey
     return drawn
 
 
-def most_likely(logits: torch.Tensor) -> torch.Tensor:
+def _most_likely(logits: torch.Tensor) -> torch.Tensor:
     """The index of each row's largest value, the first of equal ones, or NO_TOKEN: int64 [n]. On a CPU NumPy finds it
     ten times faster than PyTorch."""
     found = _first_largest(logits)

@@ -13,6 +13,7 @@ import torch
 
 from kernels.draw import NoiseKeys
 from kernels.low_rank import LowRank
+from kernels.masking import Masks
 from kernels.plan import BatchPlan
 from kernels.step import DecoderForm, Linear, Step, StoredRows
 from protocol.sampling import SamplingParams
@@ -71,11 +72,14 @@ class Ops(Protocol):
         """Causal attention of q [T, heads, dim] over the cached K/V of each sequence; grouped heads share a K/V head;
         window > 0: only the last `window` positions, the token's own included. Returns [T, heads, dim]."""
 
-    def draw(self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
-        """Token ids int64 [n] drawn from float32 logits [n, vocab], which may be overwritten, by each row's temperature
-        (above 0), min_p, top_k and top_p, in this order. A token is drawn with the probability that softmax gives it
-        among those its row keeps; a row depends on its own parameters and key alone. A row with a NaN, or whose
-        largest logit is no finite number, draws NO_TOKEN."""
+    def draw(
+        self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()
+    ) -> torch.Tensor:
+        """Token ids int64 [n] drawn from float32 logits [n, vocab], which may be overwritten, by each row's mask,
+        temperature, min_p, top_k and top_p, in this order. A token is drawn with the probability that softmax gives it
+        among those its row keeps; where `is_greedy`, the most likely one is, the first of equal ones. A row depends on
+        its own parameters, key and mask alone. A row that has a NaN where its mask allows it, or whose largest logit
+        there is no finite number, draws NO_TOKEN."""
 
 
 def select(name: str, device: torch.device, *, batch_invariant: bool = False) -> Ops:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from kernels.draw import NoiseKeys, draw
 from kernels.low_rank import LowRank, add_low_rank
+from kernels.masking import Masks
 from kernels.step import DecoderForm, Linear, Step, StoredRows
 from protocol.sampling import SamplingParams
 
@@ -43,5 +44,7 @@ class TorchShared:
     def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:
         add_low_rank(y, x, tokens, parts)
 
-    def draw(self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
-        return draw(logits, params, keys)
+    def draw(
+        self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()
+    ) -> torch.Tensor:
+        return draw(logits, params, keys, masks)

@@ -31,7 +31,7 @@ class NodeAdapters:
         model: Computing,
         engine: EngineLoop,
         first: Sequence[AdapterName],
-        announce: Callable[[], Awaitable[None]],
+        announce: Callable[[], Awaitable[object]],
     ) -> None:
         self.held = tuple(first)
         self._settings, self._model, self._engine, self._announce = settings, model, engine, announce

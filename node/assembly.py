@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.block_pool import BlockPool
+from engine.canary import Canary
 from engine.engine import Engine, EngineConfig
 from engine.ledger import Ledger
+from engine.likeness import tolerance
 from engine.models import load_model
 from engine.models.base import Computing, Model, ModelInfo
 from engine.models.decoder import Decoder
@@ -86,11 +88,20 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     kv = make_pool(layout, num_blocks, device)
     max_model_len = longest_sequence(settings, model.info, num_blocks)
     fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops))
-    config = EngineConfig(fingerprint, settings.block_size, max_model_len, step_limits(settings, device))
+    limits = step_limits(settings, device)
+    shares = settings.shares_cores and device.type == "cpu"
+    config = EngineConfig(fingerprint, settings.block_size, max_model_len, limits, shares_cores=shares)
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=settings.enable_prefix_caching)
     pooler = Pooler(load_dense(source, task.dense, device))
     masks = make_masks(source, model.info.vocab_size)
-    engine = Engine(config, Runner(model, kv, settings.block_size, masks, pooler), pool)
+    runner = Runner(model, kv, settings.block_size, masks, pooler)
+    engine = Engine(config, runner, pool)
+    if settings.role == "decode" and settings.canary_rate:
+        tolerated = tolerance(model.dtype, dtype, exact=settings.batch_invariant)
+        engine.canary = Canary(
+            pool, engine.roster, runner, engine.events,
+            block_size=settings.block_size, rate=settings.canary_rate, tolerated=tolerated,
+        )  # fmt: skip
     adapters = read_first(settings, model)
     for _, adapter in adapters:
         engine.adapters.put(adapter)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 
-from process.address import host_port
+from process.address import host_port, is_loopback
 from process.http import bind, make_app, make_server
+from process.secret import ClusterSecrets
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
 
-UNSPECIFIED = ("0.0.0.0", "::", "")
+log = logging.getLogger("kvferry.node")
+UNSPECIFIED = ("0.0.0.0", "::", "[::]", "")
 """Hosts to listen on that name no machine."""
 
 
@@ -23,7 +26,7 @@ class Face:
         self,
         settings: WorkerSettings,
         health: Callable[[], tuple[int, dict[str, object]]],
-        ready: Callable[[], bool],
+        unready: Callable[[], str],
     ) -> None:
         if not settings.advertise_host and settings.host in UNSPECIFIED:
             raise ConfigError(
@@ -35,12 +38,21 @@ class Face:
         port = int(self._socket.getsockname()[1])
         self.url = f"http://{host_port(self.host, port)}"
         self.node_id = settings.node_id or f"{settings.role}-{socket.gethostname()}-{port}"
-        self.app = make_app(health, ready)
+        self.secrets = ClusterSecrets(settings)
+        if not self.secrets and not is_loopback(self.host):
+            log.warning(
+                "no --cluster-secret-file: whoever reaches %s can plant KV, read tokens, cancel requests", self.host
+            )
+        self.app = make_app(health, unready, self.secrets.tokens if self.secrets else None)
         self._server = make_server(self.app)
         self._serving: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http-server")
+        self._serving = asyncio.create_task(self._serve(), name="http-server")
+
+    async def _serve(self) -> None:
+        async with self.secrets.followed():
+            await self._server.serve(sockets=[self._socket])
 
     async def stop(self) -> None:
         """Close the server; responses that still stream get a moment to end."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from process.disconnect import disconnected
-from protocol.wire import pack
 
 log = logging.getLogger("kvferry.node")
 
@@ -19,10 +17,10 @@ MEDIA_TYPE = "application/msgpack"
 
 
 class FrameResponse(Response):
-    """Packs what `messages` yields. `on_close` runs exactly once, whichever way the response ends, even before the
-    first message."""
+    """Sends `messages`, which come packed. `on_close` runs exactly once, whichever way the response ends, even before
+    the first message."""
 
-    def __init__(self, messages: AsyncIterator[Any], on_close: Callable[[], None]) -> None:
+    def __init__(self, messages: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
         super().__init__(media_type=MEDIA_TYPE)
         del self.headers["content-length"]
         self._messages = messages
@@ -44,5 +42,5 @@ class FrameResponse(Response):
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for message in self._messages:
-            await send({"type": "http.response.body", "body": pack(message), "more_body": True})
+            await send({"type": "http.response.body", "body": message, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

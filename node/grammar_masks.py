@@ -17,7 +17,7 @@ from protocol.errors import ConfigError
 log = logging.getLogger("kvferry.node")
 
 CORES_PER_THREAD = 8
-"""Masks take a few percent of a step's time, on one thread, for 32 streams."""
+"""These threads make masks that the engine thread does not: first ones, slow ones, looks for a way out."""
 
 
 def make_masks(source: ModelSource, vocab_size: int) -> Masks:

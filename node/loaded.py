@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 
 import torch
 
 from cluster_state.redis_store import RedisStore
 from engine.loop import EngineLoop
+from kv_transfer.checksum import ALGORITHM
+from kv_transfer.dock import Dock
+from kv_transfer.greeting import Terms
 from kv_transfer.ucx import UcxLink
 from model_files.naming import split_names
 from node.adapters import NodeAdapters
 from node.assembly import Assembled
 from node.face import Face
-from node.membership import Membership
+from node.membership import LAST_WORD_S, Membership
 from node.news import News, set_load_gauges
+from node.outflow import Outflow
+from node.pool_memory import PoolMemory
+from node.pressure import set_scaling_gauges
 from node.rates import RateMeter
 from node.service import Base, MakeService
-from node.vitals import Vitals
+from node.streams import RouterStreams
+from node.vitals import Vitals, Watchdog
+from process.awake import LoopClock
+from process.priority import give_way
 from process.signals import Stop
 from protocol.errors import Draining
 from protocol.lease import NodeLease, Rates
@@ -32,13 +40,13 @@ from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
-
-ABANDON_S = 0.5
-"""What withdrawing the lease may take when a thread has ended: the supervisor is to restart the process at once."""
+LINK_NICENESS = 10
+"""By which a decode node's link and its checksums stand behind what it computes."""
 
 
 class Loaded:
-    """Serves from `join` until `drain` has returned. `seed`: rates that the warm-up measured."""
+    """Serves from `join` until `drain` has returned. seed: rates that the warm-up measured; last_resort: ends the
+    process for a fault, on any thread, where the asyncio loop cannot; None where the process is not the node's."""
 
     def __init__(
         self,
@@ -48,17 +56,29 @@ class Loaded:
         store: RedisStore,
         parts: Assembled,
         seed: Rates,
+        epoch: int,
         make_service: MakeService,
+        last_resort: Callable[[str], None] | None,
     ) -> None:
         self.draining = False
         (self._served_names,) = split_names(settings.served_model_name, 1)
         self.broken = asyncio.Event()
-        self._epoch = time.time_ns() // 1000
+        self._epoch = parts.engine.pool.absences.epoch = epoch
         self._settings, self._face, self._metrics, self.parts = settings, face, metrics, parts
         self._loop = asyncio.get_running_loop()
-        self._rates = RateMeter(seed)
-        self.engine = EngineLoop(parts.engine, lambda events: news.take(events), self._enter_thread, self._thread_ended)
+        self._rates, self._outflow = RateMeter(seed), Outflow()
+        self._clock = LoopClock()
+        self.engine = EngineLoop(
+            parts.engine,
+            lambda events: news.take(events),
+            self._enter_thread,
+            lambda fault: self._break(),
+        )
         self.link = self._make_link()
+        self._streams = RouterStreams(
+            epoch, lambda: self.vitals.pulse, lambda router: self.service.router_lost(router), self._clock
+        )
+        self._streams.mount(face.app)
         self.service = make_service(
             Base(
                 settings=settings,
@@ -67,8 +87,10 @@ class Loaded:
                 metrics=metrics,
                 parts=parts,
                 engine=self.engine,
-                link=self.link,
+                dock=self._make_dock(),
                 rates=self._rates,
+                outflow=self._outflow,
+                streams=self._streams,
                 require_ready=self.require_ready,
                 call_soon=self.call_soon,
             )
@@ -77,10 +99,19 @@ class Loaded:
             settings, parts.engine.runner.model, self.engine, parts.adapters, lambda: self._membership.announce()
         )
         face.app.post("/adapters", status_code=202)(self._adapters.post_change)
+        budget = parts.engine.config.limits.max_num_batched_tokens
+        self.vitals = Vitals(self.engine, self.link, self._clock, budget, self._rates)
+        self._watchdog = Watchdog(
+            self.vitals,
+            self._break,
+            last_resort or (lambda fault: None),
+            of_process=last_resort is not None,
+        )
         self._membership = Membership(store, self.lease, parts.engine.pool.findable, metrics)
-        self._vitals = Vitals(self.engine, self.link, parts.engine.config.limits.max_num_batched_tokens, self._rates)
         news = News(self.service, metrics, self._rates, self._membership.note, self.call_soon)
         self.engine.start()
+        self._clock.start()
+        self._watchdog.start()
 
     @property
     def state(self) -> str:
@@ -89,9 +120,9 @@ class Loaded:
 
     @property
     def fault(self) -> str | None:
-        """Why the process should be restarted, if it should: a thread ended (`broken` is set then) or hangs, or the
-        books do not balance."""
-        return self._vitals.fault
+        """Why the process ends, if it must: a thread ended or hangs, the books do not balance, the device failed.
+        `broken` is set then."""
+        return self.vitals.fault
 
     def require_ready(self) -> None:
         """Raise Draining unless new work may begin. From any thread."""
@@ -123,41 +154,55 @@ class Loaded:
             served_names=self._served_names,
             adapters=self._adapters.held,
             max_num_seqs=self._settings.max_num_seqs,
+            pulse=self.vitals.pulse,
+            sent=self._outflow.told(),
         )
 
     @property
-    def registered(self) -> bool:
-        """Whether routers can find the node: a lease was written, and renewed within its life since. Work from routers
-        that know the node already is taken without it."""
-        return self._membership.held
+    def absence(self) -> str:
+        """Why routers cannot find the node: no lease was written, or none renewed within its life; empty while they
+        can. Work from routers that know the node already is taken all the same."""
+        return "" if self._membership.held else self._membership.trouble or "its lease has lapsed"
 
     async def join(self) -> None:
         """Enter the cluster; returns once the node is registered."""
         await self._membership.join()
 
     async def drain(self, stop: Stop) -> None:
-        """Take nothing new, let what runs finish unless there is a hurry, leave the cluster, stop."""
+        """Serve on as the last node of the role, while routers are there, until another is ready; then take nothing
+        new, let what runs finish or move, leave the cluster, stop. All of it no longer than `drain_timeout`, and
+        nothing in a hurry."""
+        may_wait = stop.patience(self._settings.drain_timeout)
+        if not self._settings.respawned:
+            await self._membership.relief(lambda: may_wait() and self._streams.followed)
         self.draining = True
         log.info("%s drains%s", self._face.node_id, ", in a hurry" if stop.hurry.is_set() else "")
         if not stop.hurry.is_set():
             await self._membership.announce()
-        deadline = time.monotonic() + self._settings.drain_timeout
-        while self._busy() and not stop.hurry.is_set() and time.monotonic() < deadline:  # noqa: ASYNC110
+        while self._busy() and may_wait():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         await self._membership.leave()
+        self.unwatch()
         await asyncio.to_thread(self.engine.stop)
         await asyncio.sleep(0)
+        self._streams.stop()
         self.service.stop()
         await self._membership.close()
 
+    def unwatch(self) -> None:
+        """Threads that stand still are no fault any more: they are to end."""
+        self._watchdog.stop()
+        self._clock.stop()
+
     async def abandon(self) -> None:
-        """A thread has ended: nothing here can be brought to an end. Take the node out of the cluster, if Redis answers
-        at once; its process ends next, which its peers and routers notice."""
+        """A thread has ended, or hangs: nothing here can be brought to an end. Take the node out of the cluster, if
+        Redis answers at once; its process ends next, which its peers and routers notice."""
         log.critical("%s ends: %s", self._face.node_id, self.fault)
-        await self._membership.leave(ABANDON_S)
+        await self._membership.leave(LAST_WORD_S)
 
     def set_gauges(self) -> None:
-        set_load_gauges(self._metrics, self.engine.load)
+        set_load_gauges(self._metrics, self.engine.load, self.engine.outlived_s())
+        set_scaling_gauges(self._metrics.scaling, self._settings, self.engine.load, self._rates, self.engine.waits_s)
         self._membership.set_gauges()
 
     def _busy(self) -> bool:
@@ -165,6 +210,7 @@ class Loaded:
 
     def _make_link(self) -> UcxLink:
         settings = self._settings
+        checksums = ALGORITHM if settings.verify_checksums else "off"
         return UcxLink(
             self._face.host,
             settings.link_port,
@@ -172,13 +218,27 @@ class Loaded:
             transports=settings.ucx_transports,
             net_devices=settings.ucx_net_devices,
             cuda=self.parts.kv.device.type == "cuda",
-            prepare=self._enter_thread,
-            on_fault=self._thread_ended,
+            prepare=self._enter_link,
+            terms=Terms(self._face.secrets.links, {"checksums": checksums}),
+            on_fault=lambda fault: self._break(),
         )
 
-    def _thread_ended(self, fault: str) -> None:
-        """On the thread that ends."""
+    def _make_dock(self) -> Dock:
+        memory = PoolMemory(self.parts.kv)
+        checksums = memory.checksums(self.link.submit, self._enter_link)
+        verify, name = self._settings.verify_checksums, (self._face.node_id, self._epoch)
+        return Dock(self.link, memory, name=name, verify=verify, checksums=checksums)
+
+    def _break(self) -> None:
+        """There is a fault. On any thread."""
         self.call_soon(self.broken.set)
+
+    def _enter_link(self) -> None:
+        """First call on the link thread, and on that of its checksums. Blocks that come in do not hold up streams that
+        run: on a core that both want, tokens come first."""
+        self._enter_thread()
+        if self._settings.role == "decode":
+            give_way(LINK_NICENESS)
 
     def _enter_thread(self) -> None:
         """First call on a thread that touches the device."""

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import Any
 
-from cluster_state.index import IndexWriter
+from cluster_state.index_writer import IndexWriter
 from cluster_state.redis_store import RedisStore
 from cluster_state.registry import LeaseKeeper
+from protocol.errors import RegistryUnavailable
 from protocol.lease import NodeLease
 from protocol.metrics import WorkerMetrics
 
+log = logging.getLogger("kvferry.node")
+
+RELIEF_S = 0.5
+"""Between two looks for a node that could serve in the place of the last one."""
+LAST_WORD_S = 0.5
+"""What withdrawing the lease may take when a thread has ended or hangs: the process is to be restarted at once."""
 LEAVE_S = 1.0
 """What each last word to Redis may take: a Redis that hangs must not keep a node from ending."""
 
@@ -31,11 +41,12 @@ class Membership:
         findable: Callable[[], Iterable[bytes]],
         metrics: WorkerMetrics,
     ) -> None:
-        self._store, self._metrics = store, metrics
+        self._store, self._metrics, self._make_lease = store, metrics, make_lease
+        self._leaving = False
         named = make_lease()
         self._writer = IndexWriter(store, named.node_id, named.epoch, findable)
         self._keeper = LeaseKeeper(
-            store, make_lease, on_restored=self._writer.republish, on_outcome=self._count_renewal
+            store, self._lease, on_restored=self._writer.republish, on_outcome=self._count_renewal
         )
         self.note = self._writer.note
 
@@ -44,15 +55,52 @@ class Membership:
         """Whether the registry has the node's lease, as far as can be known."""
         return self._keeper.held
 
+    @property
+    def trouble(self) -> str:
+        """Why the registry does not have it; empty while it does."""
+        return self._keeper.trouble
+
     async def join(self) -> None:
         """Begin to announce the node and its blocks; returns once the registry has its lease."""
         await self._writer.start()
         self._keeper.start()
         await self._keeper.first_held()
 
-    async def announce(self) -> None:
-        """The node's state changed: tell it now."""
-        await _within(LEAVE_S, self._keeper.announce_now())
+    async def announce(self) -> bool:
+        """The node's state changed: tell it now. Whether the registry took it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                return await self._keeper.announce_now()
+        return False
+
+    async def relief(self, may_wait: Callable[[], bool]) -> None:
+        """Returns once another node of the role that serves the same model is ready and stays, or one must not wait for
+        it any more. The lease says that this one leaves before it looks: of two that leave at once, neither counts on
+        the other."""
+        told = False
+        while may_wait():
+            self._leaving = True
+            if (await self.announce() and await self._relieved()) or self._keeper.fenced:
+                return
+            if not told:
+                log.info("nobody else is known to do what this %s node does: it serves on", self._lease().role)
+            told = True
+            await asyncio.sleep(RELIEF_S)
+
+    def _lease(self) -> NodeLease:
+        lease = self._make_lease()
+        return replace(lease, leaving=True) if self._leaving else lease
+
+    async def _relieved(self) -> bool:
+        """Nobody can tell while the registry does not answer: then no."""
+        own = self._lease()
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                nodes = await self._store.nodes()
+        except (RegistryUnavailable, TimeoutError):
+            return False
+        others = (node for node in nodes if node.node_id != own.node_id and node.role == own.role)
+        return any(node.state == "ready" and not node.leaving and _serves_same(node, own) for node in others)
 
     async def leave(self, limit_s: float = LEAVE_S) -> None:
         """Withdraw the lease; rows end with it."""
@@ -68,6 +116,26 @@ class Membership:
 
     def _count_renewal(self, outcome: str) -> None:
         self._metrics.lease_renewals[outcome].inc()
+
+
+async def new_epoch(store: RedisStore, node_id: str) -> int:
+    """The epoch of a process that starts: as the registry gives it, for a clock may have been set back since the last
+    start; by the clock where the registry does not answer."""
+    clock = time.time_ns() // 1000
+    try:
+        async with asyncio.timeout(LEAVE_S):
+            return await store.next_epoch(node_id, clock)
+    except (RegistryUnavailable, TimeoutError):
+        return clock
+
+
+async def withdraw_now(store: RedisStore, lease: NodeLease) -> None:
+    """Take a lease out of the registry, if that answers at once."""
+    await _within(LAST_WORD_S, store.withdraw(lease.node_id, lease.epoch))
+
+
+def _serves_same(node: NodeLease, own: NodeLease) -> bool:
+    return node.model == own.model or bool({*node.served_names} & {*own.served_names})
 
 
 async def _within(seconds: float, *calls: Coroutine[Any, Any, Any]) -> None:

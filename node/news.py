@@ -69,8 +69,9 @@ class News:
         m.prefix_hits.inc(event.hit)
 
 
-def set_load_gauges(metrics: WorkerMetrics, load: Load) -> None:
+def set_load_gauges(metrics: WorkerMetrics, load: Load, outlived_s: float) -> None:
     """Mirror the engine's books."""
+    metrics.outlived.set(outlived_s)
     metrics.requests_waiting.set(load.waiting_requests)
     metrics.waiting_tokens.set(load.waiting_tokens)
     metrics.requests_running.set(load.running_requests)

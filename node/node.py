@@ -7,18 +7,24 @@ It is alive then, and goes on serving those who know it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Callable
+from dataclasses import asdict
 from enum import Enum, auto
 
 from cluster_state.redis_store import RedisStore
+from model_files.naming import split_names
 from node.assembly import Assembled, assemble, describe
 from node.face import Face
 from node.loaded import Loaded
+from node.membership import new_epoch, withdraw_now
 from node.rates import warm_up
 from node.service import MakeService
 from process.http import serve_metrics
 from process.signals import Stop
 from process.status import Status
+from protocol.errors import RegistryUnavailable
 from protocol.lease import Rates
 from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
@@ -37,23 +43,29 @@ class Ending(Enum):
 
 class Node:
     """Answers over HTTP from the start of `run`; `loaded` is there once its model is. Belongs to one asyncio loop.
-    Raises ConfigError when the settings cannot be used."""
+    Raises ConfigError when the settings cannot be used. die: ends the process at once, from any thread, when a thread
+    hangs and the loop cannot end the node; None: the process is not the node's."""
 
-    def __init__(self, settings: WorkerSettings, make_service: MakeService) -> None:
+    def __init__(
+        self, settings: WorkerSettings, make_service: MakeService, die: Callable[[], None] | None = None
+    ) -> None:
         self.metrics = WorkerMetrics(settings.role)
-        self.face = Face(settings, self._health, lambda: self.state == "ready")
+        self.face = Face(settings, self._health, self._unready)
+        self.metrics.registry.model_name = _first_name(settings)
         self.loaded: Loaded | None = None
         self._settings = settings
-        self._make_service = make_service
+        self._make_service, self._die = make_service, die
         self._progress = 0.0
         self._status = Status.from_fd(settings.status_fd)
-        self._store = RedisStore(settings.redis_url, settings.cluster)
+        self._store = self._connected()
 
     @property
     def state(self) -> str:
         if self.loaded is None:
             return "loading"
-        return "joining" if self.loaded.state == "ready" and not self.loaded.registered else self.loaded.state
+        if self.loaded.fault is not None:
+            return "broken"
+        return "joining" if self.loaded.state == "ready" and self.loaded.absence else self.loaded.state
 
     async def run(self, stop: Stop) -> Ending:
         """Load, join, serve until asked to stop, drain. Raises ConfigError when the node cannot start."""
@@ -90,8 +102,36 @@ class Node:
         self._status.ready(self.face.url, **describe(loaded.parts), link=loaded.link.address)
 
     async def _load(self) -> None:
+        with contextlib.suppress(RegistryUnavailable):
+            await self._store.check()
         parts, seed = await asyncio.to_thread(self._build)
-        self.loaded = Loaded(self._settings, self.face, self.metrics, self._store, parts, seed, self._make_service)
+        self.metrics.registry.model_name = _first_name(self._settings) or parts.info.name
+        epoch = await new_epoch(self._store, self.face.node_id)
+        self.loaded = Loaded(
+            self._settings,
+            self.face,
+            self.metrics,
+            self._store,
+            parts,
+            seed,
+            epoch,
+            self._make_service,
+            self._last_resort if self._die else None,
+        )
+
+    def _last_resort(self, fault: str) -> None:
+        """The loop hangs, too: leave the registry from this thread, over a connection of its own, and die."""
+        assert self._die
+        assert self.loaded
+        log.critical("%s ends at once: %s", self.face.node_id, fault)
+        lease = self.loaded.lease()
+        with contextlib.suppress(Exception):
+            asyncio.run(withdraw_now(self._connected(), lease))
+        self._die()
+
+    def _connected(self) -> RedisStore:
+        settings = self._settings
+        return RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)
 
     def _build(self) -> tuple[Assembled, Rates]:
         parts = assemble(self._settings, self._on_progress)
@@ -104,11 +144,27 @@ class Node:
     def _health(self) -> tuple[int, dict[str, object]]:
         fault = self.loaded.fault if self.loaded else None
         body: dict[str, object] = {"status": self.state, "progress": self._progress}
+        if self.loaded:
+            body["pulse"] = asdict(self.loaded.vitals.pulse)
         return (200, body) if fault is None else (503, {**body, "fault": fault})
+
+    def _unready(self) -> str:
+        """Why it takes no new work; empty when it does."""
+        if self.loaded is None:
+            return f"the model is loading: {self._progress:.0%}"
+        if self.state == "joining":
+            return f"it is not registered: {self.loaded.absence}"
+        return "" if self.state == "ready" else self.loaded.fault or f"it is {self.state}"
 
     def _set_gauges(self) -> None:
         if self.loaded:
             self.loaded.set_gauges()
+
+
+def _first_name(settings: WorkerSettings) -> str:
+    """What clients call the model; empty where the settings leave that to its files."""
+    (names,) = split_names(settings.served_model_name, 1)
+    return names[0] if names else ""
 
 
 async def _first(work: asyncio.Task[None], other: asyncio.Task[bool]) -> bool:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from kv_transfer.checksum import Checksums, InlineChecksums, ThreadedChecksums
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 
@@ -19,10 +22,23 @@ class PoolMemory:
         self._bytes = kv.view(torch.uint8).flatten(1)
         self._on_cpu = kv.device.type == "cpu"
         self._array: np.ndarray = self._bytes.numpy() if self._on_cpu else np.empty(0)
+        self._stream: torch.cuda.Stream | None = None
 
-    def block(self, block_id: int) -> object:
+    def block(self, block_id: int) -> Any:
         """Writable contiguous bytes of the block: numpy on a CPU, the CUDA array interface on a GPU."""
         return self._array[block_id] if self._on_cpu else self._bytes[block_id]
+
+    def checksums(self, submit: Callable[[Callable[[], None]], None], prepare: Callable[[], None]) -> Checksums:
+        """How checksums of these blocks are taken. submit, prepare: as ThreadedChecksums has them."""
+        return InlineChecksums() if self._on_cpu else ThreadedChecksums(submit, prepare, self._device_digests)
+
+    def _device_digests(self, blocks: Sequence[Any]) -> list[int]:
+        """By the GPU's kernels, on a stream beside that of the engine. On one thread."""
+        from kernels.triton.checksum import digests
+
+        self._stream = self._stream or torch.cuda.Stream(self._bytes.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            return digests(blocks)
 
 
 def make_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:

@@ -25,17 +25,21 @@ FIRST_TOKENS, ENOUGH_S = 64, 0.1
 """Of the warm-up: tokens of its first chunk, and seconds of a chunk beyond which longer ones would tell nothing new."""
 LEAST_TURNS, FULL_TURNS = 3, 2
 """Of the warm-up: turns that count at least, and how many fill a step."""
+ITL_S = 10.0
+"""Of steps with streams: the time over which their length is averaged."""
 LEAST_PREFILL_TOKENS = 32
 """Steps with fewer prompt tokens say nothing about prefill speed."""
 
 
 class RateMeter:
-    """Observes, and answers with Rates."""
+    """Observes, and answers with Rates. Between two tokens of a stream pass itl_s as of late, alone_s where it runs
+    alone."""
 
     def __init__(self, seed: Rates) -> None:
         self._prefill = seed.prefill_tokens_per_s
         self._step = seed.step_s
         self._ship = seed.ship_bytes_per_s
+        self.itl_s = self.alone_s = seed.step_s
 
     @property
     def rates(self) -> Rates:
@@ -45,13 +49,15 @@ class RateMeter:
         """A pure prefill step tells tokens per second, a pure decode step seconds per step."""
         if step.seconds <= 0:
             return
+        if step.decode_tokens:
+            self.itl_s += (1 - math.exp(-step.seconds / ITL_S)) * (step.seconds - self.itl_s)
         if not step.decode_tokens and step.prefill_tokens >= LEAST_PREFILL_TOKENS:
             self._prefill += WEIGHT * (step.prefill_tokens / step.seconds - self._prefill)
         elif not step.prefill_tokens:
             self._step += WEIGHT * (step.seconds - self._step)
 
     def shipped(self, num_bytes: int, seconds: float) -> None:
-        """A ship of `num_bytes` took `seconds`."""
+        """A ship of `num_bytes` had blocks on the link for `seconds`."""
         if seconds > 0 and num_bytes:
             self._ship += WEIGHT * (num_bytes / seconds - self._ship)
 

@@ -12,11 +12,11 @@ from protocol.settings import WorkerSettings
 
 
 async def serve_node(settings: WorkerSettings, make_service: MakeService) -> None:
-    """Run a node until SIGTERM or SIGINT, then drain. A thread that ends by itself takes the process with it, with exit
-    status 1. Raises ConfigError when the node cannot start."""
+    """Run a node until SIGTERM or SIGINT, then drain. A thread that ends by itself or hangs takes the process with it,
+    with exit status 1. Raises ConfigError when the node cannot start."""
     stop = Stop()
     stop.listen()
-    ending = await Node(settings, make_service).run(stop)
+    ending = await Node(settings, make_service, die=lambda: os._exit(1)).run(stop)
     if ending is not Ending.DRAINED:
         logging.shutdown()
         os._exit(1 if ending is Ending.BROKEN else 0)  # the threads that are left cannot be ended otherwise

@@ -10,9 +10,13 @@ from fastapi import FastAPI
 
 from engine.events import Event
 from engine.loop import EngineLoop
-from kv_transfer.link import Link
+from kv_transfer.dock import Dock
+from kv_transfer.ports import ShipStats
 from node.assembly import Assembled
+from node.outflow import Outflow
 from node.rates import RateMeter
+from node.streams import RouterStreams
+from protocol.errors import BlocksCorrupt, Cancelled, DeadlineExceeded, KvferryError
 from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
 
@@ -30,13 +34,17 @@ class Service(Protocol):
     def busy(self) -> bool:
         """Whether attempts are under way (a draining node waits for them)."""
 
+    def router_lost(self, router_id: str) -> None:
+        """The router was given up: so is all that runs for it. On the asyncio loop."""
+
     def stop(self) -> None:
         """Close the link and every open response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What a role is built on: a loaded node whose threads have not started. The service starts the link.
+    """What a role is built on: a loaded node whose threads have not started. The service mounts its endpoints on the
+    dock and starts it.
 
     require_ready   raises Draining unless new work may begin; from any thread
     call_soon       runs a call on the asyncio loop; from any thread, ignored once the loop is closed
@@ -48,21 +56,27 @@ class Base:
     metrics: WorkerMetrics
     parts: Assembled
     engine: EngineLoop
-    link: Link
+    dock: Dock
     rates: RateMeter
+    outflow: Outflow
+    streams: RouterStreams
     require_ready: Callable[[], None]
     call_soon: Callable[[Callable[[], None]], None]
 
-    @property
-    def verify_checksums(self) -> float:
-        """Share of blocks to checksum: CRC32 is taken on the CPU, so blocks in a GPU's memory are not checksummed."""
-        return self.settings.verify_checksums if self.parts.kv.device.type == "cpu" else 0.0
+    def shipped(self, stats: ShipStats) -> None:
+        """A ship from this node was acknowledged: count it and learn from it. On the asyncio loop."""
+        self.metrics.ships["done"].inc()
+        self.metrics.ship_bytes.inc(stats.bytes)
+        self.metrics.ship_seconds.inc(stats.ship_s)
+        self.metrics.ship_exposed.inc(stats.exposed_s)
+        self.rates.shipped(stats.bytes, stats.sending_s)
 
-    def shipped(self, num_bytes: int, seconds: float) -> None:
-        """A ship from this node ended: count it and learn from it. On the asyncio loop."""
-        self.metrics.ship_bytes.inc(num_bytes)
-        self.metrics.ship_seconds.inc(seconds)
-        self.rates.shipped(num_bytes, seconds)
+
+def ship_outcome(error: KvferryError) -> str:
+    """As metrics call the end of a ship by this error."""
+    if isinstance(error, BlocksCorrupt):
+        return "corrupt"
+    return "aborted" if isinstance(error, Cancelled | DeadlineExceeded) else "failed"
 
 
 MakeService = Callable[[Base], Service]

@@ -18,13 +18,19 @@ from engine.events import Event, Failed, Generated
 from engine.request import Key, key_of
 from kv_transfer.ports import ShipStats
 from node.accounts import audit
+from node.arrivals import Arrivals
+from node.copies import Keeper
+from node.fetches import Fetches
 from node.frames import FrameResponse
 from node.service import Base
+from node.supplies import Supplies
 from prefill_worker.ships import Ships
 from process.http import read_message
 from process.tracing import TRACER, Span
 from protocol.errors import Cancelled, Draining, InvalidRequest, KvferryError
-from protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, PrefillRequest, Reuse, ShipDone
+from protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, PrefillRequest, ShipDone
+from protocol.reuse import Reuse
+from protocol.wire import pack
 from protocol.work import Generate
 
 
@@ -44,8 +50,12 @@ class PrefillService:
     def __init__(self, base: Base) -> None:
         self._base = base
         self._answers: dict[Key, Answer] = {}
-        self._ships = Ships(base, self._shipped, self._broke)
-        base.link.start(self._ships.sender)
+        arrivals = Arrivals(base)
+        self._keeper = Keeper(base, arrivals)
+        self._fetches = Fetches(base, arrivals)
+        self._ships = Ships(base, self._fetches, self._shipped, self._broke)
+        self._supplies = Supplies(base, self._ships.sender)
+        base.dock.start()
         base.app.post("/attempts/prefill")(self.post_prefill)
         base.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
 
@@ -66,13 +76,19 @@ class PrefillService:
     def busy(self) -> bool:
         return bool(self._answers) or self._ships.busy()
 
+    def router_lost(self, router_id: str) -> None:
+        for answer in list(self._answers.values()):
+            if answer.job.router_id == router_id:
+                self._fail(answer, Cancelled("the router is gone"))
+
     def stop(self) -> None:
         for answer in list(self._answers.values()):
             self._fail(answer, Draining("the node is stopping"))
-        self._base.link.stop()
+        self._base.dock.stop()
 
     def to_link(self, events: Sequence[Event]) -> None:
         self._ships.take(events)
+        self._fetches.take(events)
 
     def to_routers(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -95,7 +111,7 @@ class PrefillService:
         span = TRACER.start("prefill", job.trace, attempt=job.attempt)
         answer = self._answers[key_of(job)] = Answer(job, span)
         if message.target is None:
-            self._base.engine.submit(lambda engine: engine.add(job, prefill_only=True))
+            self._base.engine.submit(lambda engine: self._fetches.add(engine, job, prefill_only=True))
         else:
             answer.transfer = self._ships.offer(message.target, job)
         return answer
@@ -154,6 +170,6 @@ class PrefillService:
         self._fail(answer, Cancelled("the router closed the connection"))
 
 
-async def _drain(answer: Answer) -> AsyncIterator[Any]:
+async def _drain(answer: Answer) -> AsyncIterator[bytes]:
     while (message := await answer.outbox.get()) is not None:
-        yield message
+        yield pack(message)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from engine.events import Computed, Event, Generated
 from kv_transfer.ports import ShipStats
 from kv_transfer.sender import Sender
-from node.pool_memory import PoolMemory
-from node.service import Base
-from protocol.errors import Cancelled, KvferryError
+from node.fetches import Fetches
+from node.service import Base, ship_outcome
+from protocol.errors import KvferryError
 from protocol.messages import DecodeTarget, Job
 
 
@@ -34,19 +34,14 @@ class Ships:
     def __init__(
         self,
         base: Base,
+        fetches: Fetches,
         on_done: Callable[[Job, int, ShipStats], None],
         on_failed: Callable[[Job, int, KvferryError], None],
     ) -> None:
-        self._base, self._on_done, self._on_failed = base, on_done, on_failed
+        self._base, self._fetches, self._on_done, self._on_failed = base, fetches, on_done, on_failed
         self._lock = threading.Lock()
         self._offers: dict[int, Offer] = {}
-        self.sender = Sender(
-            base.link,
-            PoolMemory(base.parts.kv),
-            self,
-            grant_timeout=base.settings.grant_timeout,
-            verify=base.verify_checksums,
-        )
+        self.sender = Sender(base.dock, self, grant_timeout=base.settings.grant_timeout)
 
     # The asyncio loop.
 
@@ -82,20 +77,23 @@ class Ships:
     # The link thread.
 
     def granted(self, transfer: int, first_block: int) -> None:
-        """Decode reserved its blocks: now the prompt may be computed. An attempt that ends meanwhile is known to the
-        engine as cancelled."""
+        """Decode reserved its blocks: now the prompt may be computed, or fetched. An attempt that ends meanwhile is
+        known to the engine as cancelled."""
         offer = self._open(transfer)
         if offer is not None:
             job = offer.job
             self._base.engine.submit(
-                lambda engine: engine.add(job, transfer=transfer, first_block=first_block, prefill_only=True)
+                lambda engine: self._fetches.add(
+                    engine, job, transfer=transfer, first_block=first_block, prefill_only=True
+                )
             )
+
+    def sent(self, transfer: int) -> None:
+        """The prompt's next blocks go as they are computed."""
 
     def done(self, transfer: int, stats: ShipStats) -> None:
         """Decode has everything and owns the request now."""
-        self._base.metrics.ships["done"].inc()
-        self._base.metrics.ship_exposed.inc(stats.exposed_s)
-        self._base.call_soon(lambda: self._base.shipped(stats.bytes, stats.ship_s))
+        self._base.call_soon(lambda: self._base.shipped(stats))
         offer = self._open(transfer)
         if offer is not None:
             job = offer.job
@@ -105,8 +103,7 @@ class Ships:
         """The ship broke, or was given up. The engine lets go of the request before it hears that the ship is quiet: it
         would take new holds for the ship otherwise."""
         offer = self._open(transfer)
-        broke = offer is not None and not isinstance(error, Cancelled)
-        self._base.metrics.ships["failed" if broke else "aborted"].inc()
+        self._base.metrics.ships[ship_outcome(error) if offer is not None else "aborted"].inc()
         if offer is not None:
             job = offer.job
             self._base.engine.cancel(job.request_id, job.attempt)

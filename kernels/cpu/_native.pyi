@@ -1,6 +1,9 @@
 """The compiled extension (native/module.cpp). Tensors are on the CPU; ValueError where shapes, dtypes or layouts do not
 fit. Calls release the GIL; one call at a time per Kernels."""
 
+from collections.abc import Sequence
+
+import numpy as np
 from torch import Tensor
 
 def instruction_sets() -> list[str]: ...
@@ -53,9 +56,16 @@ class Kernels:
     def pack(self, parts: list[tuple[str, Tensor]], inputs: int, bias: Tensor | None) -> Packed: ...
     def lookup(self, packed: Packed, rows: Tensor, out: Tensor) -> None: ...
     def dense(self, packed: Packed, x: Tensor, out: Tensor) -> None: ...
-    def draw(self, logits: Tensor, how: list[tuple[float, float, int, float, int]], out: Tensor) -> None:
-        """how: of each row temperature, min_p, top_k (the vocabulary's size: off), top_p and the key of its noise.
-        out: -1 for a row with a NaN or whose largest logit is no finite number."""
+    def draw(
+        self,
+        logits: Tensor,
+        how: list[tuple[float, float, int, float, int]],
+        masks: Sequence[np.ndarray | None],
+        out: Tensor,
+    ) -> None:
+        """how: of each row temperature (0: the most likely), min_p, top_k (the vocabulary's size: off), top_p and the
+        key of its noise. masks: int32 [words] of each row, None where it has none; or empty. out: -1 for a row with a
+        NaN or whose largest logit is no finite number."""
     def read(self, data: Tensor) -> None:
         """Read the tensor once with all threads: the machine's memory limit."""
     def multiply(self, rounds: int) -> int:

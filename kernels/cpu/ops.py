@@ -10,8 +10,9 @@ import torch
 from kernels.cpu.dense import PackedLinear, plain_rows, whole_panels
 from kernels.cpu.extension import extension, instruction_set
 from kernels.cpu.step import CpuStep, record
-from kernels.draw import NoiseKeys
+from kernels.draw import NoiseKeys, is_greedy
 from kernels.low_rank import LowRank
+from kernels.masking import Masks
 from kernels.noise import row_key
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
@@ -133,14 +134,24 @@ class CpuOps:
             out[decodes:] = self._reference.paged_attention(q[decodes:], kv_layer, rest, scale, window)
         return out
 
-    def draw(self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys) -> torch.Tensor:
+    def draw(
+        self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()
+    ) -> torch.Tensor:
         count, vocab_size = logits.shape
         rows = [
-            (p.temperature, p.min_p, p.top_k if 0 < p.top_k < vocab_size else vocab_size, p.top_p, row_key(seed, at))
+            (0.0, 0.0, vocab_size, 1.0, 0)
+            if is_greedy(p)
+            else (
+                p.temperature,
+                p.min_p,
+                p.top_k if 0 < p.top_k < vocab_size else vocab_size,
+                p.top_p,
+                row_key(seed, at),
+            )
             for p, seed, at in zip(params, keys.seeds, keys.positions, strict=True)
         ]
         out = torch.empty(count, dtype=torch.int64)
-        self._kernels.draw(logits.contiguous(), rows, out)
+        self._kernels.draw(logits.contiguous(), rows, masks, out)
         return out
 
     def _prefill(

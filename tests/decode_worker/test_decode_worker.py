@@ -16,7 +16,8 @@ from worker_pair import Router, worker
 
 from engine.events import Generated
 from protocol.errors import NodeLost
-from protocol.messages import Job, Reuse, TokenDelta
+from protocol.messages import Job, TokenDelta
+from protocol.reuse import Reuse
 
 
 def prompt(length: int = 40, seed: int = 0) -> list[int]:
@@ -113,7 +114,7 @@ async def test_the_router_goes_away(router: Router, steps: int) -> None:
     await router.generate(make_job("a", prompt(), max_tokens=100))
     await until(lambda: router.decode.paused)
     await router.hang_up()
-    await until(lambda: not router.decode.service._streams._queues)
+    await until(lambda: not router.decode.loaded._streams._routers)
     router.decode.resume()
     await router.decode.settle()
     assert router.decode.node.metrics.attempts["done"]._value.get() == 0
@@ -121,6 +122,7 @@ async def test_the_router_goes_away(router: Router, steps: int) -> None:
 
 async def test_a_router_without_a_stream_gets_nothing_computed(router: Router) -> None:
     await router.hang_up()
+    await until(lambda: not router.decode.loaded._streams._routers)
     await router.generate(make_job("a", prompt(), max_tokens=100))
     await router.decode.settle()
     assert router.decode.node.metrics.attempts["done"]._value.get() == 0
@@ -152,10 +154,12 @@ async def test_what_cannot_be_taken_is_told_on_the_stream(router: Router) -> Non
 
 
 async def test_a_step_that_breaks_fails_its_requests(router: Router) -> None:
-    run = router.decode.engine.runner.run
+    run, left = router.decode.engine.runner.run, [1, 2]
 
     def broken(*step: object) -> object:
-        router.decode.engine.runner.run = run  # type: ignore[method-assign]
+        left.pop()
+        if not left:
+            router.decode.engine.runner.run = run  # type: ignore[method-assign]
         raise NodeLost("the device is gone")
 
     router.decode.engine.runner.run = broken  # type: ignore[method-assign, assignment]
@@ -173,6 +177,9 @@ async def test_a_drain_lets_requests_finish_to_the_last_token(router: Router) ->
     router.decode.stop.ask(signal.SIGTERM)
     await until(lambda: router.decode.node.state == "draining")
     assert (await router.generate(make_job("b", prompt()))).status_code == 503
+    async with httpx.AsyncClient(trust_env=False) as client:
+        scraped = await client.get(f"{router.decode.node.face.url}/metrics")
+    assert 'kvferry_requests_running{model_name="toy",role="decode"} 1.0' in scraped.text
     router.decode.resume()
     await asyncio.wait_for(asyncio.shield(router.decode.run), 5)
     await until(lambda: router.finished("a"))

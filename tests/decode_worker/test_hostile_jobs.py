@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
+from mutations import mutated
 from toy import make_job
 from waiting import until
 from worker_pair import Router, pair
 
-from protocol.messages import Job
+from protocol.messages import CancelRequest, GenerateRequest, Job, PrefillRequest
 from protocol.sampling import SamplingParams
+from protocol.wire import MAX_FRAME_BYTES
 from protocol.work import Classify, Embed, Generate, Grammar
 
 ODD: list[Any] = [None, True, -1, 2**62, 0.5, float("nan"), "x", b"x", (), (None,), {}, {"a": 1}]
@@ -83,3 +87,41 @@ async def test_both_nodes_refuse_or_end_each_and_go_on(router: Router) -> None:
 
 def ended(router: Router, job: Job) -> bool:
     return router.finished(job.request_id) or any(failed.request_id == job.request_id for failed in router.failed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_damaged_messages_of_routers_are_answered_and_both_nodes_go_on(router: Router, seed: int) -> None:
+    """Anything but the node's own failure may be the answer."""
+    rng, broken = random.Random(seed), []
+    urls = {"prefill": router.prefill.node.face.url, "decode": router.decode.node.face.url}
+    async with httpx.AsyncClient(trust_env=False, timeout=10) as http:
+        for number in range(150):
+            job = make_job(f"m{seed}-{number}", [1, 2, 3], max_tokens=2)
+            path, message = rng.choice((
+                ("prefill", PrefillRequest(job, router.decode.target)), ("prefill", PrefillRequest(job)),
+                ("generate", GenerateRequest(job)), ("cancel", CancelRequest(job.request_id, 0)),
+            ))  # fmt: skip
+            node = "decode" if path == "generate" else rng.choice(tuple(urls)) if path == "cancel" else "prefill"
+            data = mutated(message, rng)
+            try:
+                response = await http.post(f"{urls[node]}/attempts/{path}", content=data)
+            except httpx.TransportError as error:
+                broken.append((path, data, repr(error)))
+                continue
+            if response.status_code >= 500:
+                broken.append((path, data, response.text))
+    assert not broken
+    good = make_job(f"good {seed}", [5, 6, 7])
+    await router.post_prefill(good, router.decode.target).ended()
+    await until(lambda: router.finished(good.request_id))
+
+
+async def test_a_message_longer_than_any_is_refused(router: Router) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(65):
+            yield b"\xc0" * 2**20
+
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as http:
+        response = await http.post(f"{router.decode.node.face.url}/attempts/generate", content=endless())
+    assert response.status_code == 413
+    assert str(MAX_FRAME_BYTES) in response.json()["error"]["message"]

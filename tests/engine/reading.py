@@ -8,7 +8,8 @@ import numpy as np
 
 from engine.engine import Engine
 from engine.events import Generated
-from protocol.messages import Job, Reuse
+from protocol.messages import Job
+from protocol.reuse import Reuse
 from protocol.work import Work
 
 

@@ -274,6 +274,9 @@ def test_tensors_that_do_not_belong_to_the_model(message: str, tiny: Path, tmp_p
 def test_files_that_are_missing_or_broken(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no adapter_config\.json"):
         read_adapter(str(tmp_path / "nothing"), 64)
+    for path in ("/" + "x" * 300, "~nobody-of-that-name/x", "a\0b"):
+        with pytest.raises(ConfigError, match="adapter"):
+            read_adapter(path, 64)
     path = save_adapter(tmp_path / "a", hf(tiny))
     (path / "adapter_model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ConfigError, match="cannot read"):

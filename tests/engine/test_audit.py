@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy import make_engine
 
 from engine import recount
 from engine.block_pool import BlockPool
 from engine.ledger import Ledger
 from engine.ports import GRANT, QUIESCE, REQUEST, SHIP
+from node.news import block_books
 from protocol.hashing import chain
 from protocol.layout import blocks_for
 
@@ -227,3 +229,14 @@ def test_a_pool_in_use_is_never_accused(actions: list[tuple[str, list[int]]], si
                 audit = pool.audit()
     finish(audit)
     pool.check_integrity()
+
+
+def test_a_block_that_nobody_knows_of_is_missed_in_the_sum() -> None:
+    """What is active had been what remains, so that the books of a node balanced whatever was lost."""
+    engine = make_engine()
+    books = block_books(engine.load())
+    assert sum(books.values()) == engine.pool.num_blocks
+    engine.pool._free.take()
+    books = block_books(engine.load())
+    assert sum(books.values()) == engine.pool.num_blocks - 1
+    assert not books["active"]

@@ -83,6 +83,27 @@ def test_equal_content_computed_twice_becomes_one_block() -> None:
     assert pool.cached_blocks == 2
 
 
+def test_what_is_forgotten_is_not_found_nor_what_stands_behind_it() -> None:
+    """The request that holds it runs on, and makes nothing findable behind it."""
+    pool = make_pool(8)
+    held = run_through(pool, "a", [1, 2, 3, 4, 5, 6])
+    other = run_through(pool, "b", [1, 2, 7, 7])
+    assert held is not None
+    assert other is not None
+    pool.forget([held[1]])
+    assert pool.findable() == chain(b"root", [1, 2, 7, 7], BS)
+    more = pool.acquire("a", REQUEST, [], 1)
+    assert more is not None
+    behind = chain(b"root", [1, 2, 3, 4, 5, 6, 8, 8], BS)[3]
+    assert pool.register([("a", REQUEST)], more[0], behind, held[2]) == more[0]
+    assert len(pool.findable()) == 2
+    pool.release("a", REQUEST, [*held, *more])
+    pool.release("b", REQUEST, other)
+    pool.forget([other[0]])
+    pool.check_integrity()
+    assert (pool.findable(), pool.free_blocks) == ([], 8)
+
+
 def test_without_prefix_caching_nothing_is_found() -> None:
     pool = BlockPool(4, Ledger(4), prefix_caching=False)
     held = run_through(pool, "a", [1, 2, 3, 4])
@@ -101,12 +122,13 @@ def test_releasing_what_is_not_held_is_our_bug() -> None:
 sequences = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
-@given(st.lists(st.tuples(sequences, st.booleans()), max_size=40), st.integers(2, 9))
-def test_books_balance_and_changes_mirror_the_pool(steps: list[tuple[list[int], bool]], size: int) -> None:
+@given(st.lists(st.tuples(sequences, st.booleans(), st.integers(0, 29)), max_size=40), st.integers(2, 9))
+def test_books_balance_and_changes_mirror_the_pool(steps: list[tuple[list[int], bool, int]], size: int) -> None:
+    """Requests come and go, and now and then a block of the pool is forgotten, held or not."""
     pool = make_pool(size)
     held: dict[str, list[int]] = {}
     mirror: set[bytes] = set()
-    for number, (tokens, keep) in enumerate(steps):
+    for number, (tokens, keep, wrong) in enumerate(steps):
         owner = f"r{number}"
         blocks = run_through(pool, owner, tokens)
         if blocks is not None:
@@ -114,6 +136,8 @@ def test_books_balance_and_changes_mirror_the_pool(steps: list[tuple[list[int], 
         if held and not keep:
             oldest = next(iter(held))
             pool.release(oldest, REQUEST, held.pop(oldest))
+        if wrong < size:
+            pool.forget([wrong])
         stored, removed = pool.drain_changes()
         assert not set(stored) & set(removed)
         assert not set(stored) & mirror

@@ -159,7 +159,7 @@ def test_a_failing_step_fails_what_runs_and_leaks_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(engine.runner, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("boom")))
     assert engine.step()
     engine.check_integrity()
-    assert [(e.key, e.error.code) for e in engine.events if isinstance(e, Failed)] == [(("a", 0), "node_lost")]
+    assert [(e.key, e.error.code) for e in engine.events if isinstance(e, Failed)] == [(("a", 0), "step_failed")]
 
 
 @pytest.mark.parametrize("params", [{}, {"repetition_penalty": 1.1}, {"logprobs": 2}])
@@ -270,17 +270,17 @@ def test_landed_blocks_are_announced_even_if_the_request_is_cancelled_before_a_s
 
 def test_reservations_wait_for_room_in_order_and_can_be_withdrawn() -> None:
     engine = make_engine(num_blocks=8)
-    engine.reserve("g1", make_job("a", prompt(20)))
-    engine.reserve("g2", make_job("b", prompt(20, 1)))
-    engine.reserve("g3", make_job("c", prompt(4, 2)))
+    for number in range(3):
+        engine.reserve(f"g{number + 1}", make_job(f"r{number}", prompt(20, number)))
     engine.step()
     assert [e.owner for e in engine.events if isinstance(e, Reserved)] == ["g1"]
-    engine.withdraw("g2", TransferFailed("peer lost"))
+    for owner in ("g2", "g1"):
+        engine.withdraw(owner, TransferFailed("peer lost"))
+    engine.lent.grant_quiet("g1")
     engine.step()
     assert [e.owner for e in engine.events if isinstance(e, Reserved)] == ["g1", "g3"]
-    for owner in ("g1", "g3"):
-        engine.withdraw(owner, TransferFailed("peer lost"))
-        engine.lent.grant_quiet(owner)
+    engine.withdraw("g3", TransferFailed("peer lost"))
+    engine.lent.grant_quiet("g3")
     engine.check_integrity()
     assert owners(engine.pool.holds, GRANT) == []  # type: ignore[arg-type]
 

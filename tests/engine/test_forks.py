@@ -16,7 +16,8 @@ from engine.events import Failed, Generated, Reserved, Stepped
 from engine.states import Awaits
 from engine.tails import Tail, Tails
 from protocol.errors import TransferFailed
-from protocol.messages import Job, Reuse, TokenDelta
+from protocol.messages import Job, TokenDelta
+from protocol.reuse import Reuse
 
 LENGTHS = [1, 3, 4, 5, 8, 14, 16, 17]
 

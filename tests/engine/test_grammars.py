@@ -70,6 +70,16 @@ def test_the_output_is_one_of_those_the_grammar_lists_and_ends_with_stop(params:
     assert {finish(engine, name) for name in found} == {("stop", EOS)}
 
 
+def test_an_output_that_is_closed_in_time_says_so() -> None:
+    grammar, compiler = listed([5, 6, 7, 8, 9, 10], [5, 6, 50]), ListedCompiler(EOS)
+    compiler.closes = True
+    engine = engine_of(compiler)
+    engine.add(job_of("cut", [1, 2, 3], grammar, max_tokens=4, logit_bias=((7, 50.0),)))
+    engine.add(job_of("free", [1, 2, 3], grammar, max_tokens=9, logit_bias=((7, 50.0),)))
+    assert run(engine) == {"cut": [5, 6, 50, EOS], "free": [5, 6, 7, 8, 9, 10, EOS]}
+    assert [finish(engine, name) for name in ("cut", "free")] == [("closed", EOS), ("stop", EOS)]
+
+
 def test_the_greedy_shortcut_does_not_pass_the_mask() -> None:
     """The model favours a token that the grammar forbids."""
     engine = engine_of()
@@ -177,7 +187,6 @@ def test_a_late_mask_holds_up_its_own_request_alone() -> None:
     go.clear()
     loop.submit(lambda engine: engine.add(make_job("warm", [9])))
     wait_for(lambda: len(tokens("warm")) == 8)
-    threading.Timer(0.5, go.set).start()
     compiler.held = None
     held = ListedMatcher.mask
     blocked = threading.Event()
@@ -195,6 +204,7 @@ def test_a_late_mask_holds_up_its_own_request_alone() -> None:
         wait_for(lambda: blocked.is_set() and len(tokens("free")) == 60)
         assert tokens("late") == [11]
         assert not go.is_set()
+        go.set()
         wait_for(lambda: tokens("late") == [11, 12, 13, EOS])
         assert tokens("free") == expected([4, 4, 4], 60)
     finally:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from toy import HeldModel, expected, make_engine, make_job
 from waiting import wait_for
 
+from engine import late, self_check
 from engine import loop as engine_loop
-from engine import self_check
 from engine.engine import Engine, audit
 from engine.events import Event, Failed, Generated
 from engine.loop import EngineLoop
@@ -66,15 +68,15 @@ def test_a_broken_step_fails_its_requests_and_the_next_ones_run(
     running: tuple[Engine, EngineLoop, Outbox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, loop, outbox = running
-    run, broken = engine.runner.run, threading.Event()
+    run, left = engine.runner.run, [1, 2]
 
-    def once(*step: object) -> object:
-        if not broken.is_set():
-            broken.set()
-            raise RuntimeError("device lost")
+    def twice(*step: object) -> object:
+        if left:
+            left.pop()
+            raise RuntimeError("no kernel for it")
         return run(*step)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine.runner, "run", once)
+    monkeypatch.setattr(engine.runner, "run", twice)
     loop.submit(lambda engine: engine.add(make_job("a", [1, 2, 3])))
     outbox.wait_for(lambda events: any(isinstance(e, Failed) for e in events))
     failure = next(e for e in outbox.events if isinstance(e, Failed))
@@ -83,11 +85,45 @@ def test_a_broken_step_fails_its_requests_and_the_next_ones_run(
     outbox.wait_for(lambda events: sum(isinstance(e, Generated) for e in events) == 8)
 
 
+def test_what_is_past_its_deadline_is_dropped(
+    running: tuple[Engine, EngineLoop, Outbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late, "LATE_S", 0.05)
+    engine, loop, outbox = running
+    run = engine.runner.run
+
+    def slow(*step: object) -> object:
+        time.sleep(0.05)
+        return run(*step)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.runner, "run", slow)
+    hasty = replace(make_job("a", [1, 2, 3], max_tokens=200), deadline_s=0.2)
+    begin(loop, hasty, make_job("b", [1, 2, 3], max_tokens=20))
+    outbox.wait_for(lambda events: sum(isinstance(e, Generated) and e.key[0] == "b" for e in events) == 20)
+    (failure,) = (e for e in outbox.events if isinstance(e, Failed))
+    assert (failure.key, failure.error.code) == (("a", 0), "deadline_exceeded")
+
+
+def test_a_turn_that_hangs_keeps_its_mark(running: tuple[Engine, EngineLoop, Outbox]) -> None:
+    _, loop, _ = running
+    began, go = threading.Event(), threading.Event()
+    wait_for(lambda: loop.mark is None)
+    loop.submit(lambda engine: (began.set(), go.wait(10)))  # type: ignore[arg-type, return-value]
+    assert began.wait(10)
+    mark = loop.mark
+    assert mark is not None
+    loop.submit(lambda engine: None)
+    assert not go.wait(0.1)
+    assert loop.mark == mark
+    go.set()
+    wait_for(lambda: loop.mark is None)
+
+
 def test_a_request_that_waits_for_room_starts_when_room_comes(running: tuple[Engine, EngineLoop, Outbox]) -> None:
     _, loop, outbox = running
     loop.submit(lambda engine: engine.reserve("g", make_job("big", list(range(100)) * 2)))
-    loop.submit(lambda engine: engine.add(make_job("a", list(range(80)))))
     outbox.wait_for(lambda events: len(events) > 0)
+    loop.submit(lambda engine: engine.add(make_job("a", list(range(80)))))
     assert loop.load.granted_blocks == 50
     loop.submit(lambda engine: engine.cancel("big", 0))
     loop.submit(lambda engine: engine.lent.grant_quiet("g"))

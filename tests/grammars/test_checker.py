@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from api_parts import demo_text
 
-from grammars.checker import RUNAWAYS, Checker
+from grammars.checker import PENDING, RUNAWAYS, Checker
 from protocol.errors import InvalidRequest, Overloaded
 from protocol.work import Grammar
 from router.text.grammar_vocabulary import vocabulary_of
@@ -94,3 +94,17 @@ async def test_closing_starts_no_other_process() -> None:
     with pytest.raises((InvalidRequest, Overloaded)):
         await waiting
     assert checker._child is None
+
+
+async def test_one_tenants_grammars_do_not_wait_behind_anothers() -> None:
+    code = CHILD.replace("number, grammar =", "time.sleep(0.02); number, grammar =")
+    checker = checker_of(sys.executable, "-c", code)
+    asked = [checker.check(Grammar("regex", f"a{i}"), "guided_regex", "flood") for i in range(PENDING)]
+    flood = [asyncio.create_task(each) for each in asked]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await checker.check(Grammar("regex", "one too many"), "guided_regex", "flood")
+    await checker.check(Grammar("regex", "b"), "guided_regex", "other")
+    assert sum(task.done() for task in flood) < PENDING / 2
+    await checker.close()
+    await asyncio.gather(*flood, return_exceptions=True)

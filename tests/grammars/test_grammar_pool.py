@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import pytest
 from waiting import wait_for
 
-from grammars.pool import Pool
+from grammars.pool import CREDIT_S, STEPS, Pool
 from protocol.errors import Overloaded
 
 
@@ -55,3 +56,28 @@ def test_a_job_that_raises_ends_nothing_and_the_queue_has_a_bound() -> None:
         pool.submit(lambda: None)
     go.set()
     wait_for(lambda: done == [1, 2])
+
+
+def test_short_jobs_without_end_give_way_but_for_their_share() -> None:
+    """A thousand grammars that are refused at once had taken most of a core from streams."""
+    own, seen = os.getpriority(os.PRIO_PROCESS, 0), []
+    pool, began, gave_way = Pool("shared", share=0.1), time.monotonic(), []
+
+    def job() -> None:
+        until = time.monotonic() + 0.01
+        while time.monotonic() < until:
+            pass
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) - own)
+        if seen[-1] and not gave_way:
+            gave_way.append(time.monotonic() - began)
+
+    pool.submit(*[job] * 200)
+    wait_for(lambda: len(seen) == 200, 30)
+    first = next(place for place, steps in enumerate(seen) if steps)
+    assert 0 < first <= (CREDIT_S + 0.1 * gave_way[0]) / 0.01 + 2
+    assert set(seen) == {0, STEPS}
+    assert seen[first:].count(0) < 60
+    time.sleep(0.3)
+    pool.submit(job)
+    wait_for(lambda: len(seen) == 201)
+    assert seen[-1] == 0

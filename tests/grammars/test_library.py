@@ -76,7 +76,9 @@ TREE = Grammar(
     [
         (Grammar("json_object", ""), '{"x": [1, null]}', "[1]"),
         (Grammar("json_schema", json.dumps(OBJECT)), '{"a": 17}', '{"a": "17"}'),
-        (Grammar("json_schema", json.dumps(OBJECT)), '{ "a" : 17 }', '{\n  "a": 17\n}'),
+        (Grammar("json_schema", json.dumps(OBJECT)), '{"a": 17}', '{ "a" : 17 }'),
+        (Grammar("json_object", ""), '{"a": 1, "b": ["x", {}]}', '{"a":1,\n"b":[]}'),
+        (Grammar("json_schema", json.dumps(OBJECT), whitespace=" "), '{ "a" : 17 }', '{\n  "a": 17\n}'),
         (Grammar("json_schema", json.dumps(OBJECT), whitespace=""), '{"a":17}', '{"a": 17}'),
         (Grammar("json_schema", "true"), '[1, {"x": "é"}]', "[1"),
         (Grammar("regex", r"a/b\d+\n?"), "a/b17\n", "a/b"),
@@ -148,3 +150,6 @@ def test_other_kinds_of_tokenizers_are_read_or_refused_by_name() -> None:
         Library(Vocabulary(pieces.to_str(), 280, (), ()))
     with pytest.raises(ConfigError, match="tokenizer"):
         Library(Vocabulary("{}", 280, (2,), ()))
+    misspelled = pieces.to_str().replace("<0x41>", "<0x4>")  # of which the library panics
+    with pytest.raises(ConfigError, match="tokenizer"):
+        Library(Vocabulary(misspelled, 280, (2,), ()))

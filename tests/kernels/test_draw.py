@@ -3,36 +3,24 @@ whole vocabulary is looked at, and which of the kept tokens wins."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cpu import CpuOps, instruction_sets
-from kernels.draw import NO_TOKEN, NoiseKeys, _kept, most_likely
+from kernels.draw import NO_TOKEN, NoiseKeys, _kept
 from kernels.noise import gumbel, random_bits
 from kernels.ops import Ops
-from kernels.reference import ReferenceOps
 from protocol.sampling import SamplingParams
 
 VOCAB = 10_000
 CLOSE = 1e-5
 """More than noise differs between implementations of the logarithm."""
-
-
-@functools.cache
-def made(name: str) -> Ops:
-    return ReferenceOps() if name == "reference" else CpuOps(2, name)
-
-
-@pytest.fixture(scope="module", params=["reference", *instruction_sets()])
-def ops(request: pytest.FixtureRequest) -> Ops:
-    return made(request.param)
 
 
 def _oracle(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
@@ -196,11 +184,12 @@ def test_one_bad_logit_is_enough(ops: Ops, params: SamplingParams, bad: float, a
 
 
 @pytest.mark.parametrize("at", [0, 4321, VOCAB - 1])
-def test_the_most_likely_of_rows_without_numbers_is_no_token(at: int) -> None:
+def test_the_most_likely_of_rows_without_numbers_is_no_token(ops: Ops, at: int) -> None:
     logits = torch.zeros(5, VOCAB)
     logits[1, at], logits[2, at], logits[4, at] = math.nan, math.inf, 1.0
     logits[3] = -math.inf
-    assert most_likely(logits).tolist() == [0, NO_TOKEN, NO_TOKEN, NO_TOKEN, at]
+    greedy = [SamplingParams(temperature=0.0)] * 5
+    assert ops.draw(logits, greedy, NoiseKeys((1,) * 5, (2,) * 5)).tolist() == [0, NO_TOKEN, NO_TOKEN, NO_TOKEN, at]
 
 
 def test_many_rows_draw_what_each_draws_alone(ops: Ops) -> None:
@@ -231,12 +220,16 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     ops = CpuOps(1)
     kernels, logits, out = ops._kernels, torch.zeros(2, 9), torch.empty(2, dtype=torch.int64)
     row = (1.0, 0.0, 9, 1.0, 2**64 - 1)
-    kernels.draw(logits, [row, row], out)
+    kernels.draw(logits, [row, row], [], out)
     with pytest.raises(ValueError, match="one per row"):
-        kernels.draw(logits, [row], out)
-    with pytest.raises(ValueError, match="positive"):
-        kernels.draw(logits, [row, (0.0, *row[1:])], out)
+        kernels.draw(logits, [row], [], out)
+    with pytest.raises(ValueError, match="one per row"):
+        kernels.draw(logits, [row, row], [None], out)
+    with pytest.raises(ValueError, match="negative"):
+        kernels.draw(logits, [row, (-1.0, *row[1:])], [], out)
     with pytest.raises(ValueError, match="one dtype"):
-        kernels.draw(logits.bfloat16(), [row, row], out)
-    with pytest.raises(ValueError, match="positive"):
-        ops.draw(logits, [replace(SamplingParams(), temperature=0.0)] * 2, NoiseKeys((1, 2), (3, 4)))
+        kernels.draw(logits.bfloat16(), [row, row], [], out)
+    with pytest.raises(ValueError, match="shorter"):
+        kernels.draw(torch.zeros(1, 33), [row], [np.zeros(1, np.int32)], out[:1])
+    with pytest.raises(ValueError, match="dtype"):
+        kernels.draw(logits, [row, row], [None, np.zeros(1, np.float32)], out)

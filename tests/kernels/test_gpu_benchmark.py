@@ -52,6 +52,7 @@ def test_pointwise_forms_agree(bench: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
-def test_without_cuda_it_says_so(bench: dict[str, Any]) -> None:
+@pytest.mark.parametrize("script", [SCRIPT, SCRIPT.with_name("gpu_checksums.py")])
+def test_without_cuda_it_says_so(script: Path) -> None:
     with pytest.raises(SystemExit, match="CUDA"):
-        bench["main"]([])
+        runpy.run_path(str(script))["main"]([])

@@ -3,7 +3,9 @@ decides at its import whether it interprets; on a machine with a CUDA device the
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ import torch
 import triton.language as tl
 from paged_batch import Case, close, dense_attention, make_case, rope_table
 from triton.runtime import interpreter
+from xxhash import xxh3_64_intdigest
 
 from kernels.reference import ReferenceOps
 from kernels.triton import TritonOps
+from kernels.triton.checksum import digests
 from kernels.triton.decode import decode
 from kernels.triton.launch import decode_tile, prefill_tile
 
@@ -134,3 +138,22 @@ def test_norms(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 def test_silu_mul(dtype: torch.dtype, width: int) -> None:
     gate_up = torch.randn(2, width, generator=torch.Generator().manual_seed(4)).to(dtype).to(DEVICE)
     close(TritonOps().silu_mul(gate_up), ReferenceOps().silu_mul(gate_up), dtype)
+
+
+@pytest.mark.parametrize("size", [64, 241, 248, 256, 1023, 1024, 1032, 1088, 2048, 5000, 49_152])
+def test_checksums_are_those_of_the_library(size: int) -> None:
+    pool = torch.randint(0, 256, (3, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    moved = pool.to(DEVICE)
+    assert digests([moved[2], moved[0]]) == [xxh3_64_intdigest(pool[block].numpy()) for block in (2, 0)]
+
+
+def test_the_benchmark_of_checksums_times_right_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "gpu_checksums.py"))
+    given = bench["batch"](2, 5000, torch.device(DEVICE), 30_000)
+    assert (len(given.blocks), given.count, given.title) == (6, 2, "checksums of 2 x 4.88281 KiB")
+    forms = (bench["whole"], bench["whole"], bench["on_host"])
+    words = bench["line"](given, forms, lambda: 1e9, 1).split()
+    assert len(words) == 14
+    monkeypatch.setitem(bench["check"].__globals__, "digests", lambda blocks: [0] * len(blocks))
+    with pytest.raises(AssertionError, match="checksums of 2"):
+        bench["line"](given, forms, lambda: 1e9, 1)

@@ -14,6 +14,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.triton import TritonOps
+from kernels.triton.checksum import digests
 
 HOPPER_SHARED_BYTES = 227 * 1024
 
@@ -75,3 +76,8 @@ def test_rope_norm_and_activation(compiled: dict[str, Any], dtype: torch.dtype) 
     ops.add_rms_norm(x, x, x[0], 1e-5)
     ops.silu_mul(x)
     assert set(compiled) == {"rope_cache_kernel", "rms_norm_kernel", "silu_mul_kernel"}
+
+
+def test_checksums(compiled: dict[str, Any]) -> None:
+    digests([torch.zeros(5000, dtype=torch.uint8)])
+    assert set(compiled) == {"sums_kernel", "scramble_kernel"}

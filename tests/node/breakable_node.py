@@ -1,12 +1,14 @@
-"""A decode node of a toy model as a process. SIGUSR1 ends its engine thread, SIGUSR2 its link thread. On stdout: the
-status pipe's reports, and `withdrawn` once its lease is. With the argument `hung` the registry takes leases and answers
-no withdrawal."""
+"""A decode node of a toy model as a process, of which SIGUSR1 breaks a part. Arguments: what breaks and how (`FAULTS`),
+and whether the registry `answers` or is `hung`: then it takes leases and answers no withdrawal. On stdout: the status
+pipe's reports, and `withdrawn` once its lease is."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from unittest.mock import patch
 
 from toy import FINGERPRINT, ToyModel, make_engine
@@ -14,6 +16,8 @@ from toy import FINGERPRINT, ToyModel, make_engine
 import node.node as node_module
 from cluster_state.memory_store import MemoryStore
 from decode_worker.service import DecodeService
+from engine import self_check
+from node import vitals
 from node.assembly import Assembled
 from node.serve import serve_node
 from node.service import Base
@@ -32,28 +36,50 @@ def breakable(base: Base) -> DecodeService:
     def broken(*_: object) -> None:
         raise RuntimeError("injected")
 
+    def unbalanced() -> None:
+        raise AssertionError("injected")
+
+    def hang(*_: object) -> None:
+        threading.Event().wait()
+
     def end_engine() -> None:
         base.parts.engine.load = broken  # type: ignore[method-assign, assignment]
         base.engine.submit(lambda engine: None)
 
     def end_link() -> None:
-        base.link._loop._poll = broken  # type: ignore[attr-defined]
+        base.dock.link._loop._progress = broken  # type: ignore[attr-defined]
 
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGUSR1, end_engine)
-    loop.add_signal_handler(signal.SIGUSR2, end_link)
+    def unbalance() -> None:
+        base.engine._self_check.turn = unbalanced  # type: ignore[method-assign]
+        base.engine._self_check.changed()
+        base.engine.submit(lambda engine: None)
+
+    faults: dict[str, Callable[[], None]] = {
+        "engine ended": end_engine,
+        "link ended": end_link,
+        "engine hung": lambda: base.engine.submit(hang),
+        "link hung": lambda: base.dock.link.submit(hang),
+        "loop hung": hang,
+        "all hung": lambda: (base.engine.submit(hang), base.dock.link.submit(hang), hang())[-1],
+        "books wrong": unbalance,
+    }
+    base.app.get("/epoch")(lambda: base.epoch)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, faults[sys.argv[1]])
     return DecodeService(base)
 
 
 async def main() -> None:
+    vitals.ENGINE_S = vitals.LOOP_S = vitals.LINK_S = 1.5
+    self_check.EVERY_S = 0.1
     engine = make_engine()
     layout = ToyModel.info.layout(ToyModel.dtype, engine.config.block_size)
     parts = Assembled(engine, engine.runner.kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
+    store = Store()
     with (
         patch.object(node_module, "assemble", lambda settings, progress: parts),
-        patch.object(node_module, "RedisStore", lambda url, cluster: Store()),
+        patch.object(node_module, "RedisStore", lambda url, cluster, **options: store),
     ):
-        await serve_node(WorkerSettings(role="decode", status_fd=1), breakable)
+        await serve_node(WorkerSettings(role="decode", status_fd=1, respawned=True), breakable)
 
 
 if __name__ == "__main__":

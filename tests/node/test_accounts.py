@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from node.accounts import audit
-from protocol.messages import Reuse, TokenDelta
+from protocol.messages import TokenDelta
 from protocol.metrics import WorkerMetrics
+from protocol.reuse import Reuse
 
 
 def violations(reuse: Reuse | None, prompt_len: int | None = None) -> float:

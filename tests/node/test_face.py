@@ -10,7 +10,7 @@ from protocol.settings import WorkerSettings
 
 
 def face(**settings: object) -> Face:
-    return Face(WorkerSettings(role="decode", **settings), lambda: (200, {}), lambda: True)  # type: ignore[arg-type]
+    return Face(WorkerSettings(role="decode", **settings), lambda: (200, {}), lambda: "")  # type: ignore[arg-type]
 
 
 def test_what_others_dial_is_advertised() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from node.frames import FrameResponse
 from protocol.messages import CancelRequest
-from protocol.wire import FrameReader
+from protocol.wire import FrameReader, pack
 
 
 class Connection:
@@ -28,14 +28,14 @@ class Connection:
         self.sent.append(dict(message))
 
 
-async def two() -> AsyncIterator[CancelRequest]:
-    yield CancelRequest("a", 0)
-    yield CancelRequest("b", 1)
+async def two() -> AsyncIterator[bytes]:
+    yield pack(CancelRequest("a", 0))
+    yield pack(CancelRequest("b", 1))
 
 
-async def endless() -> AsyncIterator[CancelRequest]:
+async def endless() -> AsyncIterator[bytes]:
     await asyncio.Event().wait()
-    yield CancelRequest("never", 0)
+    yield pack(CancelRequest("never", 0))
 
 
 async def test_messages_arrive_packed_and_the_end_closes() -> None:
@@ -48,8 +48,8 @@ async def test_messages_arrive_packed_and_the_end_closes() -> None:
 
 
 async def test_a_message_that_cannot_be_packed_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    async def unpackable() -> AsyncIterator[Any]:
-        yield object()
+    async def unpackable() -> AsyncIterator[bytes]:
+        yield pack(object())
 
     connection, closed = Connection(), []
     await FrameResponse(unpackable(), lambda: closed.append(1))({}, connection.receive, connection.send)

@@ -18,6 +18,7 @@ from worker_pair import Router, Worker, worker
 from cluster_state.memory_store import MemoryStore
 from cluster_state.registry import LeaseKeeper
 from node import membership, vitals
+from node.node import Ending
 
 PROMPT = list(range(20))
 
@@ -26,6 +27,9 @@ async def answers(node: Worker) -> tuple[int, int, str]:
     """Status of /ready and of /health, and what the latter calls the node."""
     async with httpx.AsyncClient(trust_env=False, base_url=node.node.face.url) as client:
         ready, health = await client.get("/ready"), await client.get("/health")
+        assert {name: ready.json()[name] for name in ("status", "progress")} == {
+            name: health.json()[name] for name in ("status", "progress")
+        }, "who looks why it is not ready sees how far it is"
     return ready.status_code, health.status_code, health.json()["status"]
 
 
@@ -77,17 +81,27 @@ async def test_a_node_that_joins_ends_when_asked() -> None:
 
 
 @pytest.mark.parametrize("thread", ["engine", "link"])
-async def test_a_thread_that_hangs_is_a_fault_until_it_moves_again(
-    thread: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vitals, "HANG_S", 1.5)
-    monkeypatch.setattr(vitals, "SLOW", 0.0)
+async def test_health_and_lease_tell_how_long_a_thread_has_not_moved(thread: str) -> None:
     async with worker("decode", make_engine()) as node:
-        assert await answers(node) == (200, 200, "ready")
         with getattr(node, f"frozen_{thread}")():
-            await until(lambda: node.loaded.fault is not None)
-            assert thread in (node.loaded.fault or "")
-            assert await answers(node) == (200, 503, "ready")
-        await until(lambda: node.loaded.fault is None)
-        assert await answers(node) == (200, 200, "ready")
+            await until(lambda: getattr(node.loaded.vitals.pulse, f"{thread}_s") > 1.2)
+            assert getattr(node.loaded.lease().pulse, f"{thread}_s") > 1.2
+            async with httpx.AsyncClient(trust_env=False, base_url=node.node.face.url) as client:
+                health = await client.get("/health")
+            assert health.json()["pulse"][f"{thread}_s"] > 1.2
+            assert await answers(node) == (200, 200, "ready")
+        await until(lambda: getattr(node.loaded.vitals.pulse, f"{thread}_s") < 1.2)
         await node.settle()
+
+
+async def test_a_node_with_a_fault_is_not_ready_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vitals, "LINK_S", 1.2)
+    store = MemoryStore()
+    async with worker("decode", make_engine(), store=store) as node:
+        with node.frozen_link():
+            await until(lambda: node.loaded.fault is not None)
+            assert node.node.state == "broken"
+            await until(node.run.done)
+        assert node.run.result() is Ending.BROKEN
+        assert await store.nodes() == []
+        await node.loaded.drain(node.stop)

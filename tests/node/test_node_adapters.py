@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ class Asked:
     def __init__(self, message: ChangeAdapter) -> None:
         self._message = message
 
-    async def body(self) -> bytes:
-        return pack(self._message)
+    async def stream(self) -> AsyncIterator[bytes]:
+        yield pack(self._message)
 
 
 class Node:

@@ -21,7 +21,8 @@ from waiting import until, wait_for
 from worker_pair import Answer, Router, pair, worker
 
 from engine.engine import Engine
-from protocol.messages import AttemptFailed, FirstToken, Job, Reuse, ShipDone
+from protocol.messages import AttemptFailed, FirstToken, Job, ShipDone
+from protocol.reuse import Reuse
 from protocol.work import Embed
 
 LENGTH = 40
@@ -114,7 +115,7 @@ async def offered(router: Router, stack: contextlib.ExitStack, job: Job) -> Answ
     """The decode node has not answered the offer."""
     stack.enter_context(router.decode.frozen_engine())
     answer = router.post_prefill(job, router.decode.target)
-    await until(lambda: router.decode.service._grants.receiver._grants)
+    await until(lambda: router.decode.service._grants.receiver.transfers)
     return answer
 
 
@@ -132,7 +133,8 @@ async def granted(router: Router, stack: contextlib.ExitStack, job: Job) -> Answ
     """The prefill engine has not looked at the granted request."""
     stack.enter_context(router.prefill.frozen_engine())
     answer = router.post_prefill(job, router.decode.target)
-    await until(lambda: router.decode.loaded.engine.load.open_grants)
+    ships = router.prefill.service._ships.sender.transfers._all
+    await until(lambda: any(ship.blocks for ship in ships.values()))
     return answer
 
 
@@ -237,6 +239,17 @@ async def test_the_router_goes_away(router: Router, phase: Callable[..., AsyncIt
     await settle(router)
 
 
+async def test_what_runs_for_a_frozen_router_is_given_up(router: Router) -> None:
+    with contextlib.ExitStack() as stack:
+        answer = await computing(router, stack, make_job("a", prompt(), max_tokens=50))
+        router.prefill.service.router_lost("another")
+        assert not answer.messages
+        router.prefill.service.router_lost(router.name)
+        (failure,) = await answer.ended()
+        assert (failure.request_id, failure.code) == ("a", "cancelled")
+    await settle(router)
+
+
 @pytest.mark.parametrize("phase", [offered, waiting_for_room, granted, computing, landed, generating])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_the_peer_is_lost(router: Router, phase: Callable[..., AsyncIterator[Answer]], side: str) -> None:
@@ -260,7 +273,7 @@ async def test_the_peer_is_lost(router: Router, phase: Callable[..., AsyncIterat
 async def test_decode_refuses_what_it_cannot_take(router: Router) -> None:
     target = router.decode.target
     cases = {
-        "node_lost": dataclasses.replace(target, epoch=target.epoch - 1),
+        "fenced": dataclasses.replace(target, epoch=target.epoch - 1),
         "incompatible": dataclasses.replace(target, fingerprint="other"),
     }
     for code, wrong in cases.items():
@@ -268,7 +281,7 @@ async def test_decode_refuses_what_it_cannot_take(router: Router) -> None:
         assert (type(failed), failed.code) == (AttemptFailed, code)
     router.decode.loaded.draining = True
     (failed,) = await router.post_prefill(make_job("draining", prompt()), target).ended()
-    assert failed.code == "draining"
+    assert (failed.code, "is draining" in failed.message) == ("grant_refused", True)
     await settle(router)
 
 
@@ -324,6 +337,9 @@ async def test_a_drain_lets_attempts_finish_and_takes_no_new_ones(router: Router
     refused = router.post_prefill(make_job("b", prompt()), router.decode.target)
     await refused.ended()
     assert (refused.status, refused.error["code"]) == (503, "draining")
+    async with httpx.AsyncClient(trust_env=False) as client:
+        scraped = await client.get(f"{router.prefill.node.face.url}/metrics")
+    assert 'kvferry_kv_pool_blocks{model_name="toy",role="prefill"}' in scraped.text
     router.prefill.resume()
     assert [type(m) for m in await answer.ended()] == [FirstToken, ShipDone]
     await asyncio.wait_for(asyncio.shield(router.prefill.run), 5)
@@ -332,11 +348,14 @@ async def test_a_drain_lets_attempts_finish_and_takes_no_new_ones(router: Router
 
 
 async def test_a_hurried_end_fails_what_runs_within_seconds(router: Router) -> None:
-    with contextlib.ExitStack() as stack:
-        answer = await computing(router, stack, make_job("a", prompt()))
-        began = time.monotonic()
-        router.prefill.stop.ask(signal.SIGINT)
-        await asyncio.sleep(0.05)
+    """The end is asked for in the second of three chunks, and known to the engine before that chunk is computed."""
+    router.prefill.pause_at(1)
+    answer = router.post_prefill(make_job("a", prompt()), router.decode.target)
+    await until(lambda: router.prefill.paused)
+    began = time.monotonic()
+    router.prefill.stop.ask(signal.SIGINT)
+    await until(lambda: router.prefill.loaded.engine._stopping)
+    router.prefill.resume()
     messages = await answer.ended()
     await asyncio.wait_for(asyncio.shield(router.prefill.run), 5)
     assert time.monotonic() - began < 5
@@ -378,7 +397,7 @@ async def test_a_grant_withdrawn_by_the_engine_reaches_prefill_past_a_busy_loop(
     with contextlib.ExitStack() as stack:
         answer = await waiting_for_room(router, stack, make_job("a", prompt()))
         router.decode.loaded.engine.submit(lambda engine: engine.cancel("a", 0))
-        wait_for(lambda: not router.prefill.service._ships.sender._ships, 2.0)
+        wait_for(lambda: not router.prefill.service._ships.sender.transfers, 2.0)
     failed = (await answer.ended())[-1]
     assert (type(failed), failed.code) == (AttemptFailed, "cancelled")
     await settle(router)

@@ -15,11 +15,14 @@ from waiting import until
 
 from engine.events import Generated
 from engine.request import key_of
+from kv_transfer.dock import Dock
 from kv_transfer.loopback import LoopbackNetwork
+from node.pool_memory import PoolMemory
 from prefill_worker.service import PrefillService
 from process.http import make_app
-from protocol.messages import FirstToken, Job, PrefillRequest, Reuse, TokenDelta
+from protocol.messages import FirstToken, Job, PrefillRequest, TokenDelta
 from protocol.metrics import WorkerMetrics
+from protocol.reuse import Reuse
 from protocol.sampling import SamplingParams
 from protocol.wire import FrameReader, pack
 from protocol.work import Generate
@@ -43,12 +46,12 @@ class Engine:
 def service_on(app: FastAPI, engine: Engine) -> PrefillService:
     base: Any = SimpleNamespace(
         settings=SimpleNamespace(role="prefill", grant_timeout=30.0),
-        parts=SimpleNamespace(kv=torch.zeros(2, 4)),
+        parts=SimpleNamespace(kv=torch.zeros(2, 4), fingerprint="f"),
+        epoch=1,
         metrics=WorkerMetrics("prefill"),
-        verify_checksums=0.0,
         app=app,
         engine=engine,
-        link=LoopbackNetwork().link("here:1"),
+        dock=Dock(LoopbackNetwork().link("here:1"), PoolMemory(torch.zeros(2, 4))),
         require_ready=lambda: None,
         call_soon=lambda call: call(),
     )
@@ -65,7 +68,7 @@ async def post(app: FastAPI, message: PrefillRequest) -> httpx.Response:
 
 
 async def test_the_last_token_of_a_retried_request_needs_no_decode_node() -> None:
-    engine, app = Engine(), make_app(lambda: (200, {}), lambda: True)
+    engine, app = Engine(), make_app(lambda: (200, {}), lambda: "")
     service, last = service_on(app, engine), job(delivered=4, max_tokens=5)
     answer = asyncio.create_task(post(app, PrefillRequest(last)))
     await until(lambda: engine.jobs)
@@ -79,7 +82,7 @@ async def test_the_last_token_of_a_retried_request_needs_no_decode_node() -> Non
 
 
 async def test_an_account_of_another_prompt_is_counted_and_its_token_delivered() -> None:
-    engine, app = Engine(), make_app(lambda: (200, {}), lambda: True)
+    engine, app = Engine(), make_app(lambda: (200, {}), lambda: "")
     service, last = service_on(app, engine), job(delivered=0, max_tokens=1)
     answer = asyncio.create_task(post(app, PrefillRequest(last)))
     await until(lambda: engine.jobs)
@@ -92,7 +95,7 @@ async def test_an_account_of_another_prompt_is_counted_and_its_token_delivered()
 
 @pytest.mark.parametrize(("delivered", "max_tokens"), [(0, 2), (4, 6)])
 async def test_without_a_decode_node_there_is_one_token_only(delivered: int, max_tokens: int) -> None:
-    engine, app = Engine(), make_app(lambda: (200, {}), lambda: True)
+    engine, app = Engine(), make_app(lambda: (200, {}), lambda: "")
     service = service_on(app, engine)
     response = await post(app, PrefillRequest(job(delivered, max_tokens)))
     assert response.status_code == 400

@@ -10,6 +10,7 @@ namespace kvferry {
 namespace {
 
 constexpr float kLeast = -__builtin_inff();
+constexpr float kLeastFinite = -3.402823466e38f;
 constexpr float kReaches[] = {8, 32, -kLeast};  // below the largest value: how far boundaries are looked for in turn
 constexpr int kHalvings = 5;
 constexpr int64_t kFourLanes = 4 * kLanes;
@@ -22,12 +23,20 @@ struct DrawView {
   float top;  // the largest value
 };
 
-// The logits from `at` on; behind the last -inf.
+// The logits from `at` on, a multiple of kLanes; behind the last, where no mask is read, and of what it forbids, -inf.
 KVF_INLINE Floats logits_at(const DrawView& row, int64_t at) {
-  if (at + kLanes <= row.vocab) return load(row.logits + at);
+  if (at >= row.vocab) return splat(kLeast);
+  const uint32_t* mask = row.how.mask;
+  const uint32_t bits = mask == nullptr ? ~0u : mask[at / 32] >> at % 32 & ((1u << kLanes) - 1);
+  if (bits == 0) return splat(kLeast);
   float rest[kLanes];
-  for (int i = 0; i < kLanes; ++i) rest[i] = at + i < row.vocab ? row.logits[at + i] : kLeast;
-  return load(rest);
+  if (at + kLanes > row.vocab)
+    for (int i = 0; i < kLanes; ++i) rest[i] = at + i < row.vocab ? row.logits[at + i] : kLeast;
+  const Floats value = load(at + kLanes > row.vocab ? rest : row.logits + at);
+  if (mask == nullptr) return value;
+  Words places;
+  for (int i = 0; i < kLanes; ++i) places[i] = 1u << i;
+  return (places & bits) != 0 ? value : splat(kLeast);
 }
 
 KVF_INLINE Floats scaled(const DrawView& row, int64_t at) { return logits_at(row, at) / row.how.temperature; }
@@ -151,6 +160,7 @@ KVF_INLINE float smallest_kept(const DrawView& row, Pool& pool) {
 
 // The token of `floor` or more with the largest value plus noise, the first of equal ones, or kNoToken.
 KVF_INLINE int64_t winner(const DrawView& row, float floor) {
+  if (floor < kLeastFinite) floor = kLeastFinite;  // -inf is never drawn
   Words lanes;
   for (int i = 0; i < kLanes; ++i) lanes[i] = i;
   float best = kLeast;
@@ -172,21 +182,24 @@ KVF_INLINE int64_t winner(const DrawView& row, float floor) {
   return any(strange) ? kNoToken : found;
 }
 
-// The index of the largest value, the first of equal ones, or kNoToken.
-inline __attribute__((noinline)) int64_t first_largest(const float* values, int64_t count) {
+// The index of the largest logit, the first of equal ones, or kNoToken.
+inline __attribute__((noinline)) int64_t first_largest(const DrawView& row) {
   float best = kLeast;
   int64_t found = kNoToken;
-  for (int64_t at = 0; at < count; at += kFourLanes) {
-    const int64_t end = at + kFourLanes < count ? at + kFourLanes : count;
-    if (end == at + kFourLanes) {
-      Ints beyond{};  // NaN is, too
-      for (int i = 0; i < 4; ++i) beyond |= ~(load(values + at + i * kLanes) <= splat(best));
-      if (!any(beyond)) continue;
+  for (int64_t at = 0; at < row.vocab; at += kFourLanes) {
+    Floats values[4];
+    Ints beyond{};  // NaN is, too
+    for (int i = 0; i < 4; ++i) {
+      const int64_t here = at + i * kLanes;
+      values[i] = logits_at(row, here);
+      beyond |= ~(values[i] <= splat(best));
     }
-    for (int64_t i = at; i < end; ++i) {
-      if (values[i] <= best) continue;
-      if (!(values[i] < -kLeast)) return kNoToken;
-      best = values[i], found = i;
+    if (!any(beyond)) continue;
+    for (int i = 0; i < kFourLanes; ++i) {
+      const float value = values[i / kLanes][i % kLanes];
+      if (value <= best) continue;
+      if (!(value < -kLeast)) return kNoToken;
+      best = value, found = at + i;
     }
   }
   return found;
@@ -199,6 +212,10 @@ void run_draw(void* argument, int member, int, Barrier& barrier) {
   barrier.each(t.rows, member, [&](int64_t index) {
     const DrawRow& how = t.how[index];
     DrawView row{t.logits + index * t.vocab, t.vocab, how, kLeast};
+    if (how.temperature <= 0) {
+      t.out[index] = first_largest(row);
+      return;
+    }
     const bool whole = how.min_p <= 0 && how.top_k >= t.vocab && how.top_p >= 1;
     Pool pool{memory, memory + space, 0};
     if (!whole) row.top = largest_scaled(row);

@@ -183,18 +183,24 @@ class NativeKernels {
     run(table_->dense[kind], &task, packed.dense.in * packed.dense.out, kSmall);
   }
 
-  // how: (temperature, min_p, top_k, top_p, key) of each row.
-  void draw(Array logits, const std::vector<std::tuple<float, float, int64_t, float, uint64_t>>& how, Array out) {
+  // how: (temperature, min_p, top_k, top_p, key) of each row. masks: of each row, or of none.
+  void draw(Array logits, const std::vector<std::tuple<float, float, int64_t, float, uint64_t>>& how,
+            const std::vector<MaybeArray>& masks, Array out) {
     DrawTask task{};
     task.logits = static_cast<const float*>(whole(logits, 0, 2));
     task.out = const_cast<int64_t*>(typed<int64_t>(out, 1));
     task.rows = static_cast<int64_t>(logits.shape(0)), task.vocab = static_cast<int64_t>(logits.shape(1));
-    require(task.vocab > 0 && static_cast<int64_t>(how.size()) == task.rows && elements(out) == task.rows,
-            "parameters and results are one per row of logits");
+    require(task.vocab > 0 && static_cast<int64_t>(how.size()) == task.rows && elements(out) == task.rows &&
+                (masks.empty() || masks.size() == how.size()),
+            "parameters, masks and results are one per row of logits");
     std::vector<DrawRow> rows;
     for (const auto& [temperature, min_p, top_k, top_p, key] : how) {
-      require(temperature > 0 && top_k > 0, "temperature and top_k must be positive");
-      rows.push_back({temperature, min_p, top_p, top_k, key});
+      require(temperature >= 0 && top_k > 0, "temperature must not be negative, and top_k positive");
+      rows.push_back({temperature, min_p, top_p, top_k, key, nullptr});
+      if (masks.empty() || !masks[rows.size() - 1]) continue;
+      const Array& mask = *masks[rows.size() - 1];
+      require(32 * elements(mask) >= task.vocab, "a mask is shorter than the vocabulary");
+      rows.back().mask = reinterpret_cast<const uint32_t*>(typed<int32_t>(mask, 1));
     }
     task.how = rows.data();
     task.memory = reinterpret_cast<float*>(aligned_bytes(threads() * 2 * draw_floats(task.vocab) * sizeof(float)));

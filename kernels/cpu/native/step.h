@@ -176,7 +176,9 @@ void run_step(void* argument, int member, int size, Barrier& barrier) {
     norm_rows(s, m.norm, s.local, all);
     dense_together(m.head, step_inputs(s, m.head, s.local), t.batch.rows, t.logits, m.head.out, member, barrier);
     barrier.wait(member);
-    for (int64_t row = own.begin; row < own.end; ++row) t.best[row] = first_largest(t.logits + row * m.head.out, m.head.out);
+    const DrawRow all_allowed{};
+    for (int64_t row = own.begin; row < own.end; ++row)
+      t.best[row] = first_largest({t.logits + row * m.head.out, m.head.out, all_allowed, kLeast});
   }
 }
 

@@ -171,11 +171,13 @@ inline int64_t token_memory(int64_t group, int64_t dim) {
   return packed_bytes(kPrefillBlock, dim) + rows_memory(group, dim);
 }
 
-// How a row's token is drawn: kernels.draw's parameters in float32, and the key of its noise. top_k: 1 or more.
+// How a row's token is drawn: kernels.draw's parameters in float32, and the key of its noise. temperature 0: the most
+// likely one. top_k: 1 or more. mask: bit t % 32 of word t / 32 is set where token t may be drawn; null: all may.
 struct DrawRow {
   float temperature, min_p, top_p;
   int64_t top_k;
   uint64_t key;
+  const uint32_t* mask;
 };
 
 // out [rows] = token ids drawn from logits [rows, vocab]. memory: 2 * draw_floats(vocab) of each thread.

@@ -1,0 +1,50 @@
+"""Steps of running streams that wait for a newcomer's prompt, where a prefill process computes on the same cores.
+
+Two processes that compute on the same cores at once are slower than one after the other, since threads wait for each
+other awake, and a prompt beside a flood of streams gets what these leave. A newcomer's tenant has had less of the
+nodes than those whose streams run, so its prompt has the cores first; streams go on as soon as it has come. They never
+stand still for long: waiting is paid for by steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine.roster import Roster
+
+LONGEST_S = 1.5
+"""That streams stand still."""
+EARNED = 7.0
+"""Seconds of waiting that a second of steps pays for: streams keep an eighth of the time."""
+
+
+class Courtesy:
+    """Of one engine. shares: whether prompts that come by grants are computed on its cores. Owned by the engine
+    thread."""
+
+    def __init__(self, roster: Roster, *, shares: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._roster, self._shares, self._clock = roster, shares, clock
+        self._left_s = LONGEST_S
+        self._since: float | None = None
+
+    def pause_s(self) -> float:
+        """For how long the next step has to wait, from now on, unless news come before; 0: it may begin."""
+        if not self._shares:
+            return 0.0
+        now = self._clock()
+        if self._since is not None:
+            self._left_s -= now - self._since
+        wanted = self._left_s > 0 and self._wanted()
+        self._since = now if wanted else None
+        return self._left_s if wanted else 0.0
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long."""
+        self._since = None
+        self._left_s = min(LONGEST_S, max(0.0, self._left_s) + EARNED * seconds)
+
+    def _wanted(self) -> bool:
+        """Whether a newcomer's prompt is computed elsewhere, and only streams here, or prompts of others."""
+        here = (request for request in self._roster.running if request.job.newcomer and not request.output_len)
+        return any(r.job.newcomer for r in self._roster.seated if r.grant is not None) and not any(here)

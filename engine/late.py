@@ -1,0 +1,24 @@
+"""Attempts past their deadline: whoever asked for them has given them up, or is in no state to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from engine.request import Request
+
+LATE_S = 1.0
+"""Behind a deadline, which the attempt's router notices first; and between two looks."""
+
+
+class Deadlines:
+    def __init__(self) -> None:
+        self._look_at = 0.0
+
+    def late(self, requests: Iterable[Request]) -> list[Request]:
+        """Those to drop. Empty where the last look was a moment ago."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return []
+        self._look_at = now + LATE_S
+        return [request for request in requests if now > request.arrived + request.job.deadline_s + LATE_S]

@@ -1,0 +1,382 @@
+"""The canary: a decode node computes some prompts itself that came by ships. Nodes that compute alike always agree, one
+that computes otherwise is found whatever is wrong with it, and nobody waits for any of that."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import BLOCK, OURS, VOCAB, save_tiny
+from waiting import wait_for
+
+from engine import canary as canary_module
+from engine import likeness
+from engine.block_pool import BlockPool
+from engine.canary import MOST_S, PATIENCE_S, REST, Canary
+from engine.engine import Engine, EngineConfig
+from engine.events import BlocksChanged, Computed, Generated, Looked, Reserved
+from engine.ledger import Ledger
+from engine.loop import EngineLoop
+from engine.models import load_model
+from engine.models.base import Model, Unwanted
+from engine.runner import Runner
+from engine.scheduler import Limits
+from kernels.ops import select
+from kernels.reference import ReferenceOps
+from model_files.source import resolve
+from protocol.messages import Job
+from protocol.names import NodeName
+from protocol.sampling import SamplingParams
+from protocol.work import Generate
+
+CPU = torch.device("cpu")
+SENDER: NodeName = ("p1", 7)
+BLOCKS = 64
+PROMPT = random.Random(5).choices(range(VOCAB), k=43)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny(OURS["llama3"](), path)
+    return path
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32, ops: str = "reference", quantization: str = "none") -> Model:
+    chosen = ReferenceOps() if ops == "reference" else select(ops, CPU)
+    return load_model(resolve(str(path)), device=CPU, dtype=dtype, ops=chosen, quantization=quantization)
+
+
+def engine_of(model: Model, cache: torch.dtype | None = None, blocks: int = BLOCKS) -> Engine:
+    layout = model.info.layout(cache or model.dtype, BLOCK)
+    kv = torch.zeros((blocks, *layout.block_shape), dtype=getattr(torch, layout.dtype))
+    config = EngineConfig("f", BLOCK, 120, Limits(24, 8, 8))
+    return Engine(config, Runner(model, kv, BLOCK), BlockPool(blocks, Ledger(blocks)))
+
+
+class Pair:
+    """A prefill engine and a decode engine with a canary, and a link that copies blocks between them."""
+
+    def __init__(self, prefill: Model, decode: Model, *, cache: torch.dtype | None = None, rate: float = 1.0) -> None:
+        self.prefill, self.decode = engine_of(prefill, cache), engine_of(decode, cache)
+        self.clock, self.chance = Clock(), [0.99]
+        tolerated = likeness.tolerance(decode.dtype, cache or decode.dtype, exact=False)
+        self.canary = self.decode.canary = Canary(
+            self.decode.pool, self.decode.roster, self.decode.runner, self.decode.events, block_size=BLOCK,
+            rate=rate, tolerated=tolerated, clock=self.clock, draw=lambda: self.chance[0],
+        )  # fmt: skip
+        self.spoil: Callable[[torch.Tensor], None] = lambda block: None
+        self._ships = 0
+
+    def reserve(self, tokens: list[int], max_tokens: int = 4, **params: object) -> tuple[Job, Reserved]:
+        """Blocks for a prompt there."""
+        self._ships += 1
+        sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **params})  # type: ignore[arg-type]
+        job = Job(f"r{self._ships}", 0, tuple(tokens), len(tokens), Generate(sampling), "router")
+        self.decode.reserve(job.request_id, job)
+        self.decode.stepper.seat()
+        (reserved,) = [e for e in self.decode.events if isinstance(e, Reserved) and e.owner == job.request_id]
+        return job, reserved
+
+    def land(self, job: Job, reserved: Reserved, sender: NodeName = SENDER) -> None:
+        """Compute it here, bring it there, and let it begin there."""
+        transfer = int(job.request_id[1:])
+        self.prefill.add(job, transfer=transfer, first_block=reserved.first_block, prefill_only=True)
+        while self.prefill.has_work():
+            assert self.prefill.step()
+        for event in self.prefill.events:
+            if isinstance(event, Computed):
+                for index, block_id in event.blocks:
+                    target = reserved.block_ids[index - reserved.first_block]
+                    self.decode.runner.kv[target] = self.prefill.runner.kv[block_id]
+                    self.spoil(self.decode.runner.kv[target])
+        (first,) = [e.delta for e in self.prefill.events if isinstance(e, Generated)]
+        self.prefill.lent.ship_quiet(transfer)
+        self.prefill.events.clear()
+        self.decode.start(job.request_id, first, 0, sender)
+
+    def ship(self, tokens: list[int], sender: NodeName = SENDER, **params: object) -> None:
+        self.land(*self.reserve(tokens, **params), sender)  # type: ignore[arg-type]
+
+    def finish(self) -> None:
+        while self.decode.has_work():
+            assert self.decode.step()
+
+    def look(self) -> list[Looked]:
+        """Let the canary do all that it has to."""
+        while self.canary:
+            self.clock.now += 1.01 * (self.canary.pause_s() or 0.0)
+            self.canary.turn(lambda: True)
+        self.decode.check_integrity()
+        return [event for event in self.decode.events if isinstance(event, Looked)]
+
+    def looks(self, tokens: list[int], **params: object) -> Looked:
+        self.decode.events.clear()
+        self.ship(tokens, **params)  # type: ignore[arg-type]
+        self.finish()
+        (found,) = self.look()
+        return found
+
+
+FORMATS = [
+    (torch.float32, None),
+    (torch.float32, torch.int8),
+    (torch.bfloat16, None),
+    (torch.bfloat16, torch.int8),
+]
+
+
+@pytest.mark.parametrize(("dtype", "cache"), FORMATS)
+@pytest.mark.parametrize("ops", ["reference", "cpu"])
+def test_nodes_that_compute_alike_agree(
+    checkpoint: Path, dtype: torch.dtype, cache: torch.dtype | None, ops: str
+) -> None:
+    """With other kernels in other batches, too; for prompts that fill their blocks and such that do not."""
+    pair = Pair(load(checkpoint, dtype), load(checkpoint, dtype, ops), cache=cache)
+    for seed, length in enumerate((1, 2, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 43, 90)):
+        found = pair.looks(random.Random(seed).choices(range(VOCAB), k=length))
+        assert (found.outcome, found.sender, found.tokens) == ("agreed", SENDER, length)
+        assert found.distance <= found.tolerated / 2, f"near a false alarm with {length} tokens"
+
+
+def test_batch_invariant_nodes_agree_to_the_bit(tmp_path: Path) -> None:
+    """So there nothing need be tolerated."""
+    save_tiny(OURS["qwen3"](), tmp_path)
+    ops = select("cpu", CPU, batch_invariant=True)
+    models = [load_model(resolve(str(tmp_path)), device=CPU, dtype=torch.bfloat16, ops=ops) for _ in range(2)]
+    pair = Pair(*models)
+    pair.canary._tolerated = likeness.tolerance(torch.bfloat16, torch.bfloat16, exact=True)
+    for length in (1, BLOCK, 43, 90):
+        found = pair.looks(random.Random(length).choices(range(VOCAB), k=length))
+        assert (found.outcome, found.distance, found.tolerated) == ("agreed", 0.0, 0.0)
+
+
+def weight(model: Model) -> None:
+    """One number of one norm."""
+    model.parameters.layers[1].post_norm[3] *= 4  # type: ignore[attr-defined]
+
+
+def rope(model: Model) -> None:
+    """Positions are off by one."""
+    model._cos, model._sin = model._cos.roll(1, 0), model._sin.roll(1, 0)  # type: ignore[attr-defined]
+
+
+def head(model: Model) -> None:
+    """K and V are right, the token drawn behind them is not."""
+    logits = model.logits
+    model.logits = lambda hidden: -logits(hidden)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", [weight, rope, head])
+def test_a_node_that_computes_otherwise_is_found(
+    checkpoint: Path, dtype: torch.dtype, wrong: Callable[[Model], None]
+) -> None:
+    prefill = load(checkpoint, dtype)
+    wrong(prefill)
+    found = Pair(prefill, load(checkpoint, dtype)).looks(PROMPT)
+    assert (found.outcome, found.key[0], found.router_id) == ("differed", "r1", "router")
+    assert found.distance > 1.5 * found.tolerated
+
+
+def test_weights_quantised_on_one_node_alone_are_found(checkpoint: Path) -> None:
+    found = Pair(load(checkpoint, torch.bfloat16, "cpu", "int8"), load(checkpoint, torch.bfloat16, "cpu")).looks(PROMPT)
+    assert found.outcome == "differed"
+
+
+@pytest.mark.parametrize("cache", [None, torch.int8])
+def test_memory_that_goes_bad_before_its_checksum_is_taken_is_found(
+    checkpoint: Path, cache: torch.dtype | None
+) -> None:
+    """One number in one of six blocks."""
+    pair = Pair(load(checkpoint), load(checkpoint), cache=cache)
+    blocks = iter(range(100))
+
+    def flip(block: torch.Tensor) -> None:
+        if next(blocks) == 2:
+            block.view(torch.uint8).view(-1)[-1] ^= 0x40  # of an exponent
+
+    pair.spoil = flip
+    assert pair.looks(PROMPT).outcome == "differed"
+    gone = [h for event in pair.decode.events if isinstance(event, BlocksChanged) for h in event.removed]
+    assert len(gone) == 5, "what it brought is not found any more"
+    assert pair.decode.pool.findable() == []
+    assert pair.looks(PROMPT[::-1]).outcome == "agreed"
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_blocks_that_are_no_numbers_are_found(checkpoint: Path, number: float) -> None:
+    pair = Pair(load(checkpoint), load(checkpoint))
+    pair.spoil = lambda block: block[0, 0, 0, 0].fill_(number)
+    assert pair.looks(PROMPT, max_tokens=2).distance == math.inf
+
+
+def test_who_draws_by_chance_or_by_other_rules_is_judged_by_its_blocks_alone(checkpoint: Path) -> None:
+    prefill = load(checkpoint)
+    head(prefill)
+    pair = Pair(prefill, load(checkpoint))
+    assert pair.looks(PROMPT, temperature=1.0).outcome == "agreed"
+    assert pair.looks(PROMPT[1:], repetition_penalty=1.3).outcome == "agreed"
+    assert pair.looks(PROMPT[2:]).outcome == "differed"
+
+
+def test_a_sender_answers_for_what_it_shipped_and_not_for_what_was_here(checkpoint: Path) -> None:
+    """The blocks before its own are wrong here: that is not its fault. Its own behind right ones would be."""
+    pair = Pair(load(checkpoint), load(checkpoint))
+    assert pair.looks(PROMPT[:32]).outcome == "agreed"
+    held = pair.decode.pool.match(pair.decode.pool.findable())
+    assert len(held) >= 3
+    for block_id in held[:3]:
+        pair.decode.runner.kv[block_id] += 1.0
+    found = pair.looks(PROMPT)
+    assert (found.outcome, found.tokens) == ("agreed", len(PROMPT))
+    pair.spoil = lambda block: block.add_(1.0)
+    assert pair.looks([*PROMPT[:32], *range(20)]).outcome == "differed"
+
+
+def test_ships_are_looked_at_until_one_agrees_then_a_share_of_them(checkpoint: Path) -> None:
+    prefill = load(checkpoint)
+    pair = Pair(prefill, load(checkpoint), rate=0.25)
+    prompts = iter(random.Random(i).choices(range(VOCAB), k=20) for i in range(100))
+
+    def looked(sender: NodeName = SENDER) -> list[str]:
+        pair.decode.events.clear()
+        pair.ship(next(prompts), sender=sender)
+        pair.finish()
+        return [found.outcome for found in pair.look()]
+
+    assert looked() == ["agreed"]
+    assert looked() == []
+    assert looked(("p2", 1)) == ["agreed"], "another node"
+    assert looked(("p1", 8)) == ["agreed"], "the same after a restart"
+    pair.chance[0] = 0.2
+    assert looked() == ["agreed"]
+    weight(prefill)
+    assert looked() == ["differed"]
+    pair.chance[0] = 1.0
+    assert looked() == ["differed"], "after one that differed, all"
+    assert looked(("p2", 1)) == []
+
+
+def test_landed_blocks_may_be_written_behind_exchanged_or_let_go(checkpoint: Path) -> None:
+    """Two ships of one prompt are on their way: the blocks of the second one are exchanged for those of the first."""
+    pair = Pair(load(checkpoint), load(checkpoint))
+    ways = [pair.reserve(PROMPT, max_tokens=20) for _ in range(2)]
+    pair.land(*ways[0], sender=("p2", 1))
+    pair.finish()
+    assert len(pair.look()) == 1
+    pair.land(*ways[1])
+    (request,) = pair.decode.roster.running
+    assert pair.canary
+    assert request.block_ids[0] != ways[1][1].block_ids[0]
+    pair.finish()
+    assert [found.outcome for found in pair.look()] == ["agreed", "agreed"]
+    assert pair.decode.pool.available == BLOCKS
+
+
+def test_nobody_waits(checkpoint: Path) -> None:
+    """Streams run alone at first, then a small piece is computed now and then; a piece that is not wanted any more ends
+    at once and is begun anew."""
+    pair = Pair(load(checkpoint), load(checkpoint))
+    pair.ship(PROMPT, max_tokens=60)
+    computed: list[int] = []
+    look = pair.decode.runner.look
+
+    def timed(token_ids, part, rows, wanted):  # type: ignore[no-untyped-def]
+        pair.clock.now += 0.01
+        made = look(token_ids, part, rows, wanted)
+        computed.append(part.count)
+        return made
+
+    pair.decode.runner.look = timed  # type: ignore[method-assign]
+    pair.canary.turn(lambda: True)
+    assert computed == []
+    assert pair.canary.pause_s() == pytest.approx(PATIENCE_S)
+    pair.clock.now += PATIENCE_S
+    pair.canary.turn(lambda: False)
+    assert computed == [], "something came in the middle"
+    assert pair.canary.pause_s() == pytest.approx(0.01 * REST)
+    pair.clock.now += 0.01 * REST + 1e-6
+    pair.canary.turn(lambda: True)
+    assert computed == [canary_module.PIECE_BESIDE]
+    pair.finish()
+    assert [found.outcome for found in pair.look()] == ["agreed"]
+    assert computed[1:] == [27, 1, 1]
+
+
+def test_it_lets_go_where_blocks_grow_short(checkpoint: Path) -> None:
+    pair = Pair(load(checkpoint), load(checkpoint))
+    pair.ship(PROMPT)
+    pair.canary.give_way()
+    assert pair.canary
+    for number in range(4):
+        job = Job(f"l{number}", 0, (number,) * 100, 100, Generate(SamplingParams()), "router")
+        pair.decode.reserve(number, job)
+    pair.canary.give_way()
+    assert not pair.canary
+    pair.decode.stepper.seat()
+    assert all(request.block_ids for request in pair.decode.roster)
+    assert [found.outcome for found in pair.decode.events if isinstance(found, Looked)] == ["dropped"]
+
+
+def test_it_is_dropped_where_it_takes_too_long_cannot_be_computed_or_has_no_room(checkpoint: Path) -> None:
+    pair = Pair(load(checkpoint), load(checkpoint))
+    pair.ship(PROMPT)
+    pair.clock.now += MOST_S + 1
+    pair.canary.give_way()
+    assert not pair.canary
+    pair.finish()
+    pair.ship(PROMPT[1:])
+    pair.decode.runner.look = None  # type: ignore[assignment, method-assign]
+    pair.finish()
+    pair.look()
+    ways = [pair.reserve([number] * 110) for number in range(3)]
+    pair.land(*ways[0])
+    assert not pair.canary
+    assert [found.outcome for found in pair.decode.events if isinstance(found, Looked)] == ["dropped"] * 3
+
+
+def test_a_loop_looks_while_nobody_is_here_and_stops_at_once_for_whoever_comes(checkpoint: Path) -> None:
+    pair = Pair(load(checkpoint), load(checkpoint))
+    pair.clock.now = 0.0
+    begun, found = threading.Event(), []
+    look = pair.decode.runner.look
+
+    def slow(token_ids, part, rows, wanted):  # type: ignore[no-untyped-def]
+        begun.set()
+        while first and wanted():
+            time.sleep(0.001)
+        if first:
+            first.clear()
+            raise Unwanted
+        return look(token_ids, part, rows, wanted)
+
+    first = [True]
+    pair.decode.runner.look = slow  # type: ignore[method-assign]
+    pair.ship(PROMPT)
+    loop = EngineLoop(pair.decode, found.extend)
+    loop.start()
+    try:
+        assert begun.wait(5)
+        came = threading.Event()
+        loop.submit(lambda engine: came.set())
+        assert came.wait(1), "it waited for the canary"
+        wait_for(lambda: any(isinstance(event, Looked) for event in found), 5)
+        assert loop.load.active_blocks == 0
+    finally:
+        loop.stop()
+    assert [event.outcome for event in found if isinstance(event, Looked)] == ["agreed"]
+    pair.decode.check_integrity()

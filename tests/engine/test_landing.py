@@ -1,0 +1,72 @@
+"""A long prompt that landed by a grant becomes findable in slices, between which running streams have their turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
+
+from engine import step
+from engine.engine import Engine
+from engine.events import Reserved
+from protocol.messages import TokenDelta
+
+PROMPT = [(5 * i + 1) % VOCAB for i in range(41)]
+"""Ten full blocks."""
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "REGISTERED_AT_ONCE", 3)
+
+
+def landed(engine: Engine, max_tokens: int, *others: object) -> None:
+    """Its blocks came with what another engine computed."""
+    source = make_engine()
+    source.add(make_job("a", PROMPT, 1))
+    while not tokens_of(source, "a"):
+        source.step()
+    engine.reserve("g", make_job("a", PROMPT, max_tokens))
+    engine.step()
+    for other in others:
+        engine.add(other)  # type: ignore[arg-type]
+    (reserved,) = [event for event in engine.events if isinstance(event, Reserved)]
+    held = source.pool.match(source._request(make_job("a", PROMPT)).hashes)
+    for here, there in zip(reserved.block_ids, held, strict=False):
+        engine.runner.kv[here] = source.runner.kv[there]
+    for position in range(len(held) * 4, len(PROMPT)):
+        engine.runner.kv[reserved.block_ids[position // 4], 0, :, 0, position % 4, 0] = PROMPT[position]
+    engine.start("g", TokenDelta("a", 0, 0, (expected(PROMPT, 1)[0],)))
+
+
+def test_each_turn_registers_a_slice_until_all_is_findable() -> None:
+    engine = make_engine()
+    landed(engine, 8)
+    (request,) = engine.roster.running
+    seen = [request.registered]
+    while request.registered < 10:
+        engine.step()
+        seen.append(request.registered)
+    assert seen[:3] == [3, 6, 9]
+    finish(engine)
+    assert tokens_of(engine, "a") == expected(PROMPT, 8)[1:]
+    assert len(engine.pool.match(request.hashes)) >= 10
+
+
+def test_one_that_ends_before_leaves_everything_findable() -> None:
+    engine = make_engine()
+    landed(engine, 2)
+    (request,) = engine.roster.running
+    engine.step()
+    assert not engine.roster
+    assert len(engine.pool.match(request.hashes)) == 10
+    finish(engine)
+
+
+def test_forks_that_wait_for_it_find_all_of_it() -> None:
+    engine = make_engine()
+    landed(engine, 4, replace(make_job("f", PROMPT, 4), fork_of="a"))
+    assert next(r for r in engine.roster if r.key[0] == "a").registered == 10
+    finish(engine)
+    assert tokens_of(engine, "f") == expected(PROMPT, 4)

@@ -1,0 +1,102 @@
+"""Holds that outlive what they were for are seen, and how long; those that have a cause are not."""
+
+from __future__ import annotations
+
+import pytest
+from toy import expected, finish, make_engine, make_job, tokens_of
+from waiting import wait_for
+
+from engine.engine import Engine
+from engine.loop import EngineLoop
+from engine.outlived import Outlived
+from engine.ports import REQUEST
+from protocol.errors import TransferFailed
+from protocol.hashing import chain, root_hash
+
+PROMPT = list(range(1, 20))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return make_engine()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def after(outlived: Outlived, clock: Clock, seconds: float) -> float:
+    outlived.look()
+    clock.now += seconds
+    outlived.look()
+    return outlived.seconds
+
+
+def test_what_runs_and_what_is_awaited_has_a_cause(engine: Engine, clock: Clock) -> None:
+    outlived = Outlived(engine, clock)
+    engine.add(make_job("runs", PROMPT, max_tokens=30))
+    engine.reserve("grant", make_job("granted", PROMPT))
+    engine.copies.reserve("copy", chain(root_hash("toy", ""), list(range(40, 60)), 4), 4)
+    engine.add(make_job("ships", list(range(100))), transfer=5, prefill_only=True)
+    for _ in range(6):
+        engine.step()
+    assert sum(1 for _ in engine.pool.holds.owners()) == 5
+    assert after(outlived, clock, 60.0) == 0
+    finish_all(engine)
+    assert after(outlived, clock, 60.0) == 0
+
+
+def finish_all(engine: Engine) -> None:
+    engine.withdraw("grant", TransferFailed("gone"))
+    engine.lent.grant_quiet("grant")
+    engine.copies.quiet("copy")
+    finish(engine)
+    engine.lent.ship_quiet(5)
+    engine.check_integrity()
+
+
+def test_a_grant_that_failed_and_never_gets_quiet(engine: Engine, clock: Clock) -> None:
+    outlived = Outlived(engine, clock)
+    engine.reserve("grant", make_job("granted", PROMPT))
+    engine.stepper.seat()
+    engine.withdraw("grant", TransferFailed("the link broke"))
+    assert after(outlived, clock, 3.0) == 3.0
+    assert after(outlived, clock, 4.0) == 7.0
+    engine.lent.grant_quiet("grant")
+    assert after(outlived, clock, 5.0) == 0
+    engine.check_integrity()
+
+
+def test_a_ship_whose_request_ended_long_ago(engine: Engine, clock: Clock) -> None:
+    outlived = Outlived(engine, clock)
+    engine.add(make_job("ships", PROMPT, max_tokens=1), transfer=5, prefill_only=True)
+    finish(engine)
+    assert tokens_of(engine, "ships") == expected(PROMPT, 1)
+    assert after(outlived, clock, 9.0) == 9.0
+    engine.lent.ship_quiet(5)
+    assert after(outlived, clock, 9.0) == 0
+
+
+def test_a_hold_of_nobody_is_a_leak(engine: Engine, clock: Clock) -> None:
+    outlived = Outlived(engine, clock)
+    leaked = engine.pool.acquire(("nobody", 0), REQUEST, [], 2)
+    assert leaked is not None
+    assert after(outlived, clock, 30.0) == 30.0
+
+
+def test_it_is_seen_from_another_thread(engine: Engine) -> None:
+    engine.pool.acquire(("nobody", 0), REQUEST, [], 2)
+    loop = EngineLoop(engine, lambda events: None)
+    loop.start()
+    try:
+        wait_for(lambda: loop.outlived_s() > 0.05, 10)
+    finally:
+        loop.stop()

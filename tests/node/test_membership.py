@@ -1,0 +1,108 @@
+"""When a node that was asked to end may leave: another one does its work, and stays."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from waiting import until
+
+from cluster_state.memory_store import MemoryStore
+from node import membership
+from node.membership import Membership
+from protocol.lease import NodeLease
+from protocol.metrics import WorkerMetrics
+
+LEASE = NodeLease("d1", "decode", 1, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
+SOON_S = 0.3
+"""Several looks for relief."""
+
+
+@pytest.fixture(autouse=True)
+def _quick() -> object:
+    with patch.object(membership, "RELIEF_S", 0.02):
+        yield
+
+
+@asynccontextmanager
+async def member(store: MemoryStore, **changes: object) -> AsyncIterator[Membership]:
+    """A node that has joined."""
+    made = Membership(store, lambda: replace(LEASE, **changes), list, WorkerMetrics("decode"))  # type: ignore[arg-type]
+    await made.join()
+    try:
+        yield made
+    finally:
+        store.available = True
+        await made.leave()
+
+
+async def left(*waiting: asyncio.Task[None]) -> list[bool]:
+    """Which of them have stopped waiting, after some time."""
+    await asyncio.sleep(SOON_S)
+    return [task.done() for task in waiting]
+
+
+def leaving(node: Membership, may_wait: Callable[[], bool] = lambda: True) -> asyncio.Task[None]:
+    return asyncio.create_task(node.relief(may_wait))
+
+
+async def test_the_last_one_stays_until_another_is_ready(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    with caplog.at_level(logging.INFO, "kvferry.node"):
+        async with member(store) as node:
+            ends = leaving(node)
+            await store.announce(replace(LEASE, node_id="p1", role="prefill"))
+            await store.announce(replace(LEASE, node_id="d2", model="other"))
+            await store.announce(replace(LEASE, node_id="d3", state="draining"))
+            assert await left(ends) == [False]
+            (own,) = [lease for lease in await store.nodes() if lease.node_id == "d1"]
+            assert (own.state, own.leaving) == ("ready", True), "it works on, and says that nobody may count on it"
+            assert len(caplog.messages) == 1
+            async with member(store, node_id="d4"):
+                await until(ends.done)
+
+
+async def test_two_that_leave_at_once_do_not_count_on_each_other() -> None:
+    """As a rollout without surge, or a machine that is emptied, asks them to: one stays, whichever was later."""
+    store = MemoryStore()
+    async with member(store) as one, member(store, node_id="d2") as other:
+        ends = leaving(one), leaving(other)
+        assert not all(await left(*ends))
+        async with member(store, node_id="d3"):
+            await until(lambda: all(each.done() for each in ends))
+
+
+async def test_without_a_registry_nobody_can_tell_and_the_node_stays() -> None:
+    store = MemoryStore()
+    async with AsyncExitStack() as stack:
+        node = await stack.enter_async_context(member(store))
+        await stack.enter_async_context(member(store, node_id="d2"))
+        store.available = False
+        ends = leaving(node)
+        assert await left(ends) == [False]
+        store.available = True
+        await until(ends.done)
+
+
+async def test_it_stays_no_longer_than_it_may() -> None:
+    store, patient = MemoryStore(), [True]
+    async with member(store) as node:
+        ends = leaving(node, lambda: patient[0])
+        assert await left(ends) == [False]
+        patient.clear()
+        patient.append(False)
+        await until(ends.done)
+
+
+async def test_a_newer_process_of_its_name_is_relief() -> None:
+    store = MemoryStore()
+    async with member(store) as node:
+        ends = leaving(node)
+        assert await left(ends) == [False]
+        await store.announce(replace(LEASE, epoch=2))
+        await until(ends.done)
