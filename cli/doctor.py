@@ -37,7 +37,7 @@ Check = Callable[[ServeSettings], Result]
 def redis(settings: ServeSettings) -> Result:
     """A Redis given by --redis-url answers, or the embedded Valkey is there."""
     if settings.redis_url:
-        return Result("ok", "redis", f"{preflight.redis_answers(settings.redis_url)} at {settings.redis_url}")
+        return Result("ok", "redis", preflight.redis_answers(settings))
     return Result("ok", "redis", f"embedded Valkey, {preflight.valkey_binary()}")
 
 
@@ -92,8 +92,12 @@ def model(settings: ServeSettings) -> Result:
 
 def memory(settings: ServeSettings) -> Result:
     """Weights and KV pools of all workers fit, each where it will compute."""
-    needs = [each or UNKNOWN for each in _needs(settings)]
-    return Result("ok", "memory", require_memory(settings, needs, take_seats(settings, needs, gpus())))
+    known = _needs(settings)
+    needs = [each or UNKNOWN for each in known]
+    found = require_memory(settings, needs, take_seats(settings, needs, gpus()))
+    if None in known:
+        return Result("warn", "memory", f"{found}, before weights of unknown size", "see what is said of the model")
+    return Result("ok", "memory", found)
 
 
 def speed(settings: ServeSettings) -> Result:
@@ -103,7 +107,9 @@ def speed(settings: ServeSettings) -> Result:
     needs, found = _needs(settings), gpus()
     known = [each for each in needs if each is not None]
     if len(known) < len(needs):
-        return Result("warn", "speed", "unknown: the model's config does not tell its shape", "nothing; measure it")
+        return Result(
+            "warn", "speed", "unknown, as the model's shape is", "see what is said of the model, or measure it"
+        )
     each_has = settings.prefill + settings.decode
     seats = take_seats(settings, known, found)[each_has - 1 :: each_has]
     limits = {device: measure(device, settings.threads) for device in {seat.device for seat in seats}}

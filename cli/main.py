@@ -17,16 +17,37 @@ import click
 
 from cli.door import GivenUp, complain, set_threads, set_up_traces, worker_threads
 from cli.options import settings_options
+from cli.simulate import plan, simulate
 from process.log import set_up_log
 from process.tracing import TRACER
 from protocol.errors import ConfigError, KvferryError
 from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 
-SERVE_FIXED = {"role": "decode", "node_id": "", "link_port": 0, "advertise_host": "", "status_fd": -1}
+SERVE_FIXED = {
+    "role": "decode",
+    "node_id": "",
+    "link_port": 0,
+    "advertise_host": "",
+    "status_fd": -1,
+    "shares_cores": False,
+    "respawned": False,
+}
 """Worker settings that `serve` chooses for each child and therefore does not offer."""
 
 
+def _say_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """Nothing else: images are checked by it."""
+    if wanted:
+        from protocol.version import VERSION
+
+        click.echo(f"kvferry {VERSION}")
+        context.exit()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_say_version, help="Show the version."
+)
 def kvferry() -> None:
     """Serve large language models with prefill and decode on separate pools of workers."""
 
@@ -109,6 +130,22 @@ def batch(source: Path, target: Path, **options: Any) -> int:
 
 
 @kvferry.command()
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="a running router, without /v1")
+@click.option("--api-key", default="", envvar="KVFERRY_API_KEY", show_envvar=True, help="its key, if it asks for one")
+@click.option("--interval", type=click.FloatRange(0.2), default=1.0, show_default=True, help="seconds between pictures")
+@click.option("--once", is_flag=True, help="print one picture and end, as without a terminal")
+def top(url: str, api_key: str, interval: float, once: bool) -> int:
+    """Watch a running cluster in the terminal; q leaves.
+
+    Nodes with their load and block pools, what was reused and what was missed, transfers, requests with their routes,
+    recoveries: what the page at /dashboard shows."""
+    from cli.top import Watching, run_top
+
+    gc.enable()
+    return run_top(Watching(url, api_key, interval), once=once)
+
+
+@kvferry.command()
 @click.argument("tenant")
 def key(tenant: str) -> None:
     """Make an API key for a tenant: the key, and its lines for the file that --api-keys names.
@@ -124,11 +161,29 @@ def key(tenant: str) -> None:
 
 
 @kvferry.command()
+@click.option("--ready", is_flag=True, help="ask whether it takes work, not only whether it lives")
+@click.option("--pid", default=1, show_default=True, help="the process whose command line is read")
+def health(ready: bool, pid: int) -> int:
+    """Ask the kvferry that a container runs whether it is well: exit status 0, or 1 and why.
+
+    Where it listens is read from its own command line. For HEALTHCHECK in images and for docker compose; Kubernetes
+    asks over HTTP itself."""
+    from cli.health import ask
+
+    return ask(kvferry, pid, "/ready" if ready else "/health")
+
+
+@kvferry.command()
 def version() -> None:
-    """Print the version."""
+    """Print the version, and the wire version, in which the processes of a cluster must agree."""
+    from protocol.layout import WIRE_VERSION
     from protocol.version import VERSION
 
-    click.echo(f"kvferry {VERSION}")
+    click.echo(f"kvferry {VERSION} (wire version {WIRE_VERSION})")
+
+
+kvferry.add_command(simulate)
+kvferry.add_command(plan)
 
 
 def run(argv: Sequence[str] | None = None) -> int:

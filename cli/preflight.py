@@ -5,6 +5,7 @@ Each function raises ConfigError in one line that names the remedy.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import importlib.util
 import os
@@ -12,7 +13,9 @@ import socket
 import stat
 from pathlib import Path
 
-from protocol.errors import ConfigError
+from process.address import family_of
+from protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
+from protocol.settings import CommonSettings
 
 WORKER_PACKAGES = ("torch", "transformers", "safetensors", "ucxx")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -20,11 +23,11 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 def free_port(host: str, port: int) -> int:
     """The port itself if a server can listen there; for 0 one that the kernel chose and that was free just now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family, address = family_of(host)
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
+            probe.bind((address, port))
             return int(probe.getsockname()[1])
     except socket.gaierror as error:
         raise ConfigError(f"--host {host} is no address of this machine; try --host 127.0.0.1", param="host") from error
@@ -67,15 +70,22 @@ def valkey_binary() -> Path:
         raise ConfigError(f"no embedded Valkey for this machine ({error}); give --redis-url") from error
 
 
-def redis_answers(url: str) -> str:
-    """Ping the Redis or Valkey at `url`. Returns its name and version."""
-    import redis
+def redis_answers(settings: CommonSettings) -> str:
+    """Whether the Redis or Valkey of the settings will do. Returns its name and version, and where it is."""
+    from cluster_state.redis_store import RedisStore
+    from cluster_state.redis_url import shown
+
+    async def ask() -> str:
+        store = RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)
+        try:
+            return await store.check()
+        finally:
+            await store.close()
 
     try:
-        with redis.Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2) as client:
-            info = client.info("server")
-    except (redis.RedisError, ValueError, OSError) as error:
-        remedy = "start one there, or leave the flag out for an embedded Valkey"
-        raise ConfigError(f"no Redis at --redis-url {url} ({error}); {remedy}", param="redis_url") from error
-    name = "Valkey" if "valkey_version" in info else "Redis"
-    return f"{name} {info.get('valkey_version') or info.get('redis_version')}"
+        return f"{asyncio.run(ask())} at {shown(settings.redis_url)}"
+    except RegistryRefuses as error:
+        raise ConfigError(error.message, param="redis_url") from error
+    except RegistryUnavailable as error:
+        remedy = "start one there, or leave --redis-url out for an embedded Valkey"
+        raise ConfigError(f"no Redis for --redis-url: {error}; {remedy}", param="redis_url") from error

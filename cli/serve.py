@@ -9,6 +9,7 @@ import http.client
 import json
 import logging
 import os
+import secrets
 import signal
 import ssl
 import sys
@@ -28,16 +29,17 @@ from cli.overview import overview, ready_line, stop_line
 from cli.progress import Progress, log_through, progress_on
 from cli.seats import Seat, gpus, needs_of, require_memory, take_seats
 from cli.supervisor import Supervisor
+from cluster_state.redis_url import has_password
 from model_files.naming import ModelName, require_distinct, split_names
-from process.address import host_port
+from process.address import dialable, host_port
+from process.limits import available_cores
+from process.secret import ClusterSecrets
 from protocol.errors import ConfigError
 from protocol.settings import CommonSettings, RouterSettings, ServeSettings, WorkerSettings
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-DRAIN_S = 2.0
-"""Longest drain of a child: all of them are to be gone five seconds after the signal."""
 PREFILL_NICENESS = 5
 """Prefill and decode processes share the cores: while a prompt is computed, running streams keep three quarters of them
 and flow on."""
@@ -70,10 +72,12 @@ def check(settings: ServeSettings) -> Checked:
 
     port = preflight.free_port(settings.host, settings.port)
     preflight.worker_packages()
-    for name in ("chat_template", "api_keys", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+    for name in ("chat_template", "api_keys", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "cluster_secret_file"):
         preflight.readable(getattr(settings, name), name.replace("_", "-"))
     if settings.redis_url:
-        preflight.redis_answers(settings.redis_url)
+        preflight.redis_answers(settings)
+    elif settings.redis_password_file:
+        raise ConfigError("--redis-password-file needs --redis-url", param="redis_password_file")
     else:
         preflight.valkey_binary()
     if settings.lora and len(settings.model) > 1:
@@ -84,7 +88,10 @@ def check(settings: ServeSettings) -> Checked:
     needs = [needs_of(source) for source in sources]
     seats = take_seats(settings, needs, gpus())
     require_memory(settings, needs, seats)
-    return Checked(dataclasses.replace(settings, port=port), tuple(seats))
+    secret = settings.cluster_secret
+    if not ClusterSecrets(settings):
+        secret = secrets.token_hex(32)
+    return Checked(dataclasses.replace(settings, port=port, cluster_secret=secret), tuple(seats))
 
 
 def valkey_command(port: int, log_level: str = "info") -> Command:
@@ -101,6 +108,8 @@ def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Pr
     listens beyond this machine, and only if --host says so."""
     commands = [_command("router", "router", _narrow(RouterSettings, settings), program)]
     served = split_names(settings.served_model_name, len(settings.model))
+    threads = worker_threads(settings.threads)
+    crowded = settings.prefill > 0 and threads * sum(seat.device == "cpu" for seat in seats) > available_cores()
     roles, left = ("prefill",) * settings.prefill + ("decode",) * settings.decode, iter(seats)
     numbers = {role: count() for role in roles}
     for model, names in zip(settings.model, served, strict=True):
@@ -114,10 +123,11 @@ def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Pr
                 node_id=name,
                 host=LOOPBACK,
                 port=0,
-                threads=worker_threads(settings.threads),
+                threads=threads,
+                shares_cores=crowded and role == "decode" and seat.device == "cpu",
                 device=seat.device,
                 kv_cache_gib=seat.kv_cache_gib,
-                drain_timeout=min(settings.drain_timeout, DRAIN_S),
+                respawned=True,
             )
             commands.append(_command(name, role, worker, program))
     return commands
@@ -197,7 +207,7 @@ async def _until_router_serves(router: Child, settings: ServeSettings) -> None:
     opener = urllib.request.build_opener(*handlers)
 
     def ready() -> bytes:
-        with opener.open(f"{router.url}/ready", timeout=2.0) as response:
+        with opener.open(f"{router.url}/ready?nodes=1", timeout=2.0) as response:
             return bytes(response.read())
 
     while True:
@@ -215,16 +225,20 @@ def _narrow(cls: type[Settings], settings: ServeSettings) -> Settings:
 
 
 def _command(name: str, subcommand: str, settings: CommonSettings, program: Program) -> Command:
-    env = {}
+    env = {variable("cluster_secret"): settings.cluster_secret}
     if isinstance(settings, RouterSettings) and settings.api_key:
         env[variable("api_key")] = settings.api_key
-    argv = (*program(subcommand), *to_argv(settings, skip={"api_key", "role", "status_fd"}))
+    skip = {"api_key", "cluster_secret", "role", "status_fd"}
+    if has_password(settings.redis_url):
+        env[variable("redis_url")] = settings.redis_url
+        skip.add("redis_url")
+    argv = (*program(subcommand), *to_argv(settings, skip=skip))
     return Command(name, argv, env, niceness=PREFILL_NICENESS if subcommand == "prefill" else 0)
 
 
 def _dialable(settings: ServeSettings) -> str:
-    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(settings.host, settings.host)
-    return f"{'https' if settings.ssl_certfile else 'http'}://{host_port(host, settings.port)}{settings.root_path}"
+    scheme = "https" if settings.ssl_certfile else "http"
+    return f"{scheme}://{host_port(dialable(settings.host), settings.port)}{settings.root_path}"
 
 
 def _show(progress: Progress, child: Child) -> None:

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 START_TRIES = 3
 """Ends in a row, without ever having been ready, after which a child's start is given up."""
+DRAIN_S = 2.0
+"""Longest drain when all children end: they are to be gone five seconds after the signal."""
 LAST_GRACE_S = 0.4
 
 
@@ -71,8 +73,8 @@ class Supervisor:
         await asyncio.gather(*(child.ready.wait() for child in children))
 
     async def stop(self, grace_s: float = 3.5) -> None:
-        """End all children: SIGTERM, and SIGKILL for those that still run after grace_s; then those that others need.
-        From the first call on nothing is restarted."""
+        """End all children: SIGTERM, another to hurry them after DRAIN_S, and SIGKILL for those that still run after
+        grace_s; then those that others need. From the first call on nothing is restarted."""
         self._stopping = True
         await self._end([child for child in self._tasks if not child.command.ends_last], grace_s)
         await self._end([child for child in self._tasks if child.command.ends_last], LAST_GRACE_S)
@@ -83,7 +85,11 @@ class Supervisor:
             child.signal(signal.SIGTERM)
             if child.pid is None:
                 self._tasks[child].cancel()
-        await _settle(tasks, grace_s)
+        drain_s = min(DRAIN_S, grace_s)
+        await _settle(tasks, drain_s)
+        for child in children:
+            child.signal(signal.SIGTERM)
+        await _settle(tasks, grace_s - drain_s)
         for child in children:
             child.signal(signal.SIGKILL)
         await _settle(tasks, LAST_GRACE_S)

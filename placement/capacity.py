@@ -10,10 +10,14 @@ from protocol.lease import NodeLease
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of nodes together: sequences that decode at once, prompt tokens computed in a second; 0: not known."""
+    """Of nodes together: sequences that decode at once, prompt tokens computed in a second; 0: not known. Decode nodes,
+    nodes that compute prompts, and seats of sequences that are taken."""
 
     sequences: int = 0
     prompt_per_s: float = 0.0
+    decodes: int = 0
+    prefills: int = 0
+    taken: int = 0
 
 
 def capacity(leases: Iterable[NodeLease]) -> Capacity:
@@ -26,4 +30,7 @@ def capacity(leases: Iterable[NodeLease]) -> Capacity:
     return Capacity(
         sum(lease.max_num_seqs for lease in decodes) if known else 0,
         sum(lease.rates.prefill_tokens_per_s for lease in prefills),
+        len(decodes),
+        len(prefills),
+        sum(lease.load.running_requests + lease.load.open_grants for lease in decodes),
     )

@@ -25,3 +25,11 @@ def too_long(tokens: int, largest: int) -> ContextLengthExceeded:
 def full(drained_s: float) -> Overloaded:
     """`drained_s`: seconds until the blocks beyond what decode nodes take have come back."""
     return Overloaded("every decode node is full", retry_after=min(max(drained_s, RETRY_S[0]), RETRY_S[1]))
+
+
+def too_late(by_s: float) -> Overloaded:
+    """`by_s`: seconds after its deadline at which its first token is expected."""
+    return Overloaded(
+        "so much waits for the nodes that this request would not begin before its deadline",
+        retry_after=min(max(by_s, RETRY_S[0]), RETRY_S[1]),
+    )

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 import ssl
+import sys
 from typing import Any, Protocol
 
 import uvicorn
@@ -15,24 +16,31 @@ from cluster_state.redis_responses import RedisResponses
 from cluster_state.redis_store import RedisStore
 from cluster_state.responses import ResponseStore
 from process.address import host_port
-from process.connections import Limits, guarded
+from process.connection_limits import Limits
+from process.farewell import lingering
 from process.http import Server, bind
+from process.loop_lag import watched
+from process.secret import ClusterSecrets
 from process.signals import Stop
 from process.status import Status
-from protocol.errors import ConfigError, reason
+from protocol.errors import ConfigError, RegistryUnavailable, reason
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
+from router import draining
 from router.api.app import create_app
 from router.api.pool import Pools, pool_of
 from router.batch.batches import Batches
+from router.dashboard.board import Board
 from router.journey.cluster import RouterCluster
-from router.journey.model_cluster import BlockLookup
+from router.journey.prefixes import BlockLookup
 from router.nodes.table import NodeSource
 from router.tenants.tenancy import Tenancy
 from router.text.load import load_text_models
 
 log = logging.getLogger(__name__)
 
+SWITCH_S = 0.001
+"""What a thread that renders or tokenises may keep the interpreter from the event loop."""
 HURRY_S = 2.0
 """What running requests get after SIGINT or a second signal."""
 IDLE_S = 30.0
@@ -44,14 +52,17 @@ class Store(NodeSource, BlockLookup, Protocol):
 
 
 async def serve_router(settings: RouterSettings) -> None:
-    """Run a router until SIGTERM or SIGINT. After SIGTERM no connection is accepted and requests under way may finish
-    within `request_timeout`; SIGINT or a second signal gives them two seconds. Raises ConfigError when the port, the
-    model or the Redis URL cannot be used; a Redis that does not answer yet is waited for while serving."""
+    """Run a router until SIGTERM or SIGINT. After SIGTERM nothing new is taken (see `draining`) and requests under way
+    may finish within `request_timeout`; SIGINT or a second signal gives them two seconds. Raises ConfigError when the
+    port, the model or Redis cannot be used; a Redis that does not answer yet is waited for while serving."""
+    sys.setswitchinterval(SWITCH_S)
     stop = Stop()
     stop.listen()
-    store = RedisStore(settings.redis_url, settings.cluster)
+    store = RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)
     kept = kept_responses(settings)
     try:
+        with contextlib.suppress(RegistryUnavailable):
+            await store.check()
         with contextlib.closing(bind(settings.host, settings.port)) as sock:
             await run_router(settings, store, sock, stop, kept)
     finally:
@@ -65,7 +76,13 @@ def kept_responses(settings: RouterSettings) -> RedisResponses | None:
     if not settings.response_ttl:
         return None
     share = settings.response_store_mib * 2**20
-    return RedisResponses(settings.redis_url, settings.cluster, ttl_s=settings.response_ttl, share=share)
+    return RedisResponses(
+        settings.redis_url,
+        settings.cluster,
+        ttl_s=settings.response_ttl,
+        share=share,
+        password_file=settings.redis_password_file,
+    )
 
 
 async def run_router(
@@ -73,16 +90,29 @@ async def run_router(
 ) -> None:
     """Serve on a bound socket until `stop`."""
     status = Status.from_fd(settings.status_fd)
-    tenancy = Tenancy(settings)
+    tenancy, secrets = Tenancy(settings), ClusterSecrets(settings)
     texts = await asyncio.to_thread(load_text_models, settings)
     metrics, batches = RouterMetrics(), Batches(settings)
-    nodes = RouterCluster(store, store, metrics, local_tokens=settings.local_prefill_tokens)
+    nodes = RouterCluster(
+        store,
+        store,
+        metrics,
+        local_tokens=settings.local_prefill_tokens,
+        buddies=settings.buddies,
+        fetch=settings.fetch,
+        patience_s=settings.queue_timeout,
+        token=secrets.token,
+    )
+    board = Board(nodes, metrics)
     pools = Pools(*(pool_of(text, nodes.pool(text.called), metrics, settings, tenancy) for text in texts))
-    async with tenancy.keyring.followed(), nodes:
+    followed = (secrets.followed(), tenancy.keyring.followed(), board.followed(), watched(metrics.loop))
+    async with nodes, contextlib.aclosing(pools), contextlib.AsyncExitStack() as stack:
+        for each in followed:
+            await stack.enter_async_context(each)
         config = uvicorn.Config(
-            create_app(settings, pools, metrics, tenancy, kept, batches),
+            create_app(settings, pools, metrics, tenancy, kept, batches, board),
             **tls(settings),
-            http=guarded(connection_limits(settings)),
+            http=lingering(connection_limits(settings)),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -92,7 +122,7 @@ async def run_router(
             timeout_graceful_shutdown=int(settings.request_timeout) + 1,
         )
         load(config)
-        server = Server(config)
+        server = Server(config, handshake_s=settings.header_timeout)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.01)
@@ -100,7 +130,8 @@ async def run_router(
         log.info("router ready at %s", url)
         status.ready(url, model=texts[0].name)
         async with batches:
-            await _until_ended(server, serving, stop)
+            last = draining.answering(sock, server, metrics, tls(settings), connection_limits(settings))
+            await _until_ended(server, serving, stop, last)
 
 
 def tls(settings: RouterSettings) -> dict[str, Any]:
@@ -130,17 +161,33 @@ def connection_limits(settings: RouterSettings) -> Limits:
     return Limits(
         header_s=settings.header_timeout,
         body_s=settings.body_timeout,
+        least_rate=settings.min_body_rate,
+        reader_s=settings.reader_timeout,
         request_s=settings.request_timeout,
         body_bytes=max(settings.max_body_mib, settings.files_mib) * 2**20,
         per_address=settings.max_connections_per_address,
     )
 
 
-async def _until_ended(server: uvicorn.Server, serving: asyncio.Task[None], stop: Stop) -> None:
-    """Return when the server ended: by itself, after its last request, or `HURRY_S` after it was hurried."""
+async def _until_ended(
+    server: uvicorn.Server,
+    serving: asyncio.Task[None],
+    stop: Stop,
+    last: contextlib.AbstractAsyncContextManager[None],
+) -> None:
+    """Return when the server ended: by itself, after its last request, or `HURRY_S` after it was hurried; from the
+    signal on `last` is open."""
     asked = asyncio.create_task(stop.asked.wait())
     await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
     asked.cancel()
+    if serving.done():
+        await serving
+        return
+    async with last:
+        await _drained(server, serving, stop)
+
+
+async def _drained(server: uvicorn.Server, serving: asyncio.Task[None], stop: Stop) -> None:
     server.should_exit = True
     hurried = asyncio.create_task(stop.hurry.wait())
     await asyncio.wait((serving, hurried), return_when=asyncio.FIRST_COMPLETED)

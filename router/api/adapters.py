@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from protocol.adapters import ChangeAdapter
 from protocol.errors import InvalidRequest, ModelNotFound
+from router.api.bodies.fields import MAX_NAME
 from router.api.bodies.generating import RequestBody
 from router.api.bodies.reader import BodyReader, parse
 from router.api.documentation import Responses, errors, takes
 from router.api.pool import Pools
 
-CHANGING: Responses = errors(400, 403, 404, 413, 429, 500, 503)
+MAX_PATH = 4096
+
+CHANGING: Responses = errors(400, 403, 404, 413, 415, 429, 500, 503)
 
 
 class Forbidden(InvalidRequest):
@@ -26,14 +31,14 @@ class Changed(BaseModel):
 class UnloadAdapterBody(RequestBody):
     """POST /v1/unload_lora_adapter. `model`: whose adapter it is; without, of the model that has it."""
 
-    lora_name: str = Field(min_length=1)
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
 class LoadAdapterBody(UnloadAdapterBody):
     """POST /v1/load_lora_adapter. `lora_path`: a directory in PEFT's layout, on the machines of the nodes; `model`:
     whose nodes; without, the first model's."""
 
-    lora_path: str = Field(min_length=1)
+    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
 
 
 ADAPTER_BODIES = (LoadAdapterBody, UnloadAdapterBody)

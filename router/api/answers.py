@@ -150,5 +150,12 @@ class Ready(BaseModel):
     models: dict[str, dict[str, int]]
 
 
+class Targets(BaseModel):
+    """As Prometheus reads them."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
 class Version(BaseModel):
     version: str

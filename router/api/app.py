@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response, Security
-from fastapi.responses import HTMLResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster_state.responses import ResponseStore
-from process.refusal import retry_headers
-from protocol.metrics import ROLES, RouterMetrics
+from process.disconnect import until_disconnect
+from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
-from protocol.version import VERSION
+from router.api.about import about
 from router.api.adapters import ADAPTER_BODIES, adapter_routes
 from router.api.answers import (
     ChatAnswer,
     CompletionAnswer,
-    Health,
-    Model,
-    ModelList,
-    Ready,
     Text,
     TokenizerInfo,
     Tokens,
-    Version,
 )
 from router.api.batches.batches import BatchBody, batches_router
 from router.api.batches.files import files_router
 from router.api.bodies.generating import ChatBody, CompletionBody
 from router.api.bodies.reader import BodyReader
-from router.api.documentation import ANSWERED, STREAMED, Application, answers, errors, path_parameter, takes
+from router.api.documentation import ANSWERED, STREAMED, Application, errors, takes
 from router.api.door import Admission, Door, Generating
 from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
@@ -46,7 +38,8 @@ from router.api.messages.chat import asked
 from router.api.messages.errors import PLACE
 from router.api.messages.routes import counting
 from router.api.origins import across_origins
-from router.api.pool import Pool, Pools
+from router.api.pool import Pools
+from router.api.probes import probes, targets
 from router.api.readings.endpoints import READINGS, Reading
 from router.api.responses.answer import ResponseAnswer
 from router.api.responses.answers import ResponseObject
@@ -59,10 +52,11 @@ from router.api.shapes.chunks import chunks
 from router.api.shapes.completions import CompletionShape
 from router.api.tokenization import DetokenizeBody, TokenizeBody, describe, detokenize, tokenize
 from router.batch.batches import Batches
-from router.page.page import chat_page
+from router.dashboard import routes as dashboard
+from router.dashboard.board import Board
 from router.tenants.tenancy import Tenancy
 
-ENCODING = (400, 404, 413, 429, 500)
+ENCODING = (400, 404, 413, 415, 429, 500)
 GENERATING = (*ENCODING, 503, 504)
 """Statuses of errors, by what a route does."""
 
@@ -94,10 +88,11 @@ def create_app(
     tenancy: Tenancy | None = None,
     kept: ResponseStore | None = None,
     batches: Batches | None = None,
+    board: Board | None = None,
 ) -> ASGIApp:
     """The application that serves the models of `pools` to those in `tenancy`, or in the settings as they are now, and
-    keeps responses in `kept`. It starts and stops none of them; without `batches` none are resumed. Raises
-    ConfigError for keys that cannot be read."""
+    keeps responses in `kept`. It starts and stops none of them; without `batches` none are resumed, without `board`
+    there is no dashboard. Raises ConfigError for keys that cannot be read."""
     tenancy, batches = tenancy or Tenancy(settings), batches or Batches(settings)
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
@@ -108,7 +103,8 @@ def create_app(
     exchanges |= {each.path: Reading(each, *shared) for each in READINGS}
     bodies: list[type[BaseModel]] = [*(each.body for each in offered), *dict.fromkeys(each.body for each in READINGS)]
     bodies += [CountBody, TokenizeBody, DetokenizeBody, BatchBody, *ADAPTER_BODIES]
-    app = Application(bodies, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
+    told = dict.fromkeys(each.error for each in offered)
+    app = Application(bodies, told, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     guarded, refusals = (_guarded(), (401,)) if tenancy.keyring.guards else ({"responses": ANSWERED}, ())
     for router in (
         _working(exchanges, refusals),
@@ -118,10 +114,14 @@ def create_app(
         files_router(batches, settings.files_mib * 2**20),
         batches_router(batches, reader),
         adapter_routes(pools, reader, settings.allow_lora_updates),
-        _about(pools),
+        about(pools),
+        targets(pools),
     ):
         app.include_router(router, **guarded)
-    app.include_router(_probes(pools, metrics), responses=ANSWERED)
+    if board is not None:
+        app.include_router(dashboard.shown(board, tenancy.keyring), **guarded)
+        app.include_router(dashboard.page(board, tenancy.keyring), responses=ANSWERED)
+    app.include_router(probes(pools, metrics), responses=ANSWERED)
     batches.serve(app, exchanges, lambda: admission.count, tenancy.realm)
     return across_origins(Door(app, settings, tenancy, exchanges), settings)
 
@@ -171,77 +171,14 @@ def _text(pools: Pools, reader: BodyReader) -> APIRouter:
         "/tokenize", summary="Text or messages to token ids", response_model=Tokens, openapi_extra=takes(TokenizeBody)
     )
     async def tokenized(request: Request) -> dict[str, Any]:
-        return await tokenize(pools, await reader.read(request))
+        return await until_disconnect(request.receive, tokenize(pools, await reader.read(request)))
 
     @router.post("/detokenize", summary="Token ids to text", response_model=Text, openapi_extra=takes(DetokenizeBody))
     async def detokenized(request: Request) -> dict[str, Any]:
-        return detokenize(pools, await reader.read(request))
+        return await until_disconnect(request.receive, detokenize(pools, await reader.read(request)))
 
     @router.get("/tokenizer_info", summary="The tokenizer's special tokens and chat template")
     async def tokenizer_info() -> TokenizerInfo:
         return TokenizerInfo(**describe(pools))
-
-    return router
-
-
-def _about(pools: Pools) -> APIRouter:
-    router, created = APIRouter(), int(time.time())
-
-    def model(pool: Pool, name: str) -> Model:
-        return Model(
-            id=name,
-            object="model",
-            created=created,
-            owned_by="kvferry",
-            root=pool.adapter[1] or pool.text.called.own,
-            parent=pool.text.name if pool.adapter[0] else None,
-            max_model_len=pool.max_model_len,
-        )
-
-    @router.get("/v1/models", summary="The models that are served, under all of their names")
-    async def models() -> ModelList:
-        return ModelList(object="list", data=[model(pools.pool(name), name) for name in pools.names()])
-
-    @router.get(
-        "/v1/models/{id:path}", summary="One of them", responses=errors(404), openapi_extra=path_parameter("id")
-    )
-    async def model_by_id(request: Request) -> Model:
-        name = request.path_params["id"]
-        return model(pools.pool(name), name)
-
-    @router.get("/version", summary="The version")
-    async def version() -> Version:
-        return Version(version=VERSION)
-
-    return router
-
-
-def _probes(pools: Pools, metrics: RouterMetrics) -> APIRouter:
-    """Open to whoever asks: see OPEN_PATHS."""
-    router = APIRouter()
-
-    @router.get("/", summary="A page to talk to the model", response_class=HTMLResponse)
-    async def page() -> Response:
-        return chat_page()
-
-    @router.get("/health", summary="The process runs")
-    async def health() -> Health:
-        return Health(status="ok")
-
-    @router.get(
-        "/ready", summary="A request could be placed now, for one model at least", responses=answers(Ready, 503)
-    )
-    async def ready(response: Response) -> Ready:
-        models = pools.ready()
-        nodes = {role: sum(counts[role] for counts in models.values()) for role in ROLES}
-        if nodes["decode"]:
-            return Ready(status="ready", nodes=nodes, models=models)
-        response.status_code = 503
-        response.headers.update(retry_headers(503))
-        return Ready(status="no node can serve yet", nodes=nodes, models=models)
-
-    @router.get("/metrics", summary="Prometheus' text format", response_class=PlainTextResponse)
-    async def scrape() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return router

@@ -3,12 +3,14 @@ parse for themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from starlette.types import Receive, Scope, Send
 
 from process.refusal import RETRY_AFTER_S
 from protocol.version import VERSION
@@ -35,26 +37,40 @@ STREAMED: Responses = {200: {"headers": _ID, "content": {"text/event-stream": {"
 
 
 class Application(FastAPI):
-    """A FastAPI whose description also has the models of `bodies`, for routes that `takes` describes."""
+    """A FastAPI whose description also has the models of `bodies`, for routes that `takes` describes, and of `told`,
+    that `answers` describes: of each that a route names, FastAPI would make a validator that nothing uses."""
 
-    def __init__(self, bodies: Sequence[type[BaseModel]], **settings: Any) -> None:
+    def __init__(self, bodies: Iterable[type[BaseModel]], told: Iterable[type[BaseModel]], **settings: Any) -> None:
         super().__init__(title="kvferry", version=VERSION, **settings)
-        self._bodies = bodies
+        self._models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(body, "validation") for body in bodies]
+        self._models += [(model, "serialization") for model in told]
+        self._describing, self._described = asyncio.Lock(), False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Before the description is shown it is made on a thread: it takes half a second and more."""
+        if not self._described and scope.get("path", "").endswith(str(self.openapi_url)):
+            async with self._describing:
+                await asyncio.to_thread(self.openapi)
+        await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         """Made when it is first asked for."""
-        if self.openapi_schema is None:
+        if not self._described:
             described = super().openapi()
-            _, found = models_json_schema([(body, "validation") for body in self._bodies], ref_template=_REFERENCE)
+            _, found = models_json_schema(self._models, ref_template=_REFERENCE)
             described["components"]["schemas"].update(found["$defs"])
+            self._described = True
         assert self.openapi_schema is not None
         return self.openapi_schema
 
 
 def takes(body: type[BaseModel]) -> dict[str, Any]:
     """`openapi_extra` of a route whose endpoint parses the body for itself."""
-    schema = {"$ref": _REFERENCE.format(model=body.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _reference(body)}}}}
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REFERENCE.format(model=model.__name__)}
 
 
 def path_parameter(name: str) -> dict[str, Any]:
@@ -72,8 +88,9 @@ def query_parameters(most: int, **more: dict[str, Any]) -> dict[str, Any]:
 
 def answers(model: type[BaseModel], *statuses: int) -> Responses:
     """What comes with these statuses; clients that are sent away learn when to come back."""
+    content = {"application/json": {"schema": _reference(model)}}
     return {
-        status: {"model": model, "headers": {**_ID, **(_LATER if status in RETRY_AFTER_S else {})}}
+        status: {"content": content, "headers": {**_ID, **(_LATER if status in RETRY_AFTER_S else {})}}
         for status in statuses
     }
 

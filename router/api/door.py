@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from process.disconnect import until_disconnect
 from process.log import REQUEST
+from process.request_path import Root
 from process.tracing import TRACER
 from protocol.errors import KvferryError, Overloaded, Unauthorized
 from protocol.metrics import RouterMetrics
@@ -36,7 +37,7 @@ from router.call import CALL, Call
 from router.tenants.tenancy import Tenancy
 from router.tenants.tenant import NOBODY, Tenant
 
-OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics"))
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics", "/dashboard"))
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -55,13 +56,13 @@ class Door:
         self._exchanges = exchanges
         self._tenancy = tenancy
         self._timeout_s = settings.request_timeout
-        self._root = "/" + settings.root_path.strip("/") if settings.root_path.strip("/") else ""
+        self._root = Root(settings.root_path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = self._local_path(scope)
+        path, scope = self._root.local(scope)
         headers = Headers(scope=scope)
         tenant = self._tenant(headers)
         name = tenant.name if tenant else ""
@@ -89,16 +90,6 @@ class Door:
             return
         exchange = self._exchanges.get(path) if scope["method"] == "POST" else None
         await (exchange or self._app)(scope, receive, stamped)
-
-    def _local_path(self, scope: Scope) -> str:
-        """The path below the root that a proxy shows; in the scope it has the root in front, whether or not the proxy
-        took it away."""
-        path: str = scope["path"]
-        if not self._root:
-            return path
-        local = path.removeprefix(self._root) if path.startswith(f"{self._root}/") else path
-        scope["root_path"], scope["path"] = self._root, self._root + local
-        return local
 
     def _tenant(self, headers: Headers) -> Tenant | None:
         """Whose request it is; None where it had to tell and did not: by `Authorization: Bearer KEY`, or by
@@ -195,10 +186,13 @@ class Exchange(Generic[Described]):
         except KvferryError as error:
             status = error.status
             visit.refused(error)
+            count_error(metrics, error)
             await responder.fail(error)
         except Exception:
             logger.exception("%s: %s failed", call.id, self._path)
-            await responder.fail(KvferryError("internal error of the router; its log has the details"))
+            failed = KvferryError("internal error of the router; its log has the details")
+            count_error(metrics, failed)
+            await responder.fail(failed)
         finally:
             metrics.requests.labels(self._path, str(status)).inc()
             visit.over(status)
@@ -224,7 +218,7 @@ class Generating(Exchange[Endpoint]):
             promise = await self.endpoint.later(visit, pool, body, generation)
             if promise is not None:
                 return promise
-        await visit.turn(pool.turns, generation.size)
+        generation.newcomer = await visit.turn(pool.turns, generation.size)
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)
@@ -244,3 +238,9 @@ class Generating(Exchange[Endpoint]):
             return chat, len(data) + chat.earlier
         assert isinstance(request, GenerationBody)
         return request, len(data)
+
+
+def count_error(metrics: RouterMetrics, error: KvferryError) -> None:
+    """If it is not the client's mistake."""
+    if error.status == 429 or error.status >= 500:
+        metrics.errors.labels(str(error.status), error.code).inc()

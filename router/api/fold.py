@@ -12,6 +12,7 @@ from protocol.errors import KvferryError
 from router.api.answers import ErrorAnswer
 from router.api.bodies.generating import RequestBody
 from router.api.bodies.translated import TranslatedChat
+from router.api.coalescing import Held, flushing
 from router.api.generation import Choice, Generation
 from router.api.pool import Pool, Pools
 from router.api.responder import Responder
@@ -32,18 +33,23 @@ class Answer:
         self._streams = streams
 
     async def fold(self, first: ChoicePiece, rest: AsyncIterator[ChoicePiece], responder: Responder) -> None:
-        """Write the pieces as events, or collect them. Nothing is written before `first` is there."""
+        """Write the pieces as events, or collect them. Nothing is written before `first` is there; what came together
+        is written together (see `coalescing`)."""
         if not self._streams:
             self.take(*first)
             async for choice, piece in rest:
                 self.take(choice, piece)
             return
         await responder.begin_stream(self._route(), self.failing)
-        await responder.write(self.opening() + self.events(*first))
-        async for choice, piece in rest:
-            data = self.events(choice, piece)
-            if data:
-                await responder.write(data)
+        held = Held(responder)
+        await held.add(self.opening() + self.events(*first))
+        try:
+            while (found := await flushing(anext(rest, None), held.flush)) is not None:
+                await held.add(self.events(*found))
+        except KvferryError:
+            await held.flush()
+            raise
+        await held.flush()
 
     async def settle(self) -> None:
         """What must have happened before the client hears of the end, after the last piece. Never raises."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from protocol.errors import KvferryError
-from protocol.messages import Reuse
-from protocol.metrics import ModelMetrics
+from protocol.model_metrics import ModelMetrics
+from protocol.reuse import Reuse
 from protocol.sampling import SamplingParams
 from protocol.work import Generate
 from router.api.pool import Pool
@@ -26,6 +26,8 @@ from router.text.parsers.stage import PLAIN, Parsing, Stage
 from router.text.transcript import Piece, TextOptions, Transcript
 
 _SEEDS = 2**64
+AT_ONCE = 16
+"""Journeys that begin before other requests get a turn of the event loop."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class Choice:
 
 class Generation:
     """`prompts` are specs of the first choice of each prompt; of each, n choices are made, whose seeds are seed + i.
+
+    newcomer: whether the nodes should serve it before others' requests; set before `pieces`.
 
     The first choices start at once; the others of a prompt when its first token is there, as forks of that choice: they
     share its blocks and compute no token of the prompt but the last. `close` must be called in the end, whatever
@@ -64,7 +68,7 @@ class Generation:
         if parsing is not PLAIN:
             self._options = replace(options, shown_ids=shown_ids(pool.text.tokenizer, options))
         self._parsing = parsing
-        self._started = False
+        self.newcomer = self._started = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self.prompts = tuple(prompts)
         self.choices = [
@@ -78,14 +82,16 @@ class Generation:
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
         """What the choices produce, as it comes. Raises the KvferryError of the first journey that fails."""
         for leader in self._leaders:
-            leader.journey = self._pool.cluster.start(leader.spec)
+            leader.journey = self._pool.cluster.start(replace(leader.spec, newcomer=self.newcomer))
         if len(self.choices) == 1:
             async for piece in self._follow(self.choices[0]):
                 yield self.choices[0], piece
             return
         queue: asyncio.Queue[tuple[Choice, Piece | Exception]] = asyncio.Queue()
-        for leader in self._leaders:
+        for number, leader in enumerate(self._leaders, start=1):
             self._pump(leader, queue)
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
         open_choices = len(self.choices)
         while open_choices:
             choice, item = await queue.get()
@@ -167,7 +173,7 @@ class Generation:
             choice.ended = output.finish_reason is not None
             yield piece
             if piece.finish_reason is not None:
-                await self._cancel(choice)
+                await self._cancel(choice, enough=True)
                 return
         choice.ended = True
         raise KvferryError("the request ended without a finish reason")
@@ -180,10 +186,10 @@ class Generation:
             return transcript
         return Stage(transcript, self._parsing, opened=self._parsing.opened(tokenizer, spec.token_ids))
 
-    async def _cancel(self, choice: Choice) -> None:
+    async def _cancel(self, choice: Choice, *, enough: bool = False) -> None:
         if choice.journey is not None and not choice.ended:
             choice.ended = True
-            await choice.journey.cancel()
+            await choice.journey.cancel(enough=enough)
 
     def _count_first(self, now: float, route: Route | None) -> None:
         if not self._started:

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field, replace
 
 from grammars.checker import Checker
 from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from protocol.metrics import ModelMetrics, RouterMetrics
+from protocol.metrics import RouterMetrics
+from protocol.model_metrics import ModelMetrics
 from protocol.sampling import SamplingParams
 from protocol.settings import RouterSettings
 from protocol.work import Generate, Grammar, Work
 from router.api.bodies.generating import GenerationBody
 from router.call import Call
 from router.journey.spec import Cluster, RequestSpec
+from router.tenants.backlog import Backlog
 from router.tenants.tenancy import Tenancy
 from router.tenants.tenant import namespace
 from router.tenants.turns import Turns
@@ -64,7 +66,7 @@ class Pool:
         if self.text.task.kind != "generate":
             raise InvalidRequest(f"the model {self.name!r} does not generate: {self.text.task.told}", param="model")
         long = size >= LONG_CHARS
-        prompts = await self.encoder.beside(body.prompts, self.text) if long else body.prompts(self.text)
+        prompts = await self.encoder.beside(body.prompts, self.text, of=size) if long else body.prompts(self.text)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if long:
             bound = Bound(self.max_model_len, body.prompt_field, body.truncate_prompt_tokens is not None)
@@ -76,7 +78,7 @@ class Pool:
         for name, prompt in zip(request_names(call, len(prompts)), prompts, strict=True):
             ids = next(encoded) if isinstance(prompt, str) else prompt
             if not specs:
-                grammar = await self._grammar(body, ids)
+                grammar = await self._grammar(call, body, ids)
             specs.append(self._spec(call, name, body, ids, grammar, bad_words))
             if long:
                 await asyncio.sleep(0)
@@ -95,7 +97,7 @@ class Pool:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             raise InvalidRequest(f"token ids in {field} must be at least 0 and below {vocabulary}", param=field)
 
-    async def _grammar(self, body: GenerationBody, prompt: Sequence[int]) -> Grammar | None:
+    async def _grammar(self, call: Call, body: GenerationBody, prompt: Sequence[int]) -> Grammar | None:
         """What outputs must match, of this prompt and all others, tried. Raises InvalidRequest naming the field."""
         asked = body.grammar(self.text, prompt)
         if asked is None:
@@ -105,7 +107,7 @@ class Pool:
             raise InvalidRequest(f"{param}: beam search knows no grammars", param=param)
         if self.checker is None:
             raise InvalidRequest("this server reads no grammars", param=param)
-        await self.checker.check(grammar, param)
+        await self.checker.check(grammar, param, call.tenant)
         return grammar
 
     def _spec(
@@ -120,10 +122,11 @@ class Pool:
         field = body.prompt_field
         if not token_ids:
             raise InvalidRequest(f"{field} must hold at least one token", param=field)
-        self.check_ids(token_ids, field)
         if body.truncate_prompt_tokens is not None:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
-        params = self._params(body, self._budget(body, len(token_ids)), bad_words)
+        budget = self._budget(body, len(token_ids))
+        self.check_ids(token_ids, field)
+        params = self._params(body, budget, bad_words)
         return self.spec(call, request_id, token_ids, Generate(params, grammar), body.cache_salt)
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
@@ -174,7 +177,16 @@ def pool_of(
 ) -> Pool:
     """What serves one model to those tenants."""
     turns = Turns(cluster.capacity, metrics, shared=tenancy.several, most_queued=settings.max_queued)
-    return Pool(text, cluster, metrics.of(text.name), Encoder(text), turns, Checker(lambda: vocabulary_of(text)))
+    backlog = Backlog(lambda: turns.waiting, cluster.held, cluster.capacity)
+    metrics.scaling.follow(text.name, backlog.prefill_s, backlog.decode_nodes, backlog.held)
+    return Pool(
+        text,
+        cluster,
+        metrics.of(text.name),
+        Encoder(text, settings.max_prompt_tokens),
+        turns,
+        Checker(lambda: vocabulary_of(text)),
+    )
 
 
 class Pools:
@@ -188,9 +200,18 @@ class Pools:
     def __iter__(self) -> Iterator[Pool]:
         return iter(self._pools)
 
+    async def aclose(self) -> None:
+        """End the processes that try grammars."""
+        await asyncio.gather(*(pool.checker.close() for pool in self._pools if pool.checker is not None))
+
     def ready(self) -> dict[str, dict[str, int]]:
         """By each model's first name: nodes of each role that could take a request now."""
         return {pool.name: pool.cluster.ready() for pool in self}
+
+    @property
+    def trouble(self) -> str:
+        """Why the router is not ready, of the first model that has a reason (see `Cluster.trouble`); empty: it is."""
+        return next(filter(None, [pool.cluster.trouble() for pool in self]), "")
 
     def names(self) -> list[str]:
         """Of all models, and of their adapters behind them."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from protocol.errors import InvalidRequest
-from router.api.bodies.fields import Messages, TokenIds
+from router.api.bodies.fields import Detokenized, Messages
 from router.api.bodies.generating import ChatPrompt, RequestBody
 from router.api.bodies.reader import parse
 from router.api.pool import Pools
-from router.text.encoding import Bound
+from router.text.encoding import LONG_CHARS, Bound
 
 
 class TokenizeBody(ChatPrompt):
@@ -28,7 +29,7 @@ class TokenizeBody(ChatPrompt):
 class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
-    tokens: TokenIds
+    tokens: Detokenized
 
 
 async def tokenize(pools: Pools, data: bytes) -> dict[str, Any]:
@@ -63,9 +64,11 @@ def describe(pools: Pools) -> dict[str, Any]:
     }
 
 
-def detokenize(pools: Pools, data: bytes) -> dict[str, Any]:
+async def detokenize(pools: Pools, data: bytes) -> dict[str, Any]:
     """The text of token ids, special tokens included. Raises InvalidRequest."""
     body = parse(DetokenizeBody, data)
     pool = pools.pool(body.model)
     pool.check_ids(body.tokens, "tokens")
-    return {"prompt": pool.text.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    decode = partial(pool.text.tokenizer.decode, skip_special_tokens=False)
+    long = len(body.tokens) >= LONG_CHARS
+    return {"prompt": await pool.encoder.beside(decode, body.tokens) if long else decode(body.tokens)}

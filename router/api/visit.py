@@ -9,7 +9,7 @@ from process.tracing import TRACER, Span
 from protocol.errors import Cancelled, KvferryError, Overloaded
 from protocol.metrics import RouterMetrics
 from router.call import Call
-from router.tenants.fair_queue import FIRST_OUTPUT, Turn
+from router.tenants.lane import FIRST_OUTPUT, Turn
 from router.tenants.limits import RateLimited
 from router.tenants.tenancy import Tenancy
 from router.tenants.turns import Size, Turns
@@ -82,9 +82,9 @@ class Visit:
             self.call = replace(self.call, priority=priority)
         return self.call
 
-    async def turn(self, turns: Turns, size: Size) -> None:
-        """Wait until the nodes have room. Raises RateLimited when the tenant's tokens are used up; Overloaded when the
-        turn would come too late."""
+    async def turn(self, turns: Turns, size: Size) -> bool:
+        """Wait until the nodes have room. Returns whether they should serve it before others' requests. Raises
+        RateLimited when the tenant's tokens are used up; Overloaded when the turn would come too late."""
         charge = size.prompt + size.sequences * min(size.most_output, int(FIRST_OUTPUT))
         self._meter.charge(charge)
         self._charged = charge
@@ -94,6 +94,7 @@ class Visit:
         finally:
             span.end("" if self._turn else "no turn came")
         self._turns = turns
+        return self._turn.newcomer
 
     def began(self, used: Callable[[], Used]) -> None:
         """The first token is out; `used` tells what was used, then and in the end."""

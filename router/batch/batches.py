@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protocol.errors import InvalidRequest, Overloaded, reason
+from protocol.errors import InvalidRequest, NotFound, Overloaded, reason
 from protocol.settings import RouterSettings
 from router.batch.batch import ENDED, Batch, BatchFolder
-from router.batch.files import DiskFailed, FileStore, tenant_folder, tenant_folders
+from router.batch.files import DiskFailed, FileStore, disk_failed, tenant_folder, tenant_folders
 from router.batch.runner import Runner
 
 MOST = 64
 """Batches of one tenant that have not ended."""
 MOST_ENDED = 1000
 """Of one tenant are told of; the oldest are forgotten."""
+FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 30.0
+"""Until a batch whose disk failed is tried again."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,17 +72,21 @@ class Batches:
             for old in [batch for batch in known if batch.status in ENDED][MOST_ENDED:]:
                 await asyncio.to_thread(folder.forget, old.id)
         except OSError as error:
-            raise DiskFailed(f"the batch cannot be kept: {reason(error)}") from error
+            folder.forget(batch.id)
+            raise disk_failed("the batch cannot be kept", error) from error
         self._start(batch, folder)
         return batch
 
     async def cancel(self, tenant: str, batch_id: str) -> Batch:
-        """Raises NotFound; InvalidRequest for one that has ended."""
+        """Raises NotFound; InvalidRequest for one that has ended; DiskFailed."""
         folder = self.folder(tenant)
         batch = await asyncio.to_thread(folder.get, batch_id)
         if batch.status in ENDED:
             raise InvalidRequest(f"the batch has ended: it is {batch.status}", param="batch_id")
-        await asyncio.to_thread(folder.cancel, batch_id)
+        try:
+            await asyncio.to_thread(folder.cancel, batch_id)
+        except OSError as error:
+            raise disk_failed("the batch cannot be cancelled", error) from error
         if batch_id not in self._tasks:
             self._start(batch, folder)  # nobody may be running it
         return await asyncio.to_thread(folder.get, batch_id)
@@ -105,6 +113,28 @@ class Batches:
         task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
 
     async def _run(self, batch: Batch, folder: BatchFolder) -> None:
+        """A disk that fails ends no batch: it goes on from what is kept there once that can be written again."""
+        wait, known = FIRST_WAIT_S, batch
+        while True:
+            began = time.monotonic()
+            try:
+                return await self._run_once(known, folder)
+            except (OSError, DiskFailed) as error:
+                if time.monotonic() - began > LONGEST_WAIT_S:
+                    wait = FIRST_WAIT_S
+                if wait == FIRST_WAIT_S:
+                    logger.warning("%s waits for the disk: %s", batch.id, reason(error))
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT_S)
+            try:
+                known = await asyncio.to_thread(folder.get, batch.id)
+            except NotFound:
+                logger.warning("%s cannot be read any more", batch.id)
+                return
+            if known.status in ENDED:  # by another process
+                return
+
+    async def _run_once(self, batch: Batch, folder: BatchFolder) -> None:
         assert self._app is not None
         lock = await asyncio.to_thread(folder.lock, batch.id)
         if lock is None:

@@ -3,8 +3,10 @@ outside the event loop."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,6 +20,7 @@ from typing import BinaryIO
 
 from protocol.errors import InvalidRequest, KvferryError, NotFound, RequestTooLarge, reason
 
+log = logging.getLogger(__name__)
 PURPOSES = ("batch", "batch_output")
 MOST = 10_000
 """Files of one tenant, whatever their size."""
@@ -30,6 +33,19 @@ class DiskFailed(KvferryError):
     """The data directory cannot be written or read."""
 
     code, retryable = "storage_failed", False
+
+
+class DiskFull(DiskFailed):
+    """It has no room left, whatever a tenant may have there."""
+
+    status, code = 507, "insufficient_storage"
+
+
+def disk_failed(what: str, error: OSError) -> DiskFailed:
+    """A disk's error as the API tells it; where it was is the operator's business. what: that cannot be done."""
+    kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskFailed
+    log.warning("%s: %s; --data-dir says where", what, error)
+    return kind(f"{what}: {error.strerror or reason(error)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +71,8 @@ class FileStore:
         self._limit = limit
 
     def add(self, content: BinaryIO, filename: str, purpose: str) -> StoredFile:
-        """Copies `content` from where it stands. Raises RequestTooLarge when there is no room, DiskFailed."""
+        """Copies `content` from where it stands. Raises RequestTooLarge when the tenant has no room left, and
+        DiskFailed; nothing is left of it then."""
         file_id = f"file-{uuid.uuid4().hex}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -68,12 +85,16 @@ class FileStore:
                     self._check_room(size)
                     stored = StoredFile(file_id, size, int(time.time()), filename[:255], purpose)
                     partly.rename(self._content(file_id))
-                    write_whole(self._description(file_id), json.dumps(asdict(stored)))
+                    try:
+                        write_whole(self._description(file_id), json.dumps(asdict(stored)))
+                    except OSError:
+                        self._content(file_id).unlink(missing_ok=True)
+                        raise
                 return stored
             finally:
                 partly.unlink(missing_ok=True)
         except OSError as error:
-            raise DiskFailed(f"the file cannot be kept: {reason(error)}") from error
+            raise disk_failed("the file cannot be kept", error) from error
 
     def all(self) -> list[StoredFile]:
         """Newest first."""
@@ -90,6 +111,14 @@ class FileStore:
     def path(self, file_id: str, param: str = "file_id") -> Path:
         """Of its content. Raises NotFound."""
         return self._content(self.get(file_id, param).id)
+
+    def open(self, file_id: str) -> tuple[BinaryIO, int]:
+        """Its content, which stays readable when the file is deleted meanwhile, and how long it is. Raises NotFound."""
+        try:
+            content = self.path(file_id).open("rb")
+        except FileNotFoundError:
+            raise NotFound(f"there is no file {file_id!r}", param="file_id") from None
+        return content, os.fstat(content.fileno()).st_size
 
     def delete(self, file_id: str) -> None:
         """Raises NotFound."""
@@ -141,10 +170,13 @@ def tenant_folders(root: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Readers see the old text or the new one."""
+    """Readers see the old text or the new one. Raises OSError, and leaves nothing then."""
     partly = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")
-    with partly.open("w") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    partly.replace(path)
+    try:
+        with partly.open("w") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        partly.replace(path)
+    finally:
+        partly.unlink(missing_ok=True)

@@ -8,15 +8,16 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
 
+from protocol.errors import NotFound
 from router.batch.asking import ask
 from router.batch.batch import Batch, BatchFolder
-from router.batch.files import FileStore
+from router.batch.files import DiskFailed, FileStore
 from router.batch.rows import MAX_ERRORS, Row, Wrong, answer_row, answered, read_rows, unanswered_row
 from router.call import Call
 
@@ -31,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class Runner:
-    """One batch, whose lock its owner holds. `run` returns when it ended, and raises CancelledError when this process
-    ends: then another run goes on from the answers that are on disk.
+    """One batch, whose lock its owner holds. `run` returns when it ended. It raises CancelledError when this process
+    ends, OSError or DiskFailed when the disk fails: then another run goes on from what is on disk.
 
     width  how many rows may be in progress now
     """
@@ -64,6 +65,7 @@ class Runner:
             wrong = await asyncio.to_thread(self._validate, path)
             if wrong:
                 batch.fail(wrong)
+                await asyncio.shield(self._save())
                 return
             done = [await asyncio.to_thread(answered, self._outputs[ok]) for ok in (True, False)]
             batch.request_counts.update(completed=len(done[0]), failed=len(done[1]))
@@ -73,12 +75,15 @@ class Runner:
             ended = await self._answer_all(path, done[0] | done[1])
             await self._finish(ended)
         except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                await asyncio.shield(self._save())
             raise
         except Exception as error:
+            if isinstance(error, (OSError, DiskFailed)) and time.time() < batch.expires_at:
+                raise
             logger.exception("%s failed", batch.id)
             batch.fail([Wrong(0, f"the batch cannot go on: {error}", code="server_error").shown()])
-        finally:
-            await asyncio.shield(self._save())
+        await asyncio.shield(self._save())
 
     def _validate(self, path: Path) -> list[dict[str, Any]]:
         """Errors of the lines at fault; counts the others."""
@@ -125,8 +130,10 @@ class Runner:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.gather(*self._writes, return_exceptions=True)
+        if self._failure is not None:
+            raise self._failure
         if ending == "expired":
-            rest = await asyncio.to_thread(lambda: self._unanswered(path))
+            rest = await asyncio.to_thread(lambda: _unanswered(path, self._batch.endpoint, self._outputs.values()))
             for custom_id in rest:
                 await self._write(unanswered_row(custom_id, "batch_expired", "not answered within 24 hours"), ok=False)
         return ending or "completed"
@@ -135,11 +142,6 @@ class Runner:
         tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
-
-    def _unanswered(self, path: Path) -> list[str]:
-        done = answered(self._outputs[True]) | answered(self._outputs[False])
-        rows = read_rows(path, self._batch.endpoint)
-        return [row.custom_id for row in rows if isinstance(row, Row) and row.custom_id not in done]
 
     def _ending(self) -> str:
         """Why no further row is to be begun: cancelled, expired, or the empty string."""
@@ -200,8 +202,16 @@ class Runner:
             batch.move("finalizing")
         for ok, field in ((True, "output_file_id"), (False, "error_file_id")):
             if getattr(batch, field) is None:
-                setattr(batch, field, await asyncio.to_thread(self._publish, ok))
-                await self._save()
+                made = await asyncio.to_thread(self._publish, ok)
+                setattr(batch, field, made)
+                try:
+                    await self._save()
+                except OSError:
+                    if made is not None:  # nobody will know of it
+                        setattr(batch, field, None)
+                        with contextlib.suppress(OSError, NotFound):
+                            await asyncio.to_thread(self._files.delete, made)
+                    raise
         batch.move(ended)
         await self._save()
         for path in self._outputs.values():
@@ -218,3 +228,8 @@ class Runner:
     async def _save(self) -> None:
         self._saved = time.monotonic()
         await asyncio.to_thread(self._folder.save, self._batch)
+
+
+def _unanswered(path: Path, endpoint: str, outputs: Iterable[Path]) -> list[str]:
+    done = set[str]().union(*map(answered, outputs))
+    return [row.custom_id for row in read_rows(path, endpoint) if isinstance(row, Row) and row.custom_id not in done]

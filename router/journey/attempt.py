@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -12,7 +10,7 @@ from typing import Any
 
 from placement.terms import Placement
 from process.tracing import TRACER
-from protocol.errors import KvferryError, NodeLost, from_body
+from protocol.errors import BlocksCorrupt, Incompatible, KvferryError, NodeLost
 from protocol.layout import blocks_for
 from protocol.lease import NodeLease
 from protocol.messages import (
@@ -25,41 +23,18 @@ from protocol.messages import (
     ShipDone,
     TokenDelta,
 )
-from router.journey.ladder import Failure, blamed
+from router.journey.blame import Failure, blamed, error_of, known
+from router.journey.chronicle import Chronicle
+from router.journey.errands import Errands
+from router.journey.events import Drains, Event
+from router.journey.underway import Expected
 from router.nodes.client import NodeClient
-from router.nodes.entry import Booking, NodeEntry
+from router.nodes.entry import Booking, NodeEntry, node_key
+from router.nodes.heard import suits
+from router.nodes.suspicion import Suspicion
 
-log = logging.getLogger(__name__)
-
-Event = TokenDelta | Failure
 TAIL_S = 5.0
 """How long the prefill node's answer may outlive its request before the connection is closed."""
-
-
-class Errands:
-    """Calls that nobody waits for (cancels, tails of answers). Held here so that they run to their end."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def send(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(call)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    @property
-    def open(self) -> int:
-        return len(self._tasks)
-
-    async def finish(self, limit_s: float) -> None:
-        """Wait for all, then drop the rest."""
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=limit_s)
-        rest = set(self._tasks)
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
 
 
 class Attempt:
@@ -67,7 +42,8 @@ class Attempt:
     Failure; nothing is posted after `close`. Never raises for a node's fault.
 
     prefill, decode   the entries of the placement's nodes, alive and reachable since nothing was awaited meanwhile
-    suspect           told of a node to which a connection failed
+    expected          its blocks, as others are told of them until they are computed
+    suspicion         hears of nodes and pairs that failed, and of those that work; `decoding`: tokens come from decode
     """
 
     def __init__(
@@ -78,24 +54,27 @@ class Attempt:
         *,
         prefill: NodeEntry | None,
         decode: NodeEntry | None,
-        suspect: Callable[[NodeEntry], None],
+        suspicion: Suspicion,
         client: NodeClient,
         errands: Errands,
+        chronicle: Chronicle,
+        expected: Expected,
     ) -> None:
         self._span = TRACER.start("attempt", job.trace, number=job.attempt, expected_cached=placement.cached_len)
         self._span.tell(prefill=_name(placement.prefill), decode=_name(placement.decode))
         self.job = job if self._span.trace == job.trace else replace(job, trace=self._span.trace)
         self.placement = placement
-        self._launched_at = time.monotonic()
-        self._post, self._suspect, self._client, self._errands = post, suspect, client, errands
-        self._prefill_node, self._decode_node = prefill, decode
-        self._over = self._closed = self._first_seen = self._prefilled = self._decoding = False
-        self._error = ""
+        self._post, self._suspicion, self._client, self._errands = post, suspicion, client, errands
+        self._prefill_node, self._decode_node, self._chronicle, self._expected = prefill, decode, chronicle, expected
+        self._over = self._closed = self._first_seen = self._prefilled = self.decoding = False
+        self._error, self._launched_at = "", time.monotonic()
         self._bookings: dict[str, Booking] = {}
         self._book()
+        if suspicion.any:
+            suspicion.use(prefill.key if prefill else None, decode.key if decode else None)
         if decode:
             decode.listeners[job.request_id] = self
-        self._task = errands.send(self._prefill(prefill) if prefill else self._generate())
+        self._task = errands.send(self._begin())
 
     def close(self, *, cancel: bool) -> None:
         """Give everything back. `cancel`: the request has not ended, so tell the nodes to drop it."""
@@ -106,12 +85,13 @@ class Attempt:
         for booking in self._bookings.values():
             booking.release()
         self._bookings = {}
+        self._expected.over()
         if self._decode_node:
             self._decode_node.listeners.pop(self.job.request_id, None)
         if cancel:
             self._task.cancel()
-            for node in self._involved():
-                self._errands.send(self._cancel(node))
+            for node in filter(None, (None if self._prefilled else self.placement.prefill, self.placement.decode)):
+                self._errands.send(self._client.drop(node, CancelRequest(self.job.request_id, self.job.attempt)))
         elif not self._task.done():
             timer = asyncio.get_running_loop().call_later(TAIL_S, self._task.cancel)
             self._task.add_done_callback(lambda _: timer.cancel())
@@ -124,23 +104,36 @@ class Attempt:
         """No token came within the attempt's share of the deadline: give it up."""
         place = self.placement
         node = place.decode if self._first_seen else place.prefill or place.decode
-        self._fail(NodeLost("no token within the attempt's share of the deadline"), node or place.prefill)
+        self._unreachable(NodeLost("no token within the attempt's share of the deadline"), node or place.prefill)
 
     def delta(self, delta: TokenDelta) -> None:
         if delta.attempt != self.job.attempt or self._over:
             return
-        if not self._decoding:
-            self._decoding = True
+        if not suits(delta, self.job):
+            self._senseless(self.placement.decode)
+            return
+        if not self.decoding:
+            self.decoding = True
             self._settle("decode")
+            if self._suspicion.any:
+                self._suspicion.decodes(self.placement)
         self._post(delta)
 
     def failed(self, failure: AttemptFailed) -> None:
         assert self.placement.decode
         if failure.attempt == self.job.attempt:
-            self._reported(_error(failure), self.placement.decode)
+            self._reported(error_of(failure), self.placement.decode)
 
     def lost(self, error: KvferryError) -> None:
+        assert self.placement.decode
         self._fail(error, self.placement.decode)
+
+    def drains(self) -> None:
+        if not self._over:
+            self._post(Drains(self.job.attempt))
+
+    def _begin(self) -> Coroutine[Any, Any, None]:
+        return self._prefill(self._prefill_node) if self._prefill_node else self._generate()
 
     def _book(self) -> None:
         """A prefill node is booked for the prompt's tokens, a decode node for its blocks until it runs there; both for
@@ -156,21 +149,42 @@ class Attempt:
     def _settle(self, role: str) -> None:
         if booking := self._bookings.get(role):
             booking.settle()
+        self._expected.over()
 
     def _prefill_lost(self, error: NodeLost) -> None:
+        """Its lease ended."""
         assert self.placement.prefill
-        self._reported(error, self.placement.prefill)
+        if not self._done_by(self.placement.prefill):
+            self._fail(error, self.placement.prefill)
 
     def _reported(self, error: KvferryError, reporter: NodeLease) -> None:
         """A node's answer was an error: post it, unless the prefill node reports after it had done its part."""
-        if not (reporter.role == "prefill" and self._first_seen and (self._decoding or self._prefilled)):
-            self._fail(error, blamed(error, reporter, self.placement))
+        if self._done_by(reporter):
+            return
+        culprits = blamed(error, reporter, self.placement, decoding=self.decoding)
+        if len(culprits) == 2 and not self._over:
+            prefill, decode = map(node_key, culprits)
+            self._suspicion.pair_failed(prefill, decode, surely=isinstance(error, NodeLost | Incompatible))
+            if isinstance(error, BlocksCorrupt):
+                self._suspicion.corrupt(prefill, decode)
+        self._fail(error, *culprits)
 
-    def _fail(self, error: KvferryError, node: NodeLease | None) -> None:
+    def _unreachable(self, error: KvferryError, node: NodeLease | None) -> None:
+        """A node does not answer, or a call to it failed."""
         assert node
+        if self._done_by(node):
+            return
+        if isinstance(error, NodeLost) and not self._over:
+            self._suspicion.node_failed(node_key(node))
+        self._fail(error, node)
+
+    def _done_by(self, node: NodeLease) -> bool:
+        return node.role == "prefill" and self._first_seen and (self.decoding or self._prefilled)
+
+    def _fail(self, error: KvferryError, *culprits: NodeLease) -> None:
         if not self._over:
             self._over, self._error = True, error.code
-            self._post(Failure(self.job.attempt, error, node))
+            self._post(Failure(self.job.attempt, error, culprits))
 
     async def _prefill(self, node: NodeEntry) -> None:
         decode = self.placement.decode
@@ -178,10 +192,10 @@ class Attempt:
         try:
             await self._client.prefill(node.lease, request, self._answer)
         except Exception as error:
-            self._unreachable(_known(error, node.lease), node)
+            self._broke(error, node.lease)
             return
         if not self._prefilled:
-            self._reported(NodeLost(f"{node.lease.node_id} ended its answer early"), node.lease)
+            self._unreachable(NodeLost(f"{node.lease.node_id} ended its answer early"), node.lease)
 
     async def _generate(self) -> None:
         node = self._decode_node
@@ -189,18 +203,25 @@ class Attempt:
         try:
             await self._client.generate(node.lease, GenerateRequest(self.job))
         except Exception as error:
-            self._unreachable(_known(error, node.lease), node)
+            self._broke(error, node.lease)
 
-    def _unreachable(self, error: KvferryError, node: NodeEntry) -> None:
-        if isinstance(error, NodeLost) and not self._over:
-            self._suspect(node)
-        self._reported(error, node.lease)
+    def _broke(self, error: Exception, node: NodeLease) -> None:
+        """A call ended with an error: the node's own, or of the way there."""
+        told = known(error, node)
+        if isinstance(told, NodeLost):
+            self._unreachable(told, node)
+        else:
+            self._reported(told, node)
 
     def _answer(self, message: Any) -> None:
         """A message of the prefill node's answer."""
-        if isinstance(message, FirstToken):
+        if isinstance(message, FirstToken) and not suits(message.delta, self.job):
+            self._senseless(self.placement.prefill)
+        elif isinstance(message, FirstToken):
             self._first_seen = True
             self._settle("prefill")
+            if self._suspicion.any and self.placement.prefill:
+                self._suspicion.node_works(node_key(self.placement.prefill))
             self._prefilled = message.delta.finish_reason is not None
             if not self._over:
                 self._post(message.delta)
@@ -208,37 +229,15 @@ class Attempt:
             self._prefilled = True
             if booking := self._bookings.pop("prefill", None):
                 booking.release()
-            log.debug(
-                "%s shipped %d blocks in %.4f s, %.4f s exposed",
-                message.request_id, message.blocks, message.ship_s, message.exposed_s,
-            )  # fmt: skip
+            self._chronicle.shipped(self.placement, message)
         elif isinstance(message, AttemptFailed):
             assert self.placement.prefill
-            self._reported(_error(message), self.placement.prefill)
+            self._reported(error_of(message), self.placement.prefill)
 
-    def _involved(self) -> list[NodeLease]:
-        place = self.placement
-        return [node for node in (None if self._prefilled else place.prefill, place.decode) if node]
-
-    async def _cancel(self, node: NodeLease) -> None:
-        """Tell the node, twice if need be; one that cannot be told drops the request by its broken connection."""
-        for _ in range(2):
-            with contextlib.suppress(KvferryError):
-                await self._client.cancel(node, CancelRequest(self.job.request_id, self.job.attempt))
-                return
+    def _senseless(self, node: NodeLease | None) -> None:
+        assert node
+        self._fail(NodeLost("a node answered what was not asked"), node)
 
 
 def _name(node: NodeLease | None) -> str:
     return node.node_id if node else ""
-
-
-def _error(failure: AttemptFailed) -> KvferryError:
-    return from_body({"error": {"code": failure.code, "message": failure.message}})
-
-
-def _known(error: Exception, node: NodeLease) -> KvferryError:
-    """The error, or one in place of a mistake of our own: a request that waits for an answer must get one."""
-    if isinstance(error, KvferryError):
-        return error
-    log.error("the call to %s failed", node.node_id, exc_info=error)
-    return KvferryError("internal error of the router; its log has the details")

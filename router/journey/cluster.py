@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 
 from model_files.naming import ModelName
+from process.awake import LoopClock
 from protocol.metrics import RouterMetrics
-from router.journey.attempt import Errands
-from router.journey.model_cluster import BlockIndex, BlockLookup, ModelCluster, Shared
+from router.journey.budget import RetryBudget
+from router.journey.chronicle import Chronicle
+from router.journey.deaths import Deaths
+from router.journey.errands import Errands
+from router.journey.model_cluster import ModelCluster, Shared
+from router.journey.prefixes import BlockLookup, Prefixes
 from router.nodes.client import NodeClient
 from router.nodes.group import NodeGroup
 from router.nodes.table import NodeSource, NodeTable
 from router.nodes.token_streams import TokenStreams
 
+RETRIES, HEDGES = (0.1, 10.0, 100.0), (0.1, 0.5, 10.0)
+"""Of all requests the share that may be tried again and twice at once; how many a second at least, and at most in one
+go: a small cluster must get over the loss of a node."""
 ERRANDS_S = 1.0
 """How long closing waits for cancels still under way."""
 
@@ -23,8 +32,13 @@ class RouterCluster:
     caller's to close.
 
     local_tokens   see RouterSettings.local_prefill_tokens
+    buddies        see RouterSettings.buddies
+    fetch          see RouterSettings.fetch
     lookup_s       bounds the question to the index
-    patience_s     how long a request that already began waits for a node when none can take it
+    token          shows the nodes that this router is of their cluster
+    patience_s     how long a request waits for a node when none can take it
+
+    nodes, chronicle   what is known of the nodes, and remembered of what went to them
     """
 
     def __init__(
@@ -34,33 +48,59 @@ class RouterCluster:
         metrics: RouterMetrics,
         *,
         local_tokens: int = 0,
+        buddies: bool = True,
+        fetch: bool = True,
         lookup_s: float = 0.1,
         patience_s: float = 15.0,
         nodes: NodeTable | None = None,
         client: NodeClient | None = None,
+        token: Callable[[], str] = str,
     ) -> None:
-        self._nodes = nodes or NodeTable(source, metrics)
-        self._client = client or NodeClient(f"router-{secrets.token_hex(6)}")
+        self.nodes = nodes or NodeTable(source, metrics)
+        self.chronicle = Chronicle()
+        self._clock = LoopClock()
+        self._client = client or NodeClient(f"router-{secrets.token_hex(6)}", token, clock=self._clock.now)
         self._errands = Errands()
         self._streams = TokenStreams(self._client)
-        asked = BlockIndex(index, metrics, lookup_s)
-        self._shared = Shared(self._nodes, self._client, asked, self._errands, metrics, local_tokens, patience_s)
-        self._nodes.listen(self._follow)
+        clock = self.nodes.clock
+        self._shared = Shared(
+            self.nodes,
+            self._client,
+            Prefixes(index, metrics, lookup_s),
+            self._errands,
+            metrics,
+            local_tokens,
+            buddies,
+            fetch,
+            patience_s,
+            Deaths(clock),
+            retries=RetryBudget(*RETRIES, clock),
+            hedges=RetryBudget(*HEDGES, clock),
+            chronicle=self.chronicle,
+        )
+        self.nodes.listen(self._follow)
 
     def pool(self, name: ModelName) -> ModelCluster:
         """The nodes of one more served model: those that announce it."""
-        return ModelCluster(self._nodes.add(NodeGroup(name)), self._shared)
+        return ModelCluster(self.nodes.add(NodeGroup(name)), self._shared)
+
+    @property
+    def router_id(self) -> str:
+        """By which nodes know this router."""
+        return self._client.router_id
 
     async def open(self) -> None:
         """Read the registry once and begin to follow it; token streams open in the background. Never fails: without
         nodes or registry the cluster is simply not ready."""
-        await self._nodes.start()
+        self._clock.start()
+        await self.nodes.start()
 
     async def close(self) -> None:
-        await self._nodes.stop()
+        await self.nodes.stop()
         await self._errands.finish(ERRANDS_S)
         await self._streams.close()
         await self._client.aclose()
+        self._clock.stop()
 
     async def __aenter__(self) -> RouterCluster:
         await self.open()
@@ -70,5 +110,5 @@ class RouterCluster:
         await self.close()
 
     def _follow(self) -> None:
-        """The nodes changed: hold a stream to every decode node."""
-        self._streams.keep(entry for entry in self._nodes.entries.values() if entry.lease.role == "decode")
+        """The nodes changed: hold a stream to each."""
+        self._streams.keep(self.nodes.entries.values())

@@ -10,27 +10,30 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from math import inf
 
-from placement.terms import Demand, Placement
-from protocol.errors import Cancelled, DeadlineExceeded, GrantRefused, KvferryError, NoNodes, Overloaded
-from protocol.hashing import chain, root_hash
-from protocol.lease import NodeLease
+from placement.terms import Placement
+from protocol.errors import Cancelled, DeadlineExceeded, KvferryError
 from protocol.messages import Job, TokenDelta
-from protocol.work import Generate, Work
-from router.journey.attempt import Attempt, Event
-from router.journey.ladder import Failure, Ladder
+from router.journey import jobs
+from router.journey.alarms import Alarm, Alarms
+from router.journey.blame import Failure
+from router.journey.chronicle import Record
+from router.journey.course import Course
+from router.journey.events import Drains, Event
 from router.journey.ports import Ground
+from router.journey.prediction import Prediction
+from router.journey.race import Race
 from router.journey.sequence import Sequence
 from router.journey.spec import Fork, Output, RequestSpec, Route
+from router.journey.succession import Succession
 from router.nodes.entry import node_key
 
 log = logging.getLogger(__name__)
 
-SHARE = 0.5
-"""Part of the remaining time an attempt may pass without a new token before the next one is tried."""
-PAUSE_S = (0.1, 1.0)
-"""Shortest and longest pause while no node can take the request."""
+
+LATE, LATE_S = 3.0, 1.0
+"""An attempt is late with its first token after so many times what was expected, and so many seconds at least."""
 
 
 class RouterJourney:
@@ -41,17 +44,16 @@ class RouterJourney:
         self.route: Route | None = None
         self._spec, self._ground = spec, ground
         self._wire_id = f"{spec.request_id}-{secrets.token_hex(6)}"
-        self._mail: asyncio.Queue[Event | KvferryError | None] = asyncio.Queue()
+        self._mail: asyncio.Queue[Event | Alarm | KvferryError | None] = asyncio.Queue()
         self._sequence = Sequence()
-        self._ladder = Ladder()
-        self._attempt: Attempt | None = None
+        self._race = Race()
         self._attempts = 0
-        self._first_placement: Placement | None = None
-        self._failure: KvferryError | None = None
-        self._stuck_at: float | None = None
-        self._pause_s = PAUSE_S[0]
-        self._deadline_at = self._progress_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._prediction = Prediction()
+        self._course = Course(spec, ground, self._sequence.tokens)
+        self._succession: Succession | None = None
+        self._alarms: Alarms | None = None
+        self._record: Record | None = None
+        self._outcome = ""
         self._over = False
 
     def __aiter__(self) -> AsyncIterator[Output]:
@@ -62,189 +64,175 @@ class RouterJourney:
         """Its prompt is where it decodes, or where it ended before that."""
         if self.route is None:
             return None
-        place = self._attempt.placement if self._attempt else None
-        node = place and (place.decode if self.route.decode else place.prefill)
-        return Fork(self._wire_id, node_key(node) if node else None)
+        leader = self._race.leader
+        if leader is None:
+            return Fork(self._wire_id, None)
+        node = leader.placement.decode if self.route.decode else leader.placement.prefill
+        return Fork(leader.job.request_id, node_key(node) if node else None)
 
-    async def cancel(self) -> None:
+    async def cancel(self, *, enough: bool = False) -> None:
         if not self._over:
+            self._outcome = "done" if enough else ""
             self._end(cancel=True)
             self._mail.put_nowait(Cancelled("the request was cancelled"))
-
-    def _demand(self) -> Demand:
-        """What the next attempt needs."""
-        fork = self._spec.fork_of
-        return Demand(
-            total_len=len(self._spec.token_ids) + len(self._sequence.tokens),
-            prompt_only=self._spec.work.ends_on_prompt(len(self._sequence.tokens)),
-            excluded=frozenset(self._ladder.excluded),
-            pinned=self._ladder.pinned,
-            local_only=self._ladder.local_only,
-            beside=fork.node if fork and not self._sequence.tokens else None,
-            adapter=self._spec.adapter,
-        )
 
     async def _outputs(self) -> AsyncIterator[Output]:
         if self._over:
             raise Cancelled("the request was cancelled")
         try:
-            self._begin()
+            self._alarms = Alarms(self._spec.call.deadline, self._ring)
+            model, made = self._ground.group.name.first, self._sequence.tokens
+            self._record = self._ground.chronicle.begin(self._spec, model, made)
             while not self._sequence.finished:
-                if self._attempt is None:
+                if not self._race:
                     await self._launch()
                 event = await self._next()
-                if isinstance(event, Failure):
-                    self._fail(event)
-                elif event is not None:
+                if isinstance(event, TokenDelta):
+                    if event.reuse is not None and self._sequence.tokens:
+                        self._ground.metrics.recovered["cached"].inc(event.reuse.cached_len)
+                        self._ground.metrics.recovered["computed"].inc(event.reuse.computed)
+                    if len(self._race) > 1:
+                        self._race.win(event.attempt)
                     for delta in self._sequence.push(event):
                         yield self._output(delta)
+                elif isinstance(event, Failure):
+                    self._fail(event)
+                elif isinstance(event, Drains):
+                    await self._bequeath(event.attempt)
+                elif event is Alarm.LATE:
+                    await self._hedge()
+        except KvferryError as error:
+            self._outcome = error.code
+            raise
         finally:
             self._end(cancel=not self._sequence.finished)
 
-    async def _next(self) -> Event | None:
-        """The next event of the present attempt. Raises what ends the request: its deadline, its cancellation."""
+    async def _next(self) -> Event | Alarm | None:
+        """The next event of an attempt that is under way. Raises what ends the request: its deadline, its
+        cancellation."""
         event = await self._mail.get()
         if self._over:
             raise Cancelled("the request was cancelled")
+        if isinstance(event, TokenDelta) or isinstance(event, Failure | Drains):  # noqa: SIM101 - for every token
+            known = event.attempt in self._race or (self._succession and self._succession.concerns(event.attempt))
+            return event if known else None
         if isinstance(event, KvferryError):
             raise event
-        current = self._attempt.job.attempt if self._attempt else -1
-        return event if event is not None and event.attempt == current else None
+        return event
 
     async def _launch(self) -> None:
         """Place and begin the next attempt. From the choice to the booking nothing is awaited."""
-        token_ids = self._spec.token_ids + tuple(self._sequence.tokens)
-        group = self._ground.group.members
-        reuse = await self._ground.reuse(_hashes(self._spec, token_ids, group[0].lease) if group else ())
-        while (placement := self._place(reuse)) is None:
-            await self._pause()
+        assert self._alarms
+        reuse = await self._course.reuse()
+        while (placement := self._course.place(reuse, self._alarms.left_s)) is None:
+            asyncio.get_running_loop().call_later(self._course.patience.pause_s(), self._mail.put_nowait, None)
+            await self._next()
         if self._over:
             raise Cancelled("the request was cancelled")
-        self._first_placement = self._first_placement or placement
-        self._progress_at = asyncio.get_running_loop().time()
         if self._attempts:
             self._sequence.restart()
-        self._attempt = self._ground.launch(self._job(token_ids), placement, self._mail.put_nowait)
+        self._begin(self._wire_id, placement)
+
+    async def _hedge(self) -> None:
+        """The attempt is late: begin another beside it, elsewhere, under a name of its own, so that each is cancelled
+        without the other. The first token wins."""
+        late = self._race.leader
+        if late is None or not self._alarms or not self._alarms.late or not self._mail.empty():
+            return
+        self._ground.doubt(late.placement)
+        reuse = await self._course.reuse()
+        placement = self._course.elsewhere(late.placement, reuse)
+        if not self._over and self._mail.empty() and placement and self._ground.hedges.spend():
+            self._ground.metrics.ladder.labels("hedge").inc()
+            late_nodes = [node.node_id for node in (late.placement.prefill, late.placement.decode) if node]
+            self._ground.chronicle.rung(self._record, "hedge", late_nodes, "its first token is late")
+            self._begin(f"{self._wire_id}-h{self._attempts}", placement)
+
+    def _begin(self, name: str, placement: Placement) -> None:
+        assert self._alarms and self._record  # noqa: PT018
+        made, job = self._attempts, self._job(name)
+        self._prediction.began(job.attempt, placement)
+        post, hashes = self._mail.put_nowait, self._course.hashes
+        self._race.enter(self._ground.launch(job, placement, post, hashes=hashes))
         self._attempts += 1
-        self._watch()
-        log.debug("%s attempt %d: %s", self._wire_id, self._attempts - 1, placement)
+        if not self.route:
+            self._record.sent(placement)
+        self._alarms.launched(inf if len(self._race) > 1 else max(LATE_S, LATE * placement.first_token_s))
+        self._course.goes_to(self._race.nodes)
+        log.debug("%s attempt %d: %s", name, made, placement)
 
-    def _place(self, reuse: dict[str, int]) -> Placement | None:
-        """None: nothing can take it now, but it has begun and may wait."""
-        try:
-            return self._ground.place(self._demand(), reuse)
-        except (NoNodes, Overloaded) as error:
-            now = asyncio.get_running_loop().time()
-            if self._failure is None or self._over:
-                raise
-            self._stuck_at = self._stuck_at or now
-            if now - self._stuck_at > min(self._ground.patience_s, SHARE * (self._deadline_at - self._stuck_at)):
-                raise self._hopeless(error) from self._failure
-            self._ladder.forgive()
-            return None
+    def _job(self, name: str) -> Job:
+        """Of the next attempt."""
+        assert self._alarms
+        delivered = tuple(self._sequence.tokens)
+        return jobs.job(self._spec, name, self._attempts, delivered, self._ground.router_id, self._alarms.left_s)
 
-    def _hopeless(self, error: KvferryError) -> KvferryError:
-        if isinstance(self._failure, GrantRefused | Overloaded):
-            return Overloaded("every decode node is full", retry_after=error.retry_after or 1.0)
-        return error
-
-    async def _pause(self) -> None:
-        asyncio.get_running_loop().call_later(self._pause_s, self._mail.put_nowait, None)
-        self._pause_s = min(self._pause_s * 2, PAUSE_S[1])
-        await self._next()
+    async def _bequeath(self, number: int) -> None:
+        """The node of that attempt drains."""
+        if self._succession is None:
+            self._succession = Succession(self._race, self._course, self._ground, self._mail.put_nowait)
+        leaves = self._race.leader.placement.decode if self._race.leader else None
+        if await self._succession.begin(number, self._job):
+            self._attempts += 1
+            heir = self._succession.goes_to
+            ends = [node.node_id for node in (leaves, heir) if node]
+            self._ground.chronicle.rung(self._record, "move", ends, "its node drains")
 
     def _fail(self, failure: Failure) -> None:
-        """Give up the present attempt and climb the ladder."""
-        assert self._attempt
-        self._failure = failure.error
-        self._attempt.close(cancel=True)
-        self._attempt = None
-        prefills = self._ground.able("prefill", node_key(failure.node), self._spec.adapter)
-        rung = self._ladder.climb(failure, len(self._sequence.tokens), prefills)
+        """Give up the attempt. One that runs beside it is the next."""
+        if self._succession and self._succession.settles(failure):
+            if self._record and self._race.leader:
+                self._record.sent(self._race.leader.placement, onward=True)
+            return
+        self._race.leave(failure.attempt)
+        self._prediction.ended(failure.attempt, failure.error)
+        rung = self._course.failed(failure, self._race.nodes)
         self._ground.metrics.ladder.labels(rung).inc()
+        culprits = [node.node_id for node in failure.culprits]
+        self._ground.chronicle.rung(self._record, rung, culprits, f"{failure.error.code}: {failure.error}")
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, rung)
 
-    def _job(self, token_ids: tuple[int, ...]) -> Job:
-        return Job(
-            request_id=self._wire_id,
-            attempt=self._attempts,
-            token_ids=token_ids,
-            prompt_len=len(self._spec.token_ids),
-            work=_later(self._spec.work) if self._sequence.tokens else self._spec.work,
-            router_id=self._ground.router_id,
-            namespace=self._spec.namespace,
-            trace=self._spec.call.trace,
-            deadline_s=max(0.0, self._deadline_at - asyncio.get_running_loop().time()),
-            fork_of=self._spec.fork_of.request_id if self._spec.fork_of else "",
-            adapter=self._spec.adapter,
-        )
-
     def _output(self, delta: TokenDelta) -> Output:
-        loop = asyncio.get_running_loop()
-        self._progress_at, self._stuck_at, self._pause_s = loop.time(), None, PAUSE_S[0]
+        assert self._alarms
+        self._alarms.progressed()
+        self._course.got_on()
         if self.route is None:
             self._take_route(delta)
         if delta.finish_reason is not None:
             self._end(cancel=False)
-        return _output_of(delta)
+        return jobs.output(delta)
 
     def _take_route(self, delta: TokenDelta) -> None:
-        assert self._attempt
-        assert self._first_placement
-        place = self._attempt.placement
-        reuse = self._ground.account(delta.reuse, self._attempt.job, place.prefill or place.decode)
+        assert self._race.leader
+        assert self._record
+        attempt, place = self._race.leader, self._race.leader.placement
+        computed_by = place.prefill or place.decode
+        assert computed_by
         ended_on_prefill = place.prefill is not None and delta.finish_reason is not None
+        self._course.computed(computed_by, place.decode if place.prefill and not ended_on_prefill else None)
+        reuse = self._ground.account(delta.reuse, attempt.job, computed_by)
         prefill_id = place.prefill.node_id if place.prefill else None
         decode_id = place.decode.node_id if place.decode and not ended_on_prefill else None
         self.route = Route(prefill_id, decode_id, reuse)
-        self._ground.record(self._first_placement, place, reuse, self._attempt.age_s)
+        missed = self._prediction.missed(attempt.job.attempt, reuse)
+        self._ground.record(place, self._prediction.tokens, missed, reuse, attempt.age_s)
+        self._ground.chronicle.first(self._record, self.route)
 
-    def _begin(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._progress_at = loop.time()
-        self._deadline_at = self._spec.call.deadline
-        self._watch()
-
-    def _watch(self) -> None:
-        """Runs when the deadline or an attempt's share of it may be over; costs nothing per token."""
-        loop = asyncio.get_running_loop()
-        if self._timer:
-            self._timer.cancel()
-        now = loop.time()
-        stalled_at = self._progress_at + SHARE * (self._deadline_at - self._progress_at)
-        if now >= self._deadline_at:
-            self._mail.put_nowait(
-                DeadlineExceeded(f"not finished after {self._deadline_at - self._spec.call.arrival:.3g} s")
-            )
-            return
-        if self._attempt and now >= stalled_at:
-            self._progress_at = now
-            self._attempt.stall()
-            stalled_at = now + SHARE * (self._deadline_at - now)
-        due = stalled_at if stalled_at > now else self._deadline_at
-        self._timer = loop.call_at(min(due, self._deadline_at), self._watch)
+    def _ring(self, alarm: Alarm) -> None:
+        if alarm is Alarm.DEADLINE:
+            call = self._spec.call
+            self._mail.put_nowait(DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s"))
+        elif alarm is Alarm.STALL:
+            self._race.stall()
+        else:
+            self._mail.put_nowait(alarm)
 
     def _end(self, *, cancel: bool) -> None:
         self._over = True
-        if self._timer:
-            self._timer.cancel()
-        if self._attempt:
-            self._attempt.close(cancel=cancel)
-
-
-def _later(work: Work) -> Work:
-    """Of an attempt after the first output."""
-    return replace(work, params=replace(work.params, prompt_logprobs=None)) if isinstance(work, Generate) else work
-
-
-def _hashes(spec: RequestSpec, token_ids: tuple[int, ...], lease: NodeLease) -> list[bytes]:
-    """Of the prompt and what was delivered; empty where nothing can be reused: some work needs the whole prompt
-    computed."""
-    if spec.work.whole_prompt and len(token_ids) == len(spec.token_ids):
-        return []
-    return chain(root_hash(lease.fingerprint, spec.namespace, spec.adapter), token_ids, lease.block_size)
-
-
-def _output_of(delta: TokenDelta) -> Output:
-    told = (delta.logprobs, delta.finish_reason, delta.stop_token, delta.prompt_logprobs, delta.vector)
-    return Output(delta.token_ids, *told)
+        if self._alarms:
+            self._alarms.stop()
+        if self._succession:
+            self._succession.end()
+        self._race.close(cancel=cancel)
+        self._course.end()
+        self._ground.chronicle.end(self._record, (self._outcome or "cancelled") if cancel else "done")

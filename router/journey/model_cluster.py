@@ -3,26 +3,42 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
-import time
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
+from placement.blocks import crowded
 from placement.capacity import Capacity, capacity
 from placement.place import place
 from placement.terms import Demand, NodeKey, Placement
+from placement.worth import Worth
+from protocol.errors import NoNodes, Overloaded
 from protocol.lease import NodeLease
-from protocol.messages import Job, Reuse
+from protocol.messages import DecodeTarget, Job
 from protocol.metrics import RouterMetrics
-from router.journey.attempt import Attempt, Errands, Event
+from protocol.reuse import Reuse
+from protocol.work import Generate
+from router.journey.attempt import Attempt
+from router.journey.budget import RetryBudget
+from router.journey.chronicle import Chronicle
+from router.journey.deaths import Deaths
+from router.journey.errands import Errands
+from router.journey.events import Event
+from router.journey.heir import Heir
+from router.journey.held import Held
+from router.journey.informed import Informed
 from router.journey.journey import RouterJourney
+from router.journey.prefixes import Prefixes
 from router.journey.spec import ClusterInfo, RequestSpec
+from router.journey.underway import Underway
 from router.nodes.adapters import GroupAdapters
 from router.nodes.client import NodeClient
-from router.nodes.entry import NodeEntry
-from router.nodes.group import NodeGroup
+from router.nodes.entry import NodeEntry, node_key
+from router.nodes.group import NodeGroup, holds
+from router.nodes.suspicion import Shut
 from router.nodes.table import NodeTable
 
 log = logging.getLogger(__name__)
@@ -31,50 +47,24 @@ CAPACITY_S = 0.5
 """How long what the nodes take at once is taken for what it was."""
 
 
-class BlockLookup(Protocol):
-    """The block index, as far as the router needs it."""
-
-    async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
-        """Leading blocks held, by node id, for nodes given with their live epoch."""
-
-
-class BlockIndex:
-    """The index, asked within a time: what it does not answer is taken as nothing. The log has one line per outage."""
-
-    def __init__(self, lookup: BlockLookup, metrics: RouterMetrics, limit_s: float) -> None:
-        self._lookup, self._metrics, self._limit_s = lookup, metrics, limit_s
-        self._answers = True
-
-    async def held(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
-        """Leading blocks held, by node id, of nodes given with their epoch; nothing if there is no answer in time."""
-        began = time.perf_counter()
-        try:
-            async with asyncio.timeout(self._limit_s):
-                held = await self._lookup.longest_prefix(hashes, nodes)
-        except Exception as error:
-            if self._answers:
-                log.warning("block index does not answer, placing by load alone: %r", error)
-            self._answers = False
-            return {}
-        finally:
-            self._metrics.index_seconds.observe(time.perf_counter() - began)
-        if not self._answers:
-            log.info("block index answers again")
-        self._answers = True
-        return held
-
-
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the clusters of all models have in common; `RouterCluster` owns it. local_tokens and patience_s as there."""
+    """What the clusters of all models have in common; `RouterCluster` owns it. local_tokens, buddies, fetch and
+    patience_s as there."""
 
     nodes: NodeTable
     client: NodeClient
-    index: BlockIndex
+    prefixes: Prefixes
     errands: Errands
     metrics: RouterMetrics
     local_tokens: int
+    buddies: bool
+    fetch: bool
     patience_s: float
+    deaths: Deaths
+    retries: RetryBudget
+    hedges: RetryBudget
+    chronicle: Chronicle
 
 
 class ModelCluster:
@@ -83,12 +73,18 @@ class ModelCluster:
     def __init__(self, group: NodeGroup, shared: Shared) -> None:
         self.nodes, self.group = shared.nodes, group
         self.metrics = shared.metrics
+        self._reuse = shared.metrics.reuse.of(group.name.first)
         self.errands = shared.errands
         self.patience_s = shared.patience_s
-        self.router_id = shared.client.router_id
-        self._client, self._index, self._local_tokens = shared.client, shared.index, shared.local_tokens
+        self.held, self.underway, self.worth = Held(), Underway(), Worth()
+        self.deaths, self.retries, self.hedges = shared.deaths, shared.retries, shared.hedges
+        self.router_id, self.chronicle = shared.client.router_id, shared.chronicle
+        self._client, self._prefixes, self._local_tokens = shared.client, shared.prefixes, shared.local_tokens
+        self._buddies, self._fetch = shared.buddies, shared.fetch
         self.adapters = GroupAdapters(group, shared.nodes, shared.client)
+        self.leases = group.leases
         self._info: ClusterInfo | None = None
+        self.trouble = Informed(shared.nodes)
         self._capacity, self._capacity_until = Capacity(), 0.0
         self.nodes.listen(self._follow)
 
@@ -106,77 +102,100 @@ class ModelCluster:
         return self._capacity
 
     def start(self, spec: RequestSpec) -> RouterJourney:
-        """The work begins with the first iteration. What is refused here is what no node could take, whatever its
-        prompt: one look at kept sums, however many nodes there are."""
+        """The work begins with the first iteration. What is refused here is what full nodes could not take, whatever
+        its prompt, while many wait for them: one look at kept sums, however many nodes there are."""
         room = self.group.room
-        if not spec.work.ends_on_prompt() or not room.total.prefills:
+        if not self.held.roomy and (not spec.work.ends_on_prompt() or not room.total.prefills):
             refusal = room.refusal()
-            if refusal:
+            if isinstance(refusal, Overloaded):
                 raise refusal
+        self.retries.requests += 1
+        self.hedges.requests += 1
         return RouterJourney(spec, self)
 
     def able(self, role: str, besides: NodeKey | None = None, adapter: str = "") -> set[NodeKey]:
         """Nodes that could take an attempt: ready, holding the adapter, and reachable as far as known; `besides` even
-        if it is not."""
-        now = self.nodes.clock()
+        if it failed lately."""
+        shut = self._shut().nodes
         return {
             entry.key
             for entry in self.group.members
             if entry.lease.role == role
             and entry.lease.state == "ready"
-            and (entry.key == besides or entry.reachable(now))
-            and _holds(entry.lease, adapter)
+            and entry.reachable
+            and (entry.key == besides or entry.key not in shut)
+            and holds(entry.lease, adapter)
         }
 
-    async def reuse(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Leading blocks held, by node id; nothing when the index does not answer in time (load-only placement)."""
+    async def reuse(self, hashes: Sequence[bytes], held: Mapping[NodeKey, int]) -> dict[str, int]:
+        """Leading blocks held, by node id: those that are known to be `held`, those under way, and what the index
+        tells; when that does not answer in time, what this router remembers."""
         nodes = dict(entry.key for entry in self.group.members)
-        if not hashes or not nodes or not self.nodes.up:
+        if not hashes or not nodes:
             return {}
-        return await self._index.held(hashes, nodes)
+        found = await self._prefixes.held(hashes, nodes, self.nodes.contact.up)
+        for node_id, blocks in self.underway.held(hashes, nodes).items():
+            found[node_id] = max(blocks, found.get(node_id, 0))
+        for (node_id, epoch), blocks in held.items():
+            if nodes.get(node_id) == epoch:
+                found[node_id] = max(blocks, found.get(node_id, 0))
+        return found
+
+    def remember(self, hashes: Sequence[bytes], nodes: Sequence[NodeLease]) -> None:
+        """The prompt of these blocks was computed there."""
+        self._prefixes.note(hashes, tuple(map(node_key, nodes)))
 
     def place(self, demand: Demand, held: Mapping[str, int]) -> Placement:
         """`held`: leading blocks by node id. Raises what `placement.place` raises. Nothing is booked yet: between this
-        and `launch` nothing may be awaited."""
-        now = self.nodes.clock()
-        views = [
-            replace(entry.view, cached_len=held[entry.key[0]] * entry.lease.block_size)
-            if entry.key[0] in held
-            else entry.view
-            for entry in self.group.members
-            if (entry.reachable(now) or entry.key == demand.pinned) and _holds(entry.lease, demand.adapter)
-        ]
-        return place(replace(demand, local_tokens=self._local_tokens, model=self.group.name.first), views)
-
-    def launch(self, job: Job, placement: Placement, post: Callable[[Event], None]) -> Attempt:
-        """Book the placement and begin."""
-        self.metrics.placements.labels("remote" if placement.prefill else "local").inc()
-        return Attempt(
-            job,
-            placement,
-            post,
-            prefill=self._entry(placement.prefill),
-            decode=self._entry(placement.decode),
-            suspect=self.nodes.suspect,
-            client=self._client,
-            errands=self.errands,
+        and `launch` nothing may be awaited. What is suspected is used when there is nothing else, but by no stream that
+        moves, which runs on where it is."""
+        demand = replace(
+            demand,
+            local_tokens=self._local_tokens,
+            model=self.group.name.first,
+            fetches=self._fetch,
+            worth=0.0 if demand.recovers else self.worth.times,
         )
+        views = self.group.views(held, demand.adapter)
+        shut = self._shut()
+        if any(shut):
+            nodes = demand.excluded | shut.nodes - {demand.pinned}
+            wary = replace(demand, excluded=nodes, broken=demand.broken | shut.pairs)
+            if demand.source:
+                return place(wary, views)
+            with contextlib.suppress(NoNodes, Overloaded):
+                return place(wary, views)
+        return place(demand, views)
 
-    def record(self, first: Placement, last: Placement, reuse: Reuse, waited_s: float) -> None:
-        """The first token came: compare what the placements promised with what happened. `first` is the placement of
-        the request's first attempt, `last` that of the attempt which delivered, `waited_s` since its launch."""
-        moved = max(0, first.cached_len - last.cached_len)
-        evicted = max(0, min(first.cached_len, last.cached_len) - reuse.cached_len)
-        self.metrics.predicted_reuse.inc(first.cached_len)
-        self.metrics.actual_reuse.inc(reuse.cached_len)
-        if moved:
-            self.metrics.reuse_misses.labels("failover").inc(moved)
-        if evicted:
-            self.metrics.reuse_misses.labels("evicted").inc(evicted)
+    def launch(
+        self, job: Job, placement: Placement, post: Callable[[Event], None], forerunner: Attempt | None = None,
+        hashes: Sequence[bytes] = (),
+    ) -> Attempt:  # fmt: skip
+        """Book the placement and begin."""
+        if node := placement.prefill or placement.decode:
+            job = replace(job, predicted=(placement.cached_len, node.epoch), holder=placement.holder)
+        if forerunner is not None:
+            return Heir(forerunner, job, placement, post, **self._parts(placement, ()))
+        self.metrics.placements.labels("remote" if placement.prefill else "local").inc()
+        if self._buddies and isinstance(job.work, Generate) and placement.decode:
+            job = replace(job, buddy=self._buddy(placement.prefill, placement.decode))
+        return Attempt(job, placement, post, **self._parts(placement, hashes))
+
+    def doubt(self, late: Placement) -> None:
+        """An attempt placed so is late: what computes its prompt may not answer any more, unless it waits for room."""
+        decode = self.nodes.entries.get(node_key(late.decode)) if late.decode else None
+        if (node := late.prefill or late.decode) and not (decode and crowded(decode.view)):
+            self.nodes.suspicion.node_failed(node_key(node), surely=False)
+
+    def record(self, last: Placement, predicted: int, missed: Mapping[str, int], reuse: Reuse, waited_s: float) -> None:
+        """The first token came: compare what the placements promised with what happened. `last` is the placement of the
+        attempt which delivered, `waited_s` since its launch; `predicted` and `missed` as `Prediction` has them."""
+        self._reuse.count(predicted, reuse.cached_len, missed)
+        self.worth.saw(reuse.cached_len, reuse.prompt_len)
         self.metrics.placement_regret.inc(max(0.0, waited_s - last.first_token_s))
         log.debug(
             "first token after %.4f s (expected %.4f), reused %d tokens (expected %d)",
-            waited_s, last.first_token_s, reuse.cached_len, first.cached_len,
+            waited_s, last.first_token_s, reuse.cached_len, predicted,
         )  # fmt: skip
 
     def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
@@ -190,6 +209,33 @@ class ModelCluster:
             log.error("%s: wrong account of %d tokens from %s: %s", job.request_id, length, node and node.node_id, told)
         return Reuse(length, computed=length)
 
+    def _shut(self) -> Shut:
+        return self.nodes.suspicion.shut() if self.nodes.suspicion.any else Shut()
+
+    def _buddy(self, prefill: NodeLease | None, decode: NodeLease) -> DecodeTarget | None:
+        """Who computes the prompt keeps what follows, too: it has the blocks before. Where the decode node computes it,
+        any other that works, of those that compute prompts if there are any."""
+        if prefill is not None:
+            return prefill.target
+        out = {node_key(decode), *self._shut().nodes}
+        others = [e.lease for e in self.group.members if e.key not in out and e.reachable and e.lease.state == "ready"]
+        best = [lease for lease in others if lease.role == "prefill"] or others
+        return random.choice(best).target if best else None
+
+    def _parts(self, placement: Placement, hashes: Sequence[bytes]) -> dict[str, Any]:
+        """What an attempt placed so is made of. hashes: of the blocks that it computes."""
+        computes = placement.prefill or placement.decode
+        assert computes
+        return {
+            "expected": self.underway.sent(hashes, node_key(computes)),
+            "prefill": self._entry(placement.prefill),
+            "decode": self._entry(placement.decode),
+            "suspicion": self.nodes.suspicion,
+            "client": self._client,
+            "errands": self.errands,
+            "chronicle": self.chronicle,
+        }
+
     def _entry(self, lease: NodeLease | None) -> NodeEntry | None:
         return self.nodes.entries[(lease.node_id, lease.epoch)] if lease else None
 
@@ -202,7 +248,3 @@ class ModelCluster:
                 block_size=leases[0].block_size,
                 fingerprint=leases[0].fingerprint,
             )
-
-
-def _holds(lease: NodeLease, adapter: str) -> bool:
-    return not adapter or any(each.id == adapter for each in lease.adapters)

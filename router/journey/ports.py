@@ -7,30 +7,57 @@ from typing import Protocol
 
 from placement.terms import Demand, NodeKey, Placement
 from protocol.lease import NodeLease
-from protocol.messages import Job, Reuse
+from protocol.messages import Job
 from protocol.metrics import RouterMetrics
-from router.journey.attempt import Attempt, Event
+from protocol.reuse import Reuse
+from router.journey.attempt import Attempt
+from router.journey.budget import RetryBudget
+from router.journey.chronicle import Chronicle
+from router.journey.deaths import Deaths
+from router.journey.events import Event
+from router.journey.held import Held
 from router.nodes.group import NodeGroup
 
 
 class Ground(Protocol):
-    """The nodes of a model and what is known of them. `patience_s`: how long a request that already began waits for a
-    node when none can take it."""
+    """The nodes of a model and what is known of them. patience_s: how long a request waits for a node when none can
+    take it. held: those that do. retries, hedges: what may be tried again of requests without a token, and tried twice
+    at once. chronicle: what is remembered for those who watch."""
 
     group: NodeGroup
     metrics: RouterMetrics
     router_id: str
     patience_s: float
+    held: Held
+    deaths: Deaths
+    retries: RetryBudget
+    hedges: RetryBudget
+    chronicle: Chronicle
 
-    async def reuse(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Leading blocks held, by node id; nothing when that cannot be known in time."""
+    async def reuse(self, hashes: Sequence[bytes], held: Mapping[NodeKey, int]) -> dict[str, int]:
+        """Leading blocks held, by node id, at least those that are known to be `held`; no others when that cannot be
+        known in time."""
+
+    def remember(self, hashes: Sequence[bytes], nodes: Sequence[NodeLease]) -> None:
+        """These nodes have the blocks of an attempt's prompt."""
 
     def place(self, demand: Demand, held: Mapping[str, int]) -> Placement:
         """Where the next attempt goes, given what `reuse` answered. Raises NoNodes, Overloaded or
         ContextLengthExceeded."""
 
-    def launch(self, job: Job, placement: Placement, post: Callable[[Event], None]) -> Attempt:
-        """Book the placement and begin; nothing may be awaited since `place`."""
+    def launch(
+        self,
+        job: Job,
+        placement: Placement,
+        post: Callable[[Event], None],
+        forerunner: Attempt | None = None,
+        hashes: Sequence[bytes] = (),
+    ) -> Attempt:
+        """Book the placement and begin; nothing may be awaited since `place`. An Heir where there is a forerunner,
+        whose node drains. hashes: of the full blocks that are to be computed, if they are known."""
+
+    def doubt(self, late: Placement) -> None:
+        """An attempt placed so has no first token when it should have."""
 
     def able(self, role: str, besides: NodeKey | None = None, adapter: str = "") -> set[NodeKey]:
         """Nodes that could take an attempt with the adapter of that id; `besides` even if a connection to it failed."""
@@ -38,5 +65,5 @@ class Ground(Protocol):
     def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
         """Where the prompt's tokens came from, as the node told it if that adds up."""
 
-    def record(self, first: Placement, last: Placement, reuse: Reuse, waited_s: float) -> None:
+    def record(self, last: Placement, predicted: int, missed: Mapping[str, int], reuse: Reuse, waited_s: float) -> None:
         """The first token came, from an attempt placed as `last`, `waited_s` after its launch."""

@@ -22,6 +22,9 @@ class Sequence:
 
     def push(self, delta: TokenDelta) -> Iterator[TokenDelta]:
         """Take a delta; yield those that are now due, trimmed to begin where the last one ended."""
+        if delta.index == len(self.tokens) and not self._early and not self.finished:
+            yield self._take(delta)
+            return
         known = self._early.get(delta.index)
         if known is None or _worth(known) < _worth(delta):
             self._early[delta.index] = delta
@@ -31,9 +34,12 @@ class Sequence:
                 return
             due = _tail(self._early.pop(index), len(self.tokens) - index)
             if due is not None:
-                self.tokens += due.token_ids
-                self.finished = due.finish_reason is not None
-                yield due
+                yield self._take(due)
+
+    def _take(self, due: TokenDelta) -> TokenDelta:
+        self.tokens += due.token_ids
+        self.finished = due.finish_reason is not None
+        return due
 
 
 def _worth(delta: TokenDelta) -> tuple[int, bool]:

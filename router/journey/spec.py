@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from placement.capacity import Capacity
 from placement.terms import NodeKey
 from protocol.adapters import ChangeAdapter
-from protocol.messages import Reuse, TokenLogprobs
+from protocol.lease import NodeLease
+from protocol.messages import TokenLogprobs
+from protocol.reuse import Reuse
 from protocol.sampling import SamplingParams
 from protocol.work import Generate, Work
 from router.call import Call
+from router.journey.held import Held
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class Fork:
 class RequestSpec:
     """One sequence to work on for `call`. `request_id` begins with the call's id and tells its sequences apart.
     `fork_of`: one whose tokens these begin with; it is placed beside it while that costs least. `adapter`:
-    id of the one that the model is computed with."""
+    id of the one that the model is computed with. `newcomer`: to be served before others' (see Job)."""
 
     call: Call
     request_id: str
@@ -36,6 +39,7 @@ class RequestSpec:
     namespace: str = ""
     fork_of: Fork | None = None
     adapter: str = ""
+    newcomer: bool = False
 
     @property
     def params(self) -> SamplingParams:
@@ -47,8 +51,8 @@ class RequestSpec:
 @dataclass(frozen=True, slots=True)
 class Output:
     """Next output tokens of a request, each exactly once and in order, whatever attempts and nodes they came from.
-    finish_reason (stop, length) comes with the last Output; `stop_token` is the ending token if one was drawn and is
-    then the last of token_ids. `prompt_logprobs` come with the first Output when asked for; `vector` (float32,
+    finish_reason (stop, length, closed) comes with the last Output; `stop_token` is the ending token if one was drawn
+    and is then the last of token_ids. `prompt_logprobs` come with the first Output when asked for; `vector` (float32,
     little-endian) is the one Output of work that generates nothing."""
 
     token_ids: tuple[int, ...]
@@ -62,7 +66,7 @@ class Output:
 @dataclass(frozen=True, slots=True)
 class Route:
     """Where a request went, for the header `x-kvferry-route`: node ids (prefill None: prefilled on decode; decode None:
-    finished on prefill)."""
+    finished on prefill), tokens that were reused and computed, and how many of the reused came from a third node."""
 
     prefill: str | None
     decode: str | None
@@ -72,6 +76,7 @@ class Route:
         return (
             f"prefill={self.prefill or 'none'} decode={self.decode or 'none'} "
             f"reused={self.reuse.cached_len} computed={self.reuse.computed}"
+            + (f" fetched={self.reuse.fetched}" if self.reuse.fetched else "")
         )
 
 
@@ -87,8 +92,9 @@ class Journey(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
 
-    async def cancel(self) -> None:
-        """Drop the request everywhere (client gone, stop string found). Returns at once if it already ended."""
+    async def cancel(self, *, enough: bool = False) -> None:
+        """Drop the request everywhere. `enough`: it ends well, its client has all that it asked for, as at a stop
+        string; otherwise the client has left. Returns at once if it already ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,9 @@ class Adapters(Protocol):
 class Cluster(Protocol):
     """The nodes of one model as the router sees them."""
 
+    held: Held
+    """Requests that none of them can take now."""
+
     @property
     def adapters(self) -> Adapters:
         """Of its nodes."""
@@ -126,8 +135,15 @@ class Cluster(Protocol):
     def info(self) -> ClusterInfo | None:
         """None until a node that can decode (or any at all, for max_tokens=1) has been seen."""
 
+    def leases(self) -> Sequence[NodeLease]:
+        """Of all its live nodes, whatever their state."""
+
     def ready(self) -> dict[str, int]:
         """Nodes of each role that could take a request now. One can be placed as soon as there is a decode node."""
 
+    def trouble(self) -> str:
+        """Why this router may not take the place of one before it: the registry has not told it of the nodes yet, or of
+        such of another wire version, which others serve until one of its own can decode. Stays empty once it is."""
+
     def start(self, spec: RequestSpec) -> Journey:
-        """Begin a request. Raises NoNodes or Overloaded at once when it cannot be placed."""
+        """Begin a request. Raises Overloaded at once when the nodes are full."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from placement.place import freed_per_s, spare_blocks
+from placement.blocks import freed_per_s
 from placement.refusals import full, no_nodes
 from placement.terms import NodeKey, NodeView
 from protocol.errors import KvferryError, NodeLost
 from protocol.layout import blocks_for
 from protocol.lease import Load, NodeLease
-from protocol.messages import AttemptFailed, StepFrame, TokenDelta
+from protocol.messages import AttemptFailed, Pulse, StepFrame, TokenDelta
+from router.nodes.book import Book
 
-LEASE_LAG_POLLS = 3
-"""Polls during which a lease may still describe the node as it was (renewed every second, polled twice a second)."""
+log = logging.getLogger(__name__)
+
+STALL_S, STALL = 2.0, 10.0
+"""A step hangs that takes longer than STALL_S, and than STALL times what is usual on its node."""
 
 
 def node_key(lease: NodeLease) -> NodeKey:
@@ -34,6 +37,9 @@ class Listener(Protocol):
 
     def lost(self, error: KvferryError) -> None:
         """The stream broke: nothing more will come. The listener is detached."""
+
+    def drains(self) -> None:
+        """The node drains: what runs there should go on elsewhere."""
 
 
 class Part(NamedTuple):
@@ -90,68 +96,27 @@ class Booking:
 
     def release(self) -> None:
         if self in self._entry.bookings:
-            self._entry.bookings.remove(self)
+            del self._entry.bookings[self]
             self._entry.count(-self.tokens, -self.blocks, -1)
 
 
-class Book:
-    """Sums of one node's bookings (tokens, blocks, requests), and the most they were while its lease could be written.
-
-    A figure of the lease counts all routers' requests as they were up to `LEASE_LAG_POLLS` polls ago. What exceeds our
-    own peak of that time belongs to others: figure with bookings = max(0, leased - own peak) + own now.
-    """
-
-    def __init__(self) -> None:
-        self._now = (0, 0, 0)
-        self._peak = (0, 0, 0)
-        self._history: deque[tuple[int, int, int]] = deque(maxlen=LEASE_LAG_POLLS)
-        self._leased_peak = (0, 0, 0)
-
-    @property
-    def empty(self) -> bool:
-        return self._now == (0, 0, 0)
-
-    def add(self, tokens: int, blocks: int, requests: int) -> None:
-        self._now = (self._now[0] + tokens, self._now[1] + blocks, self._now[2] + requests)
-        self._peak = _most((self._peak, self._now))
-
-    def roll(self) -> None:
-        """A lease was read."""
-        if self._peak == self._leased_peak == (0, 0, 0):
-            return
-        self._history.append(self._peak)
-        self._leased_peak = _most(self._history)
-        self._peak = self._now
-
-    def counted(self, tokens: int, blocks: int, requests: int) -> tuple[int, int, int]:
-        """The lease's figures with the bookings counted once."""
-        own, peak = self._now, self._leased_peak
-        return (
-            max(0, tokens - peak[0]) + own[0],
-            max(0, blocks - peak[1]) + own[1],
-            max(0, requests - peak[2]) + own[2],
-        )
-
-
-def _most(sums: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
-    tokens, blocks, requests = (max(column) for column in zip(*sums, strict=True))
-    return (tokens, blocks, requests)
-
-
 class NodeEntry:
-    """`view` is the node as a placement sees it that reuses nothing there; `open` whether its token stream is;
-    `suspected_until` the time before which nothing new goes to a prefill node, since a connection to it failed."""
+    """`view` is the node as a placement sees it that reuses nothing there; `open` whether its token stream is, `linked`
+    whether it is or may be again with nothing lost; `stalled` whether a thread of the node hangs; `reachable` whether
+    what is sent there is worked on, as far as its stream tells. corrupt: told of each ship to the node from another one
+    that was wrong."""
 
     view: NodeView
 
-    def __init__(self, lease: NodeLease, room: Room) -> None:
+    def __init__(
+        self, lease: NodeLease, room: Room, corrupt: Callable[[NodeKey, NodeKey], None] = lambda sender, here: None
+    ) -> None:
         self.key = node_key(lease)
         self.lease = lease
-        self.open = False
-        self.suspected_until = 0.0
-        self.bookings: set[Booking] = set()
+        self.open = self.linked = self.stalled = self.reachable = False
+        self.bookings: dict[Booking, None] = {}
         self.listeners: dict[str, Listener] = {}
-        self._book, self._room = Book(), room
+        self._book, self._room, self._corrupt = Book(), room, corrupt
         self._grouped, self._placed, self._part = False, 0, Part()
         self._figure()
 
@@ -160,14 +125,18 @@ class NodeEntry:
         """No booking and no listener is left."""
         return not self.bookings and not self.listeners and self._book.empty
 
-    def reachable(self, now: float) -> bool:
-        return self.open if self.lease.role == "decode" else self.suspected_until <= now
+    @property
+    def drains(self) -> bool:
+        return self.lease.state == "draining"
 
     def renew(self, lease: NodeLease) -> None:
         """The registry was read."""
         self._book.roll()
-        self.lease = lease
+        began, self.lease = lease.state != self.lease.state, lease
         self._figure()
+        if began and self.drains:
+            for listener in list(self.listeners.values()):
+                listener.drains()
 
     def forget_load(self) -> None:
         """The lease is too old to tell what the node does now."""
@@ -183,7 +152,7 @@ class NodeEntry:
     def promise(self, tokens: int, blocks: int, lost: Callable[[NodeLost], None]) -> Booking:
         """Book a request from now on."""
         booking = Booking(tokens, blocks, lost, self)
-        self.bookings.add(booking)
+        self.bookings[booking] = None
         self._room.placed = self._placed = self._room.placed + 1
         self.count(tokens, blocks, 1)
         return booking
@@ -200,27 +169,56 @@ class NodeEntry:
 
     def opened(self) -> None:
         """The token stream is accepted."""
-        self.open = True
+        self.open = self.linked = True
+        self._figure()
+
+    def pause(self) -> None:
+        """The token stream broke, and may go on where it broke off."""
+        self.open = False
         self._figure()
 
     def deal(self, frame: StepFrame) -> None:
         """A frame of the token stream, for whom it concerns."""
+        if frame.pulse is not None:
+            self._feel(frame.pulse)
         for delta in frame.deltas:
             if listener := self.listeners.get(delta.request_id):
                 listener.delta(delta)
         for failure in frame.failed:
             if listener := self.listeners.get(failure.request_id):
                 listener.failed(failure)
+        for each in frame.deviations:
+            log.warning("what %s shipped of %s is not what %s computes", each.sender[0], each.request_id, self.key[0])
+            self._corrupt(each.sender, self.key)
 
     def broken(self, error: KvferryError) -> None:
-        """The token stream ended."""
-        self.open = False
+        """The token stream ended, and what was asked of the node with it."""
+        self.open = self.linked = self.stalled = False
         self._figure()
+        self._give_up(error)
+
+    def _feel(self, pulse: Pulse) -> None:
+        """An engine that hangs gives nothing more to anybody; a link that does breaks what it carries by itself."""
+        hangs = pulse.engine_s > max(STALL_S, STALL * pulse.usual_s)
+        stalled = hangs or pulse.link_s > STALL_S
+        if stalled != self.stalled:
+            log.log(logging.WARNING if stalled else logging.INFO, "%s %s", self.key[0], pulse if stalled else "moves")
+            self.stalled = stalled
+            self._figure()
+        if hangs:
+            self._give_up(NodeLost(f"{self.key[0]}: a step has taken {pulse.engine_s:.1f} s"))
+
+    def _give_up(self, error: KvferryError) -> None:
+        """Tell all who wait for the node. Listeners are detached."""
         listeners, self.listeners = self.listeners, {}
         for listener in listeners.values():
             listener.lost(error)
+        if isinstance(error, NodeLost):
+            for booking in list(self.bookings):
+                booking.lost(error)
 
     def _figure(self) -> None:
+        self.reachable = self.open and not self.stalled
         lease, load = self.lease, self.lease.load
         queued = blocks_for(load.waiting_tokens, lease.block_size) if lease.role == "decode" else 0
         tokens, blocks, requests = self._book.counted(
@@ -235,6 +233,6 @@ class NodeEntry:
         if not self._grouped or self.lease.state != "ready":
             return Part()
         if self.lease.role == "prefill":
-            return Part(prefills=1)
-        spare = spare_blocks(self.view)
-        return Part(0, 1, max(0, spare), max(0, -spare), freed_per_s(self.view)) if self.open else Part()
+            return Part(prefills=1) if self.reachable else Part()
+        spare = self.view.spare_blocks
+        return Part(0, 1, max(0, spare), max(0, -spare), freed_per_s(self.view)) if self.reachable else Part()

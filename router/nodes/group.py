@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from model_files.naming import ModelName
+from placement.terms import NodeView
 from protocol.lease import NodeLease
 from router.nodes.entry import NodeEntry, Room
 
@@ -14,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 class NodeGroup:
-    """Only nodes of one fingerprint are placed on: those with a decode node and the most members; the present ones win
-    a tie, then those started last.
+    """Only nodes of one fingerprint are placed on: those with a decode node that stays and the most members; the
+    present ones win a tie, then those started last.
 
     name      of the model
     members   those that can work together, draining ones included
@@ -24,18 +26,19 @@ class NodeGroup:
 
     def __init__(self, name: ModelName) -> None:
         self.name = name
+        self._nodes: list[NodeEntry] = []
         self.members: list[NodeEntry] = []
         self.room = Room(name.first)
         self._fingerprint: str | None = None
 
     def keep(self, entries: Iterable[NodeEntry]) -> None:
         """These are the model's live nodes now, of any fingerprint and state."""
-        entries = list(entries)
+        entries = self._nodes = list(entries)
         sizes = Counter(entry.lease.fingerprint for entry in entries)
 
         def worth(fingerprint: str) -> tuple[bool, int, bool, int]:
             alike = [entry.lease for entry in entries if entry.lease.fingerprint == fingerprint]
-            decodes = any(lease.role == "decode" for lease in alike)
+            decodes = any(lease.role == "decode" and lease.state == "ready" for lease in alike)
             newest = max(lease.epoch for lease in alike)
             return (decodes, sizes[fingerprint], fingerprint == self._fingerprint, newest)
 
@@ -47,6 +50,28 @@ class NodeGroup:
             if fingerprint != self._fingerprint:
                 log.warning("node %s has another fingerprint (%s): not used", entry.lease.node_id, fingerprint)
 
+    def views(self, held: Mapping[str, int], adapter: str) -> list[NodeView]:
+        """The members that answer and hold the adapter, if one is asked for, with what they hold of a prompt: leading
+        blocks by node id."""
+        views = [e.view for e in self.members if e.reachable and (not adapter or holds(e.lease, adapter))]
+        if not held:
+            return views
+        return [
+            replace(view, cached_len=held[view.lease.node_id] * view.lease.block_size)
+            if view.lease.node_id in held
+            else view
+            for view in views
+        ]
+
+    def leases(self) -> list[NodeLease]:
+        """Of all the model's live nodes, of any fingerprint and state."""
+        return [entry.lease for entry in self._nodes]
+
     def state(self, lease: NodeLease) -> str:
         """Of a node of this model, as metrics tell it."""
         return lease.state if lease.fingerprint == self._fingerprint else "incompatible"
+
+
+def holds(lease: NodeLease, adapter: str) -> bool:
+    """Whether the node has the adapter of this id; without one any has."""
+    return not adapter or any(each.id == adapter for each in lease.adapters)

@@ -8,12 +8,14 @@ from operator import attrgetter
 from typing import Any
 
 from protocol.adapters import AdapterName
-from protocol.lease import Load, NodeLease, Rates
+from protocol.lease import Load, NodeLease, Rates, Sent
+from protocol.messages import Pulse
 
 _TEXTS = attrgetter("node_id", "http_url", "link_address", "fingerprint", "model")
 _COUNTS = attrgetter("epoch", "max_model_len", "block_bytes")
 _LOAD = attrgetter(*(field.name for field in fields(Load)))
 _RATES = attrgetter(*(field.name for field in fields(Rates)))
+_PULSE = attrgetter(*(field.name for field in fields(Pulse)))
 
 
 def is_sound(lease: NodeLease) -> bool:
@@ -33,12 +35,28 @@ def is_sound(lease: NodeLease) -> bool:
         and all(map(_is_count, _LOAD(lease.load)))
         and isinstance(lease.rates, Rates)
         and all(map(_is_rate, _RATES(lease.rates)))
+        and isinstance(lease.pulse, Pulse)
+        and all(map(_is_rate, _PULSE(lease.pulse)))
+        and type(lease.leaving) is bool
+        and type(lease.sent) is tuple
+        and all(map(_is_sent, lease.sent))
     )
 
 
 def is_same(lease: NodeLease, other: NodeLease) -> bool:
     """Whether both are of the same process."""
     return (lease.node_id, lease.epoch) == (other.node_id, other.epoch)
+
+
+def _is_sent(row: Any) -> bool:
+    return (
+        isinstance(row, Sent)
+        and row.kind in ("copy", "move")
+        and type(row.node_id) is str
+        and _is_count(row.transfers)
+        and _is_count(row.blocks)
+        and _is_rate(row.bytes_per_s)
+    )
 
 
 def _is_count(value: Any) -> bool:

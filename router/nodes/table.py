@@ -1,8 +1,9 @@
 """The router's view of the live nodes.
 
-Membership comes from the registry; a node that loses its lease or comes back with another epoch is lost, and everything
-booked on it is told. While the registry does not answer, the last known nodes stay: whether they live is then seen by
-their connections alone. A registry that came back empty is not believed before its nodes had time to renew.
+Membership comes from the registry; a node that comes back with another epoch is lost, as is one that loses its lease
+while no token stream vouches for it, and everything booked on it is told. While the registry does not answer, the last
+known nodes stay: whether they live is then seen by their connections alone. A registry that came back empty is not
+believed before its nodes had time to renew, and one that went back in time not against a stream.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,18 +21,24 @@ from typing import Protocol
 from model_files.naming import ModelName
 from placement.terms import NodeKey
 from protocol.adapters import AdapterName
-from protocol.errors import NodeLost
-from protocol.lease import NodeLease
-from protocol.metrics import NODE_STATES, ROLES, RouterMetrics
+from protocol.errors import Fenced, NodeLost
+from protocol.labels import NODE_STATES, ROLES
+from protocol.lease import Foreign, NodeLease
+from protocol.metrics import RouterMetrics
+from router.nodes.contact import Contact
 from router.nodes.entry import NodeEntry, node_key
+from router.nodes.foreigners import Foreigners
 from router.nodes.group import NodeGroup
 from router.nodes.soundness import is_same, is_sound
+from router.nodes.suspicion import Suspicion
 
 log = logging.getLogger(__name__)
 
 
 class NodeSource(Protocol):
-    """The registry, as far as the router needs it."""
+    """The registry, as far as the router needs it. foreign: nodes of another wire version, as of the last answer."""
+
+    foreign: tuple[Foreign, ...]
 
     async def nodes(self) -> list[NodeLease]:
         """Every node with a live lease. Raises when the registry cannot be reached."""
@@ -47,7 +55,8 @@ class NodeTable:
 
     entries   all live nodes of served models, of any fingerprint and state
     groups    a model's each
-    up        whether the registry answered the last question
+    contact   with the registry
+    suspicion what failed lately
     """
 
     def __init__(
@@ -57,21 +66,20 @@ class NodeTable:
         *,
         poll_s: float = 0.5,
         grace_s: float = 3.0,
-        suspect_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.entries: dict[NodeKey, NodeEntry] = {}
         self.groups: list[NodeGroup] = []
         self._groups: dict[NodeKey, NodeGroup] = {}
         self._strangers: set[NodeKey] = set()
-        self.up = False
+        self.foreigners = Foreigners()
         self.clock = clock
+        self.contact = Contact(metrics, clock)
+        self.suspicion = Suspicion(clock, metrics.quarantines.inc)
         self._source, self._metrics = source, metrics
-        self._poll_s, self._grace_s, self._suspect_s = poll_s, grace_s, suspect_s
+        self._poll_s, self._grace_s = poll_s, grace_s
         self._listeners: list[Callable[[], None]] = []
         self._task: asyncio.Task[None] | None = None
-        self._failures = 0
-        self._answered_at = clock()
         self._believe_absence_at = self._first_seen_at = 0.0
         self._empty, self._told_unsound = True, False
 
@@ -95,8 +103,8 @@ class NodeTable:
         self._listeners.append(changed)
 
     def suspect(self, entry: NodeEntry) -> None:
-        """A connection to the node failed: nothing new goes there for a moment."""
-        entry.suspected_until = self.clock() + self._suspect_s
+        """The node does not answer: nothing new goes there for a moment."""
+        self.suspicion.node_failed(entry.key)
 
     async def refresh(self) -> None:
         """Read the registry once."""
@@ -106,15 +114,12 @@ class NodeTable:
         except Exception as error:
             self._unanswered(error)
             return
-        if self._failures:
-            log.info("registry answers again")
-        self.up, self._failures, self._answered_at = True, 0, self.clock()
-        self._metrics.registry_up.set(1)
+        self.contact.answered()
         self._take(leases)
 
     async def _poll(self) -> None:
         while True:
-            await asyncio.sleep(self.pause_s)
+            await asyncio.sleep(self.pause_s * (random.uniform(0.5, 1.0) if self.contact.failures else 1.0))
             try:
                 await self.refresh()
             except Exception:
@@ -126,16 +131,12 @@ class NodeTable:
         long while there is no answer."""
         starting = not self.entries or self.clock() - self._first_seen_at < STARTING_S
         pause_s = self._poll_s / 5 if starting else self._poll_s
-        return min(pause_s * 2.0 ** min(self._failures, 10), max(LONGEST_PAUSE_S, pause_s))
+        return min(pause_s * 2.0 ** min(self.contact.failures, 10), max(LONGEST_PAUSE_S, pause_s))
 
     def _unanswered(self, error: Exception) -> None:
-        if not self._failures:
-            log.warning("registry does not answer, keeping %d nodes: %r", len(self.entries), error)
-        self._failures += 1
-        self.up = False
+        self.contact.failed(error, len(self.entries))
         self._believe_absence_at = self.clock() + self._grace_s
-        self._metrics.registry_up.set(0)
-        if self.clock() - self._answered_at > self._grace_s:
+        if self.contact.silent_s > self._grace_s:
             for entry in self.entries.values():
                 entry.forget_load()
 
@@ -143,21 +144,33 @@ class NodeTable:
         leases = self._sound(told)
         before = self._states()
         self._notice_emptiness(not leases)
-        newest = {lease.node_id: lease for lease in sorted(leases, key=lambda lease: lease.epoch)}
+        newest = self._newest(leases)
         for key in [key for key in self.entries if self._is_lost(key, newest.get(key[0]))]:
-            self._lose(key)
+            self._lose(key, newest.get(key[0]))
+        for known in self.entries.values():
+            if known.linked and known.key[0] not in newest:
+                known.forget_load()
         for lease in newest.values():
             if entry := self.entries.get(node_key(lease)):
                 entry.renew(lease)
             elif group := self._group(lease):
-                entry = NodeEntry(lease, group.room)
+                entry = NodeEntry(lease, group.room, self.suspicion.corrupt)
                 self.entries[entry.key], self._groups[entry.key] = entry, group
         self._tell_strangers(newest.values())
+        if self.foreigners.see(self._source.foreign):
+            self._count()
         if self._states() != before:
             self._regroup()
             self._count()
             for changed in self._listeners:
                 changed()
+
+    def _newest(self, leases: Iterable[NodeLease]) -> dict[str, NodeLease]:
+        """By node id. A lease older than a node whose stream flows is what a registry tells that went back to an older
+        state: it is none."""
+        linked = {node_id: epoch for (node_id, epoch), entry in self.entries.items() if entry.linked}
+        told = sorted(leases, key=lambda lease: lease.epoch)
+        return {lease.node_id: lease for lease in told if lease.epoch >= linked.get(lease.node_id, 0)}
 
     def _sound(self, leases: list[NodeLease]) -> list[NodeLease]:
         """Those that can be reckoned with: one that cannot must not end the following of all. A node that is known
@@ -183,12 +196,15 @@ class NodeTable:
 
     def _is_lost(self, key: NodeKey, lease: NodeLease | None) -> bool:
         """`lease`: the newest of the node's id."""
-        return self.clock() >= self._believe_absence_at if lease is None else lease.epoch != key[1]
+        if lease is not None:
+            return lease.epoch != key[1]
+        return self.clock() >= self._believe_absence_at and not self.entries[key].linked
 
-    def _lose(self, key: NodeKey) -> None:
+    def _lose(self, key: NodeKey, heir: NodeLease | None) -> None:
         log.warning("node %s (epoch %d) is lost", *key)
         del self._groups[key]
-        self.entries.pop(key).lose(NodeLost(f"{key[0]} lost its lease"))
+        lost = Fenced(f"{key[0]} is epoch {heir.epoch} now") if heir else NodeLost(f"{key[0]} lost its lease")
+        self.entries.pop(key).lose(lost)
 
     def _group(self, lease: NodeLease) -> NodeGroup | None:
         """Whose model the node runs, by what it is called; None: nobody's, or it cannot be told."""
@@ -217,6 +233,7 @@ class NodeTable:
         counts = Counter(
             (entry.lease.role, self._groups[entry.key].state(entry.lease)) for entry in self.entries.values()
         )
+        counts.update({(role, "incompatible"): count for role, count in self.foreigners.roles.items()})
         for role, state in product(ROLES, NODE_STATES):
             self._metrics.nodes.labels(role, state).set(counts[role, state])
 

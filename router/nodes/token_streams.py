@@ -1,21 +1,33 @@
-"""The standing token streams: one per decode node, each carrying the output of all this router's requests there."""
+"""The standing token streams: one per node, carrying the output of all this router's requests there, and its pulse.
+
+A stream that breaks is opened again behind its last frame: nobody notices. A node is lost, and with it all that was
+asked of it, once nobody listens at its address, once another process does, or after LOST times the silence that breaks
+a stream. Until then nothing new goes there.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable
 
 from placement.terms import NodeKey
-from protocol.errors import KvferryError, NodeLost
+from protocol.errors import Fenced, KvferryError, NodeDied, NodeLost
+from protocol.messages import StepFrame
+from protocol.wire import WireError
 from router.nodes.client import NodeClient
 from router.nodes.entry import NodeEntry
 
 log = logging.getLogger(__name__)
 
+LOST = 2.0
+ACKNOWLEDGE_S = 1.0
+"""Between two words to a node about the frames that came."""
+
 
 class TokenStreams:
-    """Keeps a stream open to every decode node it is told of and hands its frames to the node's entry."""
+    """Keeps a stream open to every node it is told of and hands its frames to the node's entry."""
 
     def __init__(self, client: NodeClient, *, first_backoff_s: float = 0.05, last_backoff_s: float = 2.0) -> None:
         self._client = client
@@ -25,12 +37,13 @@ class TokenStreams:
     def keep(self, nodes: Iterable[NodeEntry]) -> None:
         """Hold streams to exactly these nodes: open the missing ones, close the others."""
         wanted = {entry.key: entry for entry in nodes}
-        for key in self._streams.keys() - wanted.keys():
+        for key in [key for key in self._streams if key not in wanted]:
             entry, task = self._streams.pop(key)
             task.cancel()
             entry.broken(NodeLost(f"{key[0]} left"))
-        for key in wanted.keys() - self._streams.keys():
-            task = asyncio.create_task(self._read(wanted[key]), name=f"stream-{key[0]}")
+        for key in [key for key in wanted if key not in self._streams]:
+            stream = TokenStream(self._client, wanted[key])
+            task = asyncio.create_task(stream.read(*self._backoff), name=f"stream-{key[0]}")
             self._streams[key] = (wanted[key], task)
 
     async def close(self) -> None:
@@ -39,19 +52,86 @@ class TokenStreams:
         self.keep(())
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, entry: NodeEntry) -> None:
-        pause, longest = self._backoff
+
+class TokenStream:
+    """Of one node. `_seen` is the number of the last frame, None while there is nothing to go on from."""
+
+    def __init__(self, client: NodeClient, entry: NodeEntry) -> None:
+        self._client, self._entry = client, entry
+        self._seen: int | None = None
+        self._heard = 0.0
+
+    async def read(self, first_s: float, last_s: float) -> None:
+        """Open it, and open it again, until cancelled; pauses grow from `first_s` to `last_s` while nobody answers."""
+        acknowledging = asyncio.create_task(self._acknowledge())
+        pause_s = 0.0
+        try:
+            while True:
+                was_open = await self._read_once()
+                pause_s = 0.0 if was_open else min(max(first_s, 2 * pause_s), last_s if self._seen is None else first_s)
+                await asyncio.sleep(pause_s)
+        finally:
+            acknowledging.cancel()
+
+    async def _read_once(self) -> bool:
+        """Returns once it broke: whether it had been open."""
+        opened = False
+
+        def accepted() -> None:
+            nonlocal opened
+            opened, self._seen, self._heard = True, self._seen or 0, self._client.clock()
+            self._entry.opened()
+
+        try:
+            await self._client.stream(self._entry.lease, self._seen, accepted, self._deal)
+        except KvferryError as error:
+            self._ended(error)
+        except Exception:
+            log.exception("token stream of %s", self._entry.key[0])
+            self._lose(NodeLost(f"{self._entry.key[0]}: token stream is unreadable"))
+        return opened
+
+    def _deal(self, frame: StepFrame) -> None:
+        assert self._seen is not None
+        self._heard = self._client.clock()
+        content = bool(frame.deltas or frame.failed or frame.deviations)
+        if frame.number > self._seen + content:
+            raise WireError(f"frame {frame.number} came after {self._seen}")
+        if content and 0 < frame.number <= self._seen:
+            return
+        self._seen = max(self._seen, frame.number)
+        self._entry.deal(frame)
+
+    def _ended(self, error: KvferryError) -> None:
+        """The stream broke, or was refused. Whether its node is lost, too."""
+        if self._seen is None:
+            return
+        silent_s = self._client.clock() - self._heard
+        if isinstance(error.__cause__, ConnectionRefusedError):
+            self._lose(NodeDied(error.message))
+        elif (
+            not isinstance(error, NodeLost)
+            or isinstance(error, Fenced)
+            or isinstance(error.__cause__, WireError)
+            or silent_s >= LOST * self._client.silence_s
+        ):
+            self._lose(error)
+        elif self._entry.open:
+            log.debug("token stream of %s broke, it is opened again: %s", self._entry.key[0], error)
+            self._entry.pause()
+
+    def _lose(self, error: KvferryError) -> None:
+        if self._entry.linked:
+            count = len(self._entry.listeners)
+            level = logging.WARNING if count else logging.INFO
+            log.log(level, "token stream ended with %d requests on it: %s", count, error)
+        self._seen = None
+        self._entry.broken(error if isinstance(error, NodeLost) else NodeLost(f"{self._entry.key[0]}: {error}"))
+
+    async def _acknowledge(self) -> None:
+        """The node keeps what this router may not have seen, and takes one that says nothing for frozen."""
         while True:
-            try:
-                await self._client.stream(entry.lease, entry.opened, entry.deal)
-            except KvferryError as error:
-                if entry.open:
-                    level = logging.WARNING if entry.listeners else logging.INFO
-                    log.log(level, "token stream ended with %d requests on it: %s", len(entry.listeners), error)
-                    pause = self._backoff[0]
-                entry.broken(error)
-            except Exception:
-                log.exception("token stream of %s", entry.key[0])
-                entry.broken(NodeLost(f"{entry.key[0]}: token stream is unreadable"))
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, longest)
+            await asyncio.sleep(ACKNOWLEDGE_S)
+            if self._entry.open and self._seen is not None:
+                with contextlib.suppress(KvferryError):
+                    await self._client.seen(self._entry.lease, self._seen)

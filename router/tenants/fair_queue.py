@@ -11,82 +11,23 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from math import inf
-from typing import NamedTuple
 
+from router.tenants.lane import OUTPUT_WEIGHT, Lane, Turn, Window
 from router.tenants.tenant import Tenant
 
-OUTPUT_WEIGHT = 4.0
-"""An output token counts as so many prompt tokens: prompts are computed many tokens at a time."""
-FIRST_OUTPUT = 128.0
-"""Output tokens expected of a tenant's first sequence."""
 LEARN = 0.2
 """Weight of the newest request in what is expected of the next."""
 SMALLEST_PROMPT = 16
 """Tokens: less than a step computes anyway counts as this."""
 FEW_LEFT = 32
 """Turns that left while they waited are dropped once there are more than this and half of all."""
+MEMORY = 8
+"""What a tenant was given is forgotten over so many times the work that is under way."""
+LENIENT = 2
+"""A tenant is a newcomer until it was given so many times what another was: how much work a token is differs between
+machines and loads, and whoever keeps to half of the nodes should never lose its place to an error of the count."""
 CROWD = 2
 """Tenants with nothing under way may begin until this multiple of the window is full."""
-
-
-class Window(NamedTuple):
-    """What may be under way at the nodes: sequences, and prompt tokens whose first output token is not out. `shared`:
-    leave some of it to tenants that have nothing under way."""
-
-    sequences: float = inf
-    prompt: float = inf
-    shared: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Lane:
-    """One tenant's: what waits, by priority and arrival, as turns and as work; what of the window it has; the tag at
-    which its next request starts; and what to expect of it: the share of a prompt that is not cached, output tokens of
-    a sequence."""
-
-    tenant: Tenant
-    finish: float = 0.0
-    waiting: list[Turn] = field(default_factory=list)
-    queued: int = 0
-    work: float = 0.0
-    sequences: float = 0.0
-    prompt: float = 0.0
-    fresh: float = 1.0
-    output: float = FIRST_OUTPUT
-
-    def head(self) -> Turn | None:
-        """The next to begin; those that left while they waited are dropped here."""
-        while self.waiting and self.waiting[0].over:
-            heapq.heappop(self.waiting)
-        return self.waiting[0] if self.waiting else None
-
-
-@dataclass(slots=True, eq=False)
-class Turn:
-    """A request's place in the queue, then among those under way.
-
-    sequences, prompt, output  what it brings: sequences, prompt tokens expected to be computed, output tokens expected
-    work                       the same in tokens of work
-    """
-
-    lane: Lane
-    order: tuple[int, int]
-    sequences: int
-    prompt: int
-    output: float
-    begun: bool = False
-    computed: bool = False
-    over: bool = False
-    counted: tuple[float, float] = (0.0, 0.0)
-
-    @property
-    def work(self) -> float:
-        return self.prompt + OUTPUT_WEIGHT * self.output
-
-    def __lt__(self, other: Turn) -> bool:
-        return self.order < other.order
 
 
 class FairQueue:
@@ -98,7 +39,7 @@ class FairQueue:
         self._lanes: dict[str, Lane] = {}
         self._now = self._latest = 0.0
         self._entered = self._running = 0
-        self._sequences = self._prompt = 0.0
+        self._sequences = self._prompt = self._under_way = 0.0
 
     def enter(self, tenant: Tenant, sequences: int, prompt: int, most_output: int, priority: int = 0) -> Turn:
         """A request of so many sequences and prompt tokens, with at most `most_output` output tokens for each sequence.
@@ -151,11 +92,19 @@ class FairQueue:
                 self._uncount_prompt(turn)
             lane.sequences -= turn.counted[0]
             self._sequences -= turn.counted[0]
-            lane.finish += (prompt + OUTPUT_WEIGHT * output - turn.work) / lane.tenant.share
+            more = (prompt + OUTPUT_WEIGHT * output - turn.work) / lane.tenant.share
+            lane.finish += more
+            lane.given = max(0.0, lane.given + more)
+            self._under_way -= turn.work
             self._running -= 1
             self._latest = max(self._latest, lane.finish)
         if not self._running and not self.queued:
             self._now = self._latest
+
+    @property
+    def work(self) -> float:
+        """Tokens of work of all that wait."""
+        return sum(lane.work for lane in self._lanes.values())
 
     def ahead(self, turn: Turn) -> float:
         """Tokens of work that are likely to begin before a turn that waits. O(tenants + turns of its own)."""
@@ -189,14 +138,33 @@ class FairQueue:
         heapq.heappop(lane.waiting)
         self._unqueue(turn)
         turn.begun, turn.counted = True, _counted(turn, window)
+        turn.newcomer = window.shared and self._newcomer(turn)
         self._now = max(self._now, lane.finish)
         lane.finish = self._now + turn.work / lane.tenant.share
         self._latest = max(self._latest, lane.finish)
         self._running += 1
+        self._give(turn)
         lane.sequences += turn.counted[0]
         lane.prompt += turn.counted[1]
         self._sequences += turn.counted[0]
         self._prompt += turn.counted[1]
+
+    def _newcomer(self, turn: Turn) -> bool:
+        """Whether its tenant was given less than LENIENT times what another was, of those whose requests are under way,
+        and has few there."""
+        own = turn.lane
+        if 2 * (own.sequences + turn.counted[0]) > self._sequences - own.sequences:
+            return False
+        most = max(lane.given for lane in self._lanes.values() if lane is not own and lane.sequences)
+        return own.given + turn.work / own.tenant.share <= LENIENT * most
+
+    def _give(self, turn: Turn) -> None:
+        """Its tenant is given its work; of what all were given before a part is forgotten."""
+        self._under_way += turn.work
+        kept = 1 - turn.work / (MEMORY * self._under_way)
+        for lane in self._lanes.values():
+            lane.given *= kept
+        turn.lane.given += turn.work / turn.lane.tenant.share
 
     def _unqueue(self, turn: Turn) -> None:
         turn.lane.queued -= 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter
 
-from protocol.metrics import TOKEN_KINDS, RouterMetrics
+from protocol.labels import TOKEN_KINDS
+from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.tenants.keyring import Keyring
 from router.tenants.limits import Meter

@@ -10,12 +10,18 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
+from math import inf
+from typing import NamedTuple
 
 from placement.capacity import Capacity
 from protocol.errors import Overloaded
 from protocol.metrics import RouterMetrics
 from router.call import Call
-from router.tenants.fair_queue import OUTPUT_WEIGHT, FairQueue, Turn, Window
+from router.tenants.backlog import Waiting
+from router.tenants.fair_queue import FairQueue
+from router.tenants.flow import Flow
+from router.tenants.lane import OUTPUT_WEIGHT, Turn, Window
 from router.tenants.tenant import Tenant
 
 HORIZON_S = 0.1
@@ -24,6 +30,8 @@ AHEAD = 2
 """Where there is one tenant: sequences under way, as a multiple of those that run, so that no node waits for one."""
 LOOK_S = 0.5
 """While requests wait, nodes are looked at so often: more of them may have come."""
+LOOKED_AT = 32
+"""Turns, the newest ones, of which it is asked at each look whether they will begin in time."""
 MEMORY_S = 20.0
 """Time constant of the rate at which work is done."""
 WORTH_S = 2.0
@@ -68,6 +76,13 @@ class Pace:
             self._work, self._seconds = self._work * fade, self._seconds * fade + elapsed
 
 
+class Waiter(NamedTuple):
+    """Whoever waits for a turn: told when it comes, or that it will not before the deadline."""
+
+    coming: asyncio.Future[None]
+    deadline: float
+
+
 class Turns:
     """The queue of one pool of nodes. Belongs to an asyncio loop.
 
@@ -89,14 +104,15 @@ class Turns:
         self._metrics = metrics or RouterMetrics()
         self._most_queued = most_queued
         self._queue = FairQueue()
-        self._pace = Pace()
-        self._waiters: dict[Turn, asyncio.Future[None]] = {}
+        self._pace, self._flow = Pace(), Flow()
+        self._waiters: dict[Turn, Waiter] = {}
         self._told = 0
         self._look: asyncio.TimerHandle | None = None
 
     async def take(self, tenant: Tenant, call: Call, size: Size) -> Turn:
         """A turn, when it has come; `end` must follow, and `began` may before. Raises Overloaded as soon as it cannot
         come before the call's deadline, and when too many of the tenant's wait."""
+        self._flow.came(size.sequences, self._clock())
         turn = self._queue.enter(tenant, size.sequences, size.prompt, size.most_output, call.priority)
         self._deal()
         if not turn.begun:
@@ -116,11 +132,19 @@ class Turns:
             self._pace.done(computed + OUTPUT_WEIGHT * output, self._clock())
             self._deal()
 
+    @property
+    def waiting(self) -> Waiting:
+        """All that waits."""
+        seconds = self._queue.work / self._pace.rate if self._pace.rate else inf
+        sequences = sum(turn.sequences for turn in self._waiters)
+        return Waiting(sequences, sum(turn.prompt for turn in self._waiters), seconds, self._flow.ratio)
+
     async def _wait(self, turn: Turn, call: Call) -> None:
         now = self._clock()
         try:
             self._check(turn, call.deadline - now)
-            coming = self._waiters[turn] = asyncio.get_running_loop().create_future()
+            coming = asyncio.get_running_loop().create_future()
+            self._waiters[turn] = Waiter(coming, call.deadline)
             self._note()
             try:
                 async with asyncio.timeout(max(0.0, call.deadline - now)):
@@ -158,9 +182,10 @@ class Turns:
         """Let begin whoever may."""
         window, some_waited = self._window(), bool(self._waiters)
         while (turn := self._queue.next(window)) is not None:
-            coming = self._waiters.pop(turn, None)
-            if coming is not None and not coming.done():
-                coming.set_result(None)
+            self._flow.began(turn.sequences, self._clock())
+            waiter = self._waiters.pop(turn, None)
+            if waiter is not None and not waiter.coming.done():
+                waiter.coming.set_result(None)
         if some_waited:
             self._note()
 
@@ -187,4 +212,14 @@ class Turns:
     def _look_again(self) -> None:
         self._look = None
         self._deal()
+        self._send_away()
         self._note()
+
+    def _send_away(self) -> None:
+        """Who waits and would not begin in time hears so as soon as that can be told; a few at a time."""
+        now, most_s = self._clock(), self._queue.work / self._pace.rate if self._pace.rate else 0.0
+        doubtful = (pair for pair in reversed(self._waiters.items()) if now + most_s > pair[1].deadline)
+        for turn, waiter in list(islice(doubtful, LOOKED_AT)):
+            late_s = now + self._ahead_s(turn) - waiter.deadline
+            if late_s > 0 and not waiter.coming.done():
+                waiter.coming.set_exception(self._hopeless(late_s))

@@ -7,26 +7,27 @@ cannot fit is refused by its length, or, where its tokens may be long, as soon a
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest
-from router.text.reach import Reach
+from router.text.lanes import SHORT, Lanes
+from router.text.memo import Memo
+from router.text.reach import reach_of
 from router.text.text_model import TextModel
 
 T = TypeVar("T")
 
 LONG_CHARS = 4096
 """Texts shorter than this, together, are encoded where they are: a few milliseconds."""
-SLICE_CHARS = 32_768
 PLAIN_CHARS = 8
 """Per token of the context: a longer text is counted in slices first. Languages and code stay far below it."""
 FALLBACK_CHARS = 256
 """Per token of the context, where the tokenizer itself sets no bound."""
+MOST_TOKENS = 2**20
+"""Of one request's texts together, where nothing else is said."""
 TRUNCATED_CHARS = 2**20
 """Of a text whose tail is wanted, whatever the context: all of it must be encoded."""
 
@@ -46,27 +47,43 @@ class Bound:
 
 
 class Encoder:
-    """Of one model. Long texts share a few threads, in order of arrival; who waits for one may be cancelled."""
+    """Of one model. Long texts share a few threads; who waits for one may be cancelled. most: tokens
+    of all texts of one request, which a single text of the context's length may exceed."""
 
-    def __init__(self, text: TextModel) -> None:
-        self._text = text
-        self._reach = Reach(text.tokenizer.library)
-        self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="encode")
+    def __init__(self, text: TextModel, most: int = MOST_TOKENS) -> None:
+        self._text, self._most = text, most
+        self._reach = reach_of(text.tokenizer.library)
+        self._lanes = Lanes()
+        self._memo = Memo(text.tokenizer.library, partial(text.encode_all, add_special_tokens=False))
 
     async def encode(self, texts: Sequence[str], bound: Bound, *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text. Raises ContextLengthExceeded for one that certainly has more than `bound.tokens`, and
-        InvalidRequest for one that is too long to be truncated here."""
+        """Token ids of each text. Raises ContextLengthExceeded for one that certainly has more than `bound.tokens`;
+        InvalidRequest for one that is too long to be truncated here, and for too many of them."""
         for text in texts:
             self._check_length(text, bound)
         encode = partial(self._text.encode, add_special_tokens=add_special_tokens)
         if sum(map(len, texts)) < LONG_CHARS:
             return [encode(text) for text in texts]
+        remembered = partial(self._memo.ids, add_special_tokens=add_special_tokens)
         found: list[list[int]] = []
+        tokens, all_chars = 0, sum(map(len, texts))
         for group in _groups(texts):
             for text in group:
                 if not bound.truncated and len(text) > PLAIN_CHARS * bound.tokens:
                     await self._check_slices(text, bound)
-            found += await self.beside(lambda some: [encode(text) for text in some], group)
+            ids = await self.beside(
+                lambda some: [(remembered if self._memo.worth(text) else encode)(text) for text in some],
+                group,
+                size=sum(map(len, group)),
+                of=all_chars,
+            )
+            tokens += sum(map(len, ids))
+            if len(texts) > 1 and tokens > self._most:
+                raise InvalidRequest(
+                    f"{bound.field} has more than {self._most} tokens in all, the most that one request may bring here",
+                    param=bound.field,
+                )
+            found += ids
         return found
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], bound: Bound) -> list[tuple[list[int], int]]:
@@ -79,12 +96,12 @@ class Encoder:
                 found.append(self._text.encode_pair(*pair))
                 await asyncio.sleep(0)
             else:
-                found.append(await self.beside(self._text.encode_pair, *pair))
+                found.append(await self.beside(self._text.encode_pair, *pair, size=sum(map(len, pair))))
         return found
 
-    async def beside(self, call: Callable[..., T], *args: Any) -> T:
-        """The result of `call(*args)`, from a thread. Cancelled while it waits for one, it is not called."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(call, *args))
+    async def beside(self, call: Callable[..., T], *args: Any, size: int = SHORT, of: int = 0) -> T:
+        """The result of `call(*args)`, from a thread: see Lanes."""
+        return await self._lanes.run(call, *args, size=size, of=of)
 
     def _check_length(self, text: str, bound: Bound) -> None:
         most = self._reach.most(bound.tokens)
@@ -102,9 +119,9 @@ class Encoder:
 
     async def _check_slices(self, text: str, bound: Bound) -> None:
         """Count tokens slice by slice until they are certainly too many: a cut adds less than a slice's hundredth."""
-        count = 0
+        count, encode = 0, partial(self._text.encode, add_special_tokens=False)
         for part in _slices(text):
-            count += len(await self.beside(partial(self._text.encode, add_special_tokens=False), part))
+            count += len(await self.beside(encode, part, size=len(part), of=len(text)))
             if count > bound.tokens * 1.05 + 1000:
                 raise _too_long(bound, f"but the first {count} of the prompt are only a part of it")
 
@@ -114,7 +131,7 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
     group: list[str] = []
     size = 0
     for text in texts:
-        if group and size + len(text) > SLICE_CHARS:
+        if group and size + len(text) > SHORT:
             yield group
             group, size = [], 0
         group.append(text)
@@ -124,8 +141,8 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _slices(text: str) -> Iterator[str]:
-    for start in range(0, len(text), SLICE_CHARS):
-        yield text[start : start + SLICE_CHARS]
+    for start in range(0, len(text), SHORT):
+        yield text[start : start + SHORT]
 
 
 def _too_long(bound: Bound, why: str) -> ContextLengthExceeded:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from model_files.gguf import read_gguf
-from model_files.naming import ModelName, require_distinct, split_names
+from model_files.naming import ModelName, naming, require_distinct, split_names
 from model_files.source import ModelSource, read_facts, read_json, resolve
 from model_files.task import read_task
 from model_files.tokenizer import load_tokenizer
@@ -49,6 +49,11 @@ def load_text_model(settings: RouterSettings) -> TextModel:
 def _load(settings: RouterSettings, model: str, served: tuple[str, ...]) -> TextModel:
     """Without its weights."""
     source = resolve(model, weights=False)
+    with naming(source.name):
+        return _read(settings, source, served)
+
+
+def _read(settings: RouterSettings, source: ModelSource, served: tuple[str, ...]) -> TextModel:
     special_tokens, templates = (_from_gguf if source.kind == "gguf" else _from_directory)(source)
     if settings.chat_template:
         templates = _Templates(_read_text(Path(settings.chat_template).expanduser()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer, models
@@ -45,6 +46,12 @@ class Reach:
     def least(self, text: str) -> int:
         """Characters of `text` that some token must stand for."""
         return len(text) - sum(map(text.count, self._free))
+
+
+@lru_cache(maxsize=16)
+def reach_of(tokenizer: Tokenizer) -> Reach:
+    """Made once: it looks at the whole vocabulary."""
+    return Reach(tokenizer)
 
 
 def _per_token(tokenizer: Tokenizer, vocabulary: Mapping[str, int]) -> float | None:

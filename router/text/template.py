@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, reason
+from router.text.sandbox import Sandbox
 
 _PROBE = "kvferry-probe"
 
@@ -46,8 +46,8 @@ class ChatTemplate:
         try:
             self.plain = environment.from_string(source)
             self.tool_use = environment.from_string(tool_use) if tool_use is not None else self.plain
-        except TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template does not parse: {error}", param="chat_template") from error
+        except (TemplateError, SyntaxError, RecursionError, ValueError) as error:  # jinja compiles to Python
+            raise ConfigError(f"the chat template does not parse: {reason(error)}", param="chat_template") from error
         trees = [environment.parse(source), environment.parse(tool_use or "")]
         self.source = tool_use or source
         self.knows_tools = any(name.name == "tools" for tree in trees for name in tree.find_all(nodes.Name))
@@ -90,10 +90,8 @@ def _texts(expression: nodes.Expr) -> list[str]:
     return [constant.value for constant in constants if isinstance(constant.value, str)]
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+def _environment() -> Sandbox:
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

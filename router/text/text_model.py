@@ -21,6 +21,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """The OpenAI API's. Models that were trained on other roles name them in their chat template."""
 _RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"))
 
+MAX_PARTS = 8192
+"""Of one message's content."""
+
 Message = Mapping[str, Any]
 
 
@@ -59,9 +62,12 @@ class TextModel:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens spelled out in the text are recognised either way."""
+        return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Of each text by itself."""
         encode = self.tokenizer.library.encode_batch_fast  # the plain `encode` keeps the GIL
-        ids: list[int] = encode([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
+        return [found.ids for found in encode(list(texts), add_special_tokens=add_special_tokens)]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Token ids of two texts as one, with the model's special tokens, and where the second begins."""
@@ -150,6 +156,8 @@ def _flat(content: Any, field: str) -> str:
         return ""
     if isinstance(content, str):
         return content
+    if len(content) > MAX_PARTS:
+        raise InvalidRequest(f"{field} must have at most {MAX_PARTS} parts, got {len(content)}", param=field)
     texts = []
     for place, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -169,7 +177,7 @@ def _parsed_call(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 

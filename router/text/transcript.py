@@ -12,6 +12,9 @@ from router.journey.spec import Output
 from router.text.detokenizer import detokenizer
 from router.text.stop_strings import StopMatcher
 
+LIMIT = "max_tokens"
+"""The `stop_reason` of a text that its grammar ended because max_tokens was near."""
+
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
@@ -51,8 +54,9 @@ class CallDelta:
 @dataclass(slots=True)
 class Piece:
     """What one Output adds. `token_ids` count as completion tokens, the ending token included. stop_reason: the stop
-    string or stop token id that ended the text; None for end-of-sequence and length. `reasoning` and `calls` are what
-    the parsers behind the transcript took out of the text."""
+    string or stop token id that ended the text, or LIMIT; None for end-of-sequence and length. closed: the grammar
+    ended the text before max_tokens would have cut it. `reasoning` and `calls` are what the parsers behind the
+    transcript took out of the text."""
 
     text: str = ""
     token_ids: Sequence[int] = ()
@@ -62,6 +66,7 @@ class Piece:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
+    closed: bool = False
 
 
 class Transcript:
@@ -131,6 +136,8 @@ class Transcript:
         matched = self._stop.matched if self._stop is not None else None
         if matched is not None:
             piece.finish_reason, piece.stop_reason = "stop", matched
+        elif output.finish_reason == "closed":
+            piece.finish_reason, piece.stop_reason, piece.closed = "stop", LIMIT, True
         elif output.finish_reason is not None:
             piece.finish_reason = output.finish_reason
             if output.stop_token is not None and output.stop_token not in self._params.eos_token_ids:

@@ -9,6 +9,7 @@ import threading
 import types
 
 import pytest
+from redis_servers import redis_server
 
 from cli import doctor, preflight
 from cli.doctor import Result, all_checks, instruction_set, report
@@ -69,8 +70,12 @@ def test_weights_and_pools_must_fit_together(monkeypatch):
 def test_without_a_model_memory_is_checked_and_speed_is_unknown():
     assert one(doctor.memory, device="cpu", kv_cache_gib=1e6).level == "fail"
     nowhere = {"device": "cpu", "model": "/no/such/model.gguf"}
-    assert one(doctor.memory, **nowhere).level == "ok"
-    assert "unknown" in one(doctor.speed, **nowhere).found
+    unsure = one(doctor.memory, **nowhere)
+    assert (unsure.level, unsure.remedy) == ("warn", "see what is said of the model")
+    assert unsure.found.endswith("before weights of unknown size"), "its weights are not 0 bytes"
+    speed = one(doctor.speed, **nowhere)
+    assert "unknown" in speed.found
+    assert "the model" in speed.remedy
 
 
 def test_redis():
@@ -79,6 +84,13 @@ def test_redis():
     assert result.level == "fail"
     assert "--redis-url" in result.found
     assert one(doctor.redis, redis_url="nonsense").level == "fail"
+    result = one(doctor.redis, redis_url="redis://:hunter2@127.0.0.1:1/0")
+    assert "redis://:***@127.0.0.1:1/0" in result.found
+    assert "hunter2" not in result.found
+    with redis_server() as server:
+        found = one(doctor.redis, redis_url=server.url)
+        assert (found.level, found.found.split()[0]) == ("ok", "Valkey")
+        assert found.found.endswith(f"at {server.url}")
 
 
 def test_missing_packages_name_the_extra(monkeypatch):

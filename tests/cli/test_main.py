@@ -105,7 +105,7 @@ def test_help_and_version_import_nothing_large():
         "large = {'torch', 'transformers', 'ucxx', 'fastapi', 'httpx', 'redis', 'numpy'} & set(sys.modules);"
         "sys.exit(status or ' '.join(large) or 0)"
     )
-    for argv in (["--help"], ["router", "--help"], ["version"]):
+    for argv in (["--help"], ["router", "--help"], ["version"], ["--version"], ["health", "--help"]):
         done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert "kvferry" in done.stdout

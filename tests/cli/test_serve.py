@@ -116,7 +116,8 @@ def test_one_ready_line_then_a_clean_end(start, tmp_path):
 
     router, prefill = cluster.seen("router"), cluster.seen("prefill-1")
     assert router["env"]["KVFERRY_API_KEY"] == "s3cret"
-    assert set(prefill["env"]) == {"KVFERRY_STATUS_FD"}
+    assert set(prefill["env"]) == {"KVFERRY_STATUS_FD", "KVFERRY_CLUSTER_SECRET"}
+    assert prefill["env"]["KVFERRY_CLUSTER_SECRET"] == router["env"]["KVFERRY_CLUSTER_SECRET"] != ""
     assert prefill["argv"][prefill["argv"].index("--max-num-seqs") + 1] == "7"
     assert prefill["argv"][0] == "prefill"
     assert "--port" not in prefill["argv"]
@@ -202,6 +203,9 @@ def test_mistakes_are_one_line_and_status_2_before_anything_starts(tmp_path):
             ("--port", "0", "--model", "/no/such/dir"): "no such model",
             ("--port", "0", "--chat-template", "/no/such/file"): "--chat-template",
             ("--port", "0", "--redis-url", "redis://127.0.0.1:1/0"): "--redis-url",
+            ("--port", "0", "--redis-url", "redis://u:hunter2@127.0.0.1:1/0"): "redis://u:***@127.0.0.1:1/0",
+            ("--port", "0", "--redis-url", "redis://:hunter2/x@h:1/0"): "%2F",
+            ("--port", "0", "--redis-password-file", "/x"): "--redis-password-file needs --redis-url",
             ("--port", "0", "--host", "192.0.2.1"): "--host",
             ("--port", "0", "--dtype", "int3"): "--dtype",
             ("--port", "0", "--device", "cpu", "--kv-cache-gib", "100000"): "--kv-cache-gib",
@@ -217,6 +221,7 @@ def test_mistakes_are_one_line_and_status_2_before_anything_starts(tmp_path):
                 (line,) = cluster.stderr.splitlines()
                 assert line.startswith("kvferry: error: ")
                 assert remedy in line
+                assert "hunter2" not in line
                 assert not list(tmp_path.glob("*.pids"))
             finally:
                 cluster.gone()
@@ -231,6 +236,15 @@ def test_ready_is_said_when_the_router_sees_every_node(start, tmp_path):
     assert not cluster.stdout
     (tmp_path / "prefill.seen").touch()
     cluster.until_ready()
+
+
+def test_children_get_a_url_with_a_password_where_nobody_sees_it():
+    for url in ("redis://u:hunter2@h:1/0", "redis+sentinel://h:1/kv?sentinel_password=hunter2"):
+        settings = ServeSettings(redis_url=url, redis_password_file="/run/password")
+        for command in cluster_commands(settings, [Seat("cpu")] * 2, lambda subcommand: ["kvferry", subcommand]):
+            assert not any("hunter2" in word for word in command.argv)
+            assert command.env["KVFERRY_REDIS_URL"] == url
+            assert command.argv[command.argv.index("--redis-password-file") + 1] == "/run/password"
 
 
 def test_children_get_only_what_differs_from_their_defaults():
@@ -248,10 +262,12 @@ def test_children_get_only_what_differs_from_their_defaults():
         "0.0.0.0",
         "--port",
         "8123",
-    )
+        "--queue-timeout",
+        "15.0",
+    ), "a supervised node is soon there again, and is waited for"
     assert prefill.argv[:2] == ("kvferry", "prefill")
     assert "0.0.0.0" not in prefill.argv, "workers of a local cluster are not reachable from outside"
-    assert {"--threads", "3", "--kv-blocks", "9", "--drain-timeout", "2.0"} <= set(prefill.argv)
+    assert {"--threads", "3", "--kv-blocks", "9", "--respawned"} <= set(prefill.argv)
     assert (first.name, second.name) == ("decode-0", "decode-1")
     assert {"--device", "cuda:0", "--kv-cache-gib", "1.5"} <= set(first.argv)
     assert "cuda:1" in second.argv
@@ -259,6 +275,22 @@ def test_children_get_only_what_differs_from_their_defaults():
     assert prefill.niceness > 0, "running streams come before prompts"
     assert {router.niceness, first.niceness, second.niceness} == {0}
     assert second.argv[second.argv.index("--node-id") + 1] == "decode-1"
+
+
+@pytest.mark.parametrize(
+    ("threads", "prefill", "device", "shared"),
+    [
+        (4096, 1, "cpu", True),
+        (4096, 0, "cpu", False),
+        (4096, 1, "cuda:0", False),
+    ],
+)
+def test_a_decode_worker_knows_whether_prompts_are_computed_on_its_cores(threads, prefill, device, shared):
+    settings = ServeSettings(redis_url="redis://127.0.0.1:1/0", prefill=prefill, threads=threads)
+    seats = [Seat("cpu")] * prefill + [Seat(device)]
+    *others, decode = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand])
+    assert ("--shares-cores" in decode.argv) == shared
+    assert not any("--shares-cores" in other.argv for other in others)
 
 
 def test_each_model_has_workers_of_its_own_and_the_router_all_models():

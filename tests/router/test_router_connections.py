@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
+import socket
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import httpx
 import pytest
 from fake_workers import Bench, decode, prefill
 from test_router_process import BODY, router
+from waiting import until
 
 from process.http import bind
 from process.signals import Stop
@@ -112,7 +116,7 @@ async def test_tls_and_its_deadlines(certificate: tuple[str, str]) -> None:
         async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=context, trust_env=False) as client:
             while True:
                 try:
-                    if (await client.get("/ready")).status_code == 200:
+                    if (await client.get("/ready?nodes=1")).status_code == 200:
                         break
                 except httpx.TransportError:
                     pass
@@ -126,6 +130,74 @@ async def test_tls_and_its_deadlines(certificate: tuple[str, str]) -> None:
 
     async with Bench([prefill(), decode()]) as bench:
         await _served(bench, settings, ask)
+
+
+async def test_three_hundred_handshakes_that_are_never_made_are_ended(certificate: tuple[str, str]) -> None:
+    key, pem = certificate
+    settings = RouterSettings(served_model_name=("m",), ssl_keyfile=key, ssl_certfile=pem, header_timeout=1.0)
+    context = ssl.create_default_context(cafile=pem)
+
+    async def ask(port: int) -> None:
+        while True:
+            try:
+                await asyncio.open_connection("127.0.0.1", port)
+                break
+            except OSError:
+                await asyncio.sleep(0.05)
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+        for _, writer in silent[::2]:
+            writer.write(b"\x16\x03\x01\x02\x00")
+        async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=context, trust_env=False) as client:
+            began = time.monotonic()
+            assert (await client.get("/health")).status_code == 200
+            assert time.monotonic() - began < 2
+        async with asyncio.timeout(8):
+            ends = [await reader.read() for reader, _ in silent]
+        assert not any(ends)
+        for _, writer in silent:
+            writer.close()
+
+    async with Bench([decode()]) as bench:
+        await _served(bench, settings, ask)
+
+
+async def test_the_request_of_a_client_that_stops_reading_is_dropped_by_the_nodes() -> None:
+    """Its answer is long enough to fill what the kernel and the transport hold of it."""
+    settings = {"reader_timeout": 0.5}
+    async with Bench([prefill(), decode(step_s=0.0)]) as bench, router(bench, Stop(), **settings) as (client, _):
+        port = client.base_url.port
+        assert port
+        stopped = []
+        for _ in range(8):
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", port))
+            data = json.dumps({**BODY, "max_tokens": 4000, "logprobs": 0}).encode()
+            sock.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+            stopped.append(sock)
+        await until(lambda: bench["d1"].running == 8, 5)
+        neighbour = await client.post("/v1/completions", json=BODY | {"max_tokens": 4, "stream": False})
+        assert neighbour.status_code == 200
+        await until(lambda: bench["d1"].running == 0, 10)
+        metrics = (await client.get("/metrics")).text
+        assert "kvferry_requests_inflight 0.0" in metrics
+        assert bench["d1"].cancels
+        for sock in stopped:
+            sock.close()
+
+
+async def test_nobody_tokenises_for_clients_that_left() -> None:
+    text = json.dumps({"prompt": "river stone cloud market " * 40_000}).encode()
+    async with Bench([decode()]) as bench, router(bench, Stop()) as (client, _):
+        port = client.base_url.port
+        for _ in range(40):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
+            await writer.drain()
+            writer.close()
+        began = time.monotonic()
+        assert (await client.post("/tokenize", content=text)).status_code == 200
+        assert time.monotonic() - began < 20, "forty of them take half a minute and more"
 
 
 async def test_clients_show_certificates_where_an_authority_is_named(certificate: tuple[str, str]) -> None:

@@ -20,6 +20,8 @@ from router.tenants.keys import entry
 RATE = 1000.0
 """Prompt tokens that the prefill node computes in a second, one prompt after another in the order of their arrival."""
 FLOOD, REQUESTS = 64, 8
+STEADY = 300
+"""Prompt tokens of the steady tenant."""
 
 
 def node_changes() -> dict[str, object]:
@@ -54,7 +56,7 @@ class Clients:
         tasks = [asyncio.create_task(self.flood(flooder)) for _ in range(FLOOD if flooder else 0)]
         await asyncio.sleep(0.5 if flooder else 0)
         try:
-            return [await self.first_s("key-steady", 300, 2) for _ in range(requests)]
+            return [await self.first_s("key-steady", STEADY, 2) for _ in range(requests)]
         finally:
             for task in tasks:
                 task.cancel()
@@ -63,8 +65,11 @@ class Clients:
 
 async def test_a_flood_costs_the_other_tenant_less_than_half_of_its_wait_alone(tmp_path: Path) -> None:
     busy = asyncio.Lock()
+    newcomers: list[bool] = []
 
     async def computes(worker: FakeWorker, request: PrefillRequest) -> Answer:
+        if len(request.job.token_ids) == STEADY:
+            newcomers.append(request.job.newcomer)
         async with busy:
             await asyncio.sleep(len(request.job.token_ids) / RATE)
         async for answer in honest_prefill(worker, request):
@@ -84,6 +89,8 @@ async def test_a_flood_costs_the_other_tenant_less_than_half_of_its_wait_alone(t
             alone = await clients.steady("", REQUESTS)
             flooded = await clients.steady("key-flood", REQUESTS)
             among_its_own = await clients.steady("key-steady", 2)
+    assert newcomers[:REQUESTS] == [False] * REQUESTS, "nobody else was there"
+    assert sum(newcomers[REQUESTS : 2 * REQUESTS]) >= REQUESTS - 1, newcomers
     told = f"alone {alone}, flooded {flooded}, among its own {among_its_own}"
     assert statistics.median(flooded) < 1.5 * statistics.median(alone), told
     assert sorted(flooded)[-2] < 2 * max(alone), told

@@ -8,8 +8,7 @@ from api_parts import app_of, demo_text
 from fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
 from otlp_receiver import attributes, traced
 
-from protocol.errors import NodeLost
-from protocol.messages import PrefillRequest
+from protocol.messages import AttemptFailed, PrefillRequest
 from protocol.metrics import RouterMetrics
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -22,7 +21,8 @@ async def test_a_request_is_one_trace_over_its_attempts(monkeypatch: pytest.Monk
     async def fails_first(worker: FakeWorker, request: PrefillRequest) -> Answer:
         told.append(request.job.trace)
         if len(told) == 1:
-            raise NodeLost("gone")
+            yield AttemptFailed(request.job.request_id, request.job.attempt, "server_error", "gone")
+            return
         async for answer in honest_prefill(worker, request):
             yield answer
 

@@ -82,7 +82,7 @@ def batches_router(batches: Batches, reader: BodyReader) -> APIRouter:
 
     @router.post(
         "/v1/batches", summary="Begin a batch", response_model=BatchAnswer,
-        responses=errors(400, 404, 413, 429, 500), openapi_extra=takes(BatchBody),
+        responses=errors(400, 404, 413, 415, 429, 500, 507), openapi_extra=takes(BatchBody),
     )  # fmt: skip
     async def begun(request: Request) -> dict[str, Any]:
         body = parse(BatchBody, await reader.read(request))
@@ -102,7 +102,7 @@ def batches_router(batches: Batches, reader: BodyReader) -> APIRouter:
         folder = batches.folder(request.scope[CALL].tenant)
         return (await asyncio.to_thread(folder.get, request.path_params["batch_id"])).shown()
 
-    @router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", responses=errors(400, 404), **one)
+    @router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", responses=errors(400, 404, 500, 507), **one)
     async def cancelled(request: Request) -> dict[str, Any]:
         return (await batches.cancel(request.scope[CALL].tenant, request.path_params["batch_id"])).shown()
 

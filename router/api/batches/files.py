@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, StreamingResponse
 from pydantic import BaseModel
 from starlette.datastructures import FormData, UploadFile
+from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestTooLarge
+from protocol.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, RequestTooLarge
 from router.api.batches.pages import page
+from router.api.bodies.reader import check_encoding
 from router.api.documentation import errors, path_parameter, query_parameters
 from router.batch.batches import Batches
-from router.batch.files import PURPOSES, FileStore, StoredFile, check_purpose
+from router.batch.files import PURPOSES, FileStore, StoredFile, check_purpose, disk_failed
 from router.call import CALL, Call
 
 UPLOADS = 8
@@ -64,8 +67,10 @@ class Uploads:
         self._arriving = 0
 
     async def take(self, request: Request, files: FileStore) -> StoredFile:
-        """Raises InvalidRequest, RequestTooLarge, Overloaded, DiskFailed; DeadlineExceeded if it does not come."""
-        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        """Raises InvalidRequest, UnsupportedMedia, RequestTooLarge, Overloaded, DiskFailed; DeadlineExceeded if it does
+        not come, Cancelled if the client leaves meanwhile."""
+        check_encoding(request)
+        if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
             raise InvalidRequest("the request body must be a multipart form with file and purpose")
         if self._arriving >= UPLOADS:
             raise Overloaded(f"{UPLOADS} files are arriving already", retry_after=5.0)
@@ -92,6 +97,10 @@ class Uploads:
                 return await self._bounded(request).form(max_files=1, max_fields=16)
         except TimeoutError:
             raise DeadlineExceeded("the file has not arrived before the request's deadline", param="file") from None
+        except ClientDisconnect as error:
+            raise Cancelled("the client went away") from error
+        except OSError as error:
+            raise disk_failed("the file cannot be taken", error) from error
 
     def _bounded(self, request: Request) -> Request:
         """The request, which fails as soon as more than the longest body has arrived."""
@@ -123,8 +132,8 @@ def files_router(batches: Batches, longest: int) -> APIRouter:
     one: dict[str, Any] = {"responses": errors(404), "openapi_extra": path_parameter("file_id")}
 
     @router.post(
-        "/v1/files", summary="Keep a file", response_model=FileAnswer, responses=errors(400, 413, 429, 500, 504),
-        openapi_extra=_TAKES,
+        "/v1/files", summary="Keep a file", response_model=FileAnswer,
+        responses=errors(400, 413, 415, 429, 500, 504, 507), openapi_extra=_TAKES,
     )  # fmt: skip
     async def keep(request: Request) -> dict[str, Any]:
         return (await uploads.take(request, files_of(request))).shown()
@@ -150,8 +159,9 @@ def files_router(batches: Batches, longest: int) -> APIRouter:
 
     @router.get("/v1/files/{file_id}/content", summary="What is in it", response_class=FileResponse, **one)
     async def content(request: Request) -> Response:
-        path = await asyncio.to_thread(files_of(request).path, request.path_params["file_id"])
-        return FileResponse(path, media_type="application/octet-stream")
+        file, size = await asyncio.to_thread(files_of(request).open, request.path_params["file_id"])
+        headers = {"content-length": str(size)}
+        return StreamingResponse(_pieces(file), media_type="application/octet-stream", headers=headers)
 
     @router.delete("/v1/files/{file_id}", summary="Delete a file", response_model=FileDeleted, **one)
     async def deleted(request: Request) -> dict[str, Any]:
@@ -160,3 +170,10 @@ def files_router(batches: Batches, longest: int) -> APIRouter:
         return {"id": file_id, "object": "file", "deleted": True}
 
     return router
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    """Of a file, which is closed behind them. Blocks."""
+    with file:
+        while piece := file.read(2**18):
+            yield piece

@@ -22,6 +22,14 @@ from router.text.text_model import ROLES
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024
 MAX_BIASES, MAX_STOP_IDS = 300, 1024
 MAX_BAD_WORD_CHARS = 256
+MAX_MESSAGES = 8192
+MAX_PROMPTS = 2048
+MAX_ITEMS = 8192
+"""Of a list of objects: documents, items, blocks."""
+MAX_KWARGS = 64
+MAX_DETOKENIZED = 2**18
+MAX_NAME = 256
+"""Characters of names and ids."""
 
 Prompt = str | tuple[int, ...]
 
@@ -34,6 +42,8 @@ def _prompts(value: Any) -> list[Prompt]:
         raise ValueError("must be a string, a list of strings, a list of token ids or a list of lists of token ids")
     if _is_ids(value):
         return [tuple(value)]
+    if len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+        raise ValueError(f"takes at most {MAX_PROMPTS} prompts, got {len(value)}")
     if all(isinstance(item, str) or (isinstance(item, list) and _is_ids(item)) for item in value):
         return [item if isinstance(item, str) else tuple(item) for item in value]
     raise ValueError("its items must all be strings, all token ids, or all lists of token ids")
@@ -79,7 +89,7 @@ def _biases(value: Any) -> Any:
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-TokenIds = Annotated[list[Number], Field(fail_fast=True)]
+Detokenized = Annotated[list[Number], Field(fail_fast=True, max_length=MAX_DETOKENIZED)]
 StopIds = Annotated[list[Number], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 AllowedIds = Annotated[list[Number], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -90,7 +100,9 @@ Biases = Annotated[
         "propertyNames": {"pattern": "^[0-9]+$"},
     })
 ]  # fmt: skip
-Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_ITEMS)]
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+Kwargs = Annotated[dict[str, Any], Field(max_length=MAX_KWARGS)]
 
 
 def told(must: str) -> GetPydanticSchema:
@@ -110,7 +122,7 @@ class Message(TypedDict):
     tool_calls: NotRequired[list[Any] | None]
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 Top = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]

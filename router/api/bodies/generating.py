@@ -16,7 +16,9 @@ from router.api.bodies.choices import ChoiceFields
 from router.api.bodies.fields import (
     CacheSalt,
     Count,
+    Kwargs,
     Messages,
+    Name,
     Objects,
     Prompt,
     Prompts,
@@ -38,7 +40,7 @@ MAX_SEQUENCES = 1024
 class RequestBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
-    model: str | None = None
+    model: Name | None = None
 
     def check(self) -> None:
         """Raise InvalidRequest for what no field shows by itself."""
@@ -145,7 +147,7 @@ class ChatPrompt(RequestBody):
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Kwargs | None = None
     documents: Objects | None = None
     reasoning_effort: str | None = None
     tools: Tools | None = None

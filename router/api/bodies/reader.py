@@ -8,16 +8,29 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from protocol.errors import Cancelled, InvalidRequest, Overloaded, RequestTooLarge
+from protocol.errors import Cancelled, InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMedia
 from router.api.bodies.fields import field_path
 from router.api.bodies.generating import RequestBody
+from router.api.bodies.pace import LONG_BYTES, Pace, cost_s
 
 MAX_VALUES = 2**20
 """Strings, numbers, lists and objects in one body: reading them keeps the event loop busy, 0.1 to 0.2 s for so many."""
+MAX_OBJECTS = 2**15
+"""Lists and objects among them: most of them are looked at, one by one."""
 AT_ONCE = 32
 """As many of the longest bodies may be arriving at the same time."""
 
+_BOM = b"\xef\xbb\xbf"
+"""What some clients write in front of UTF-8."""
+
 Body = TypeVar("Body", bound=RequestBody)
+
+
+def check_encoding(request: Request) -> None:
+    """Raise UnsupportedMedia for a body that is compressed: a short one may be of any length."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMedia(f"content-encoding: bodies are read as they are, not in {encoding!r}")
 
 
 class BodyReader:
@@ -26,10 +39,12 @@ class BodyReader:
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._held = 0
+        self._pace = Pace()
 
     async def read(self, request: Request) -> bytes:
-        """The request's body. Raises RequestTooLarge, as soon as the header says so; Overloaded when too much is
-        arriving; Cancelled when the client leaves meanwhile."""
+        """The request's body, once it may be parsed. Raises UnsupportedMedia; RequestTooLarge, as soon as the header
+        says so; Overloaded when too much is arriving; Cancelled when the client leaves meanwhile."""
+        check_encoding(request)
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._longest:
             raise self._too_large()
@@ -43,7 +58,10 @@ class BodyReader:
                 if self._held > AT_ONCE * self._longest:
                     raise Overloaded("too many long bodies are arriving", retry_after=1.0)
                 parts.append(part)
-            return b"".join(parts)
+            data = b"".join(parts)
+            if size >= LONG_BYTES:
+                await self._pace.turn(cost_s(data))
+            return data
         except ClientDisconnect as error:
             raise Cancelled("the client went away") from error
         finally:
@@ -58,10 +76,27 @@ def parse(kind: type[Body], data: bytes) -> Body:
     if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
         raise InvalidRequest(f"the request body holds more than {MAX_VALUES} values")
     try:
-        value = from_json(data)
+        value = from_json(data.removeprefix(_BOM))
     except ValueError as error:
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    if data.count(b"[") + data.count(b"{") > MAX_OBJECTS and _objects(value) > MAX_OBJECTS:
+        raise InvalidRequest(f"the request body holds more than {MAX_OBJECTS} lists and objects")
     return build(kind, value)
+
+
+def _objects(value: Any) -> int:
+    """How many lists and objects a JSON value is made of; those in excess of MAX_OBJECTS are not looked for. Brackets
+    in its texts are none."""
+    found, waiting = 0, [value]
+    while waiting and found <= MAX_OBJECTS:
+        items = waiting.pop()
+        if isinstance(items, dict):
+            items = items.values()
+        elif not isinstance(items, list):
+            continue
+        found += 1
+        waiting += [item for item in items if isinstance(item, list | dict)]
+    return found
 
 
 def build(kind: type[Body], value: Any) -> Body:

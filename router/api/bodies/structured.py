@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from grammars.notation import MAX_CHOICES
 from protocol.errors import InvalidRequest
 from protocol.work import Grammar
 from router.text.parsers.stage import PLAIN, Parsing
@@ -125,6 +126,8 @@ def _of_kind(kind: str, value: Any, whitespace: Any, param: str) -> Grammar:
             return Grammar("json_object", "", whitespace=whitespace)
         case "regex" if isinstance(value, str) and value:
             return Grammar("regex", value)
+        case "choice" if isinstance(value, list) and len(value) > MAX_CHOICES:
+            raise InvalidRequest(f"{param} has {len(value)} choices; the limit is {MAX_CHOICES}", param=param)
         case "choice" if isinstance(value, list) and value and all(isinstance(text, str) and text for text in value):
             return Grammar("choice", json.dumps(value))
         case "grammar" if isinstance(value, str) and value:

@@ -49,13 +49,15 @@ Choice = Annotated[str | dict[str, Any] | None, told("must be a string or an obj
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request makes of its tools. named: the client named the one to call; field: where it chose, for errors."""
+    """What a request makes of its tools. named: the client named the one to call. For errors: field, where it
+    chose, and place, where the tools are."""
 
     tools: tuple[Tool, ...]
     forced: bool
     named: bool
     parallel: bool | None
     field: str
+    place: str
 
 
 class ToolFields(BaseModel):
@@ -104,6 +106,7 @@ class ToolFields(BaseModel):
             named=isinstance(choice, dict) and choice.get("type") != "allowed_tools",
             parallel=False if self.legacy else self.parallel_tool_calls,
             field=field,
+            place=place,
         )
 
 
@@ -136,8 +139,8 @@ def bounded(
     opened = Parsing(thinking).opened(text.tokenizer, prompt)
     try:
         answer = None if asked is None else lark_answer(asked[1])
-    except ValueError as error:
-        raise InvalidRequest(f"not valid JSON: {error}", param=asked and asked[0]) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{asked and asked[0]}: not valid JSON: {error}", param=asked and asked[0]) from error
     if use is None or (asked is not None and answer is None):
         if use is not None and asked is not None:
             raise InvalidRequest(f"{asked[0]} of this kind cannot go with tools", param=asked[0])
@@ -159,7 +162,7 @@ def bounded(
         opened=opened,
         answer=answer,
     )
-    return use.field, Grammar("lark", source)
+    return use.place, Grammar("lark", source)
 
 
 def lark_answer(asked: Grammar) -> str | None:

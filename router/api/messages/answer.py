@@ -28,7 +28,7 @@ class MessageAnswer(Answer):
 
     def __init__(self, call: Call, pool: Pool, chat: MessagesChat, generation: Generation) -> None:
         super().__init__(generation, streams=bool(chat.stream))
-        self._id, self._model = f"msg_{call.id}", pool.name
+        self._id, self._model, self._stops = f"msg_{call.id}", pool.name, chat.stop
         self._parts = Parts()
         self._plain: tuple[Part, TextEvent] | None = None
 
@@ -82,7 +82,7 @@ class MessageAnswer(Answer):
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if self._parts.called:
             return {"stop_reason": "tool_use", "stop_sequence": None}
-        if isinstance(stop, str):
+        if isinstance(stop, str) and stop in self._stops:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": "end_turn", "stop_sequence": None}
 

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from protocol.sampling import MAX_COUNT
-from router.api.bodies.fields import Objects, Stops, told
+from router.api.bodies.fields import MAX_ITEMS, MAX_MESSAGES, Objects, Stops, told
 from router.api.bodies.generating import RequestBody
+from router.api.bodies.tools import MAX_TOOLS
 
-Content = Annotated[str | Objects, told("must be a string or a list of blocks")]
+Content = Annotated[str | Objects, told(f"must be a string or a list of at most {MAX_ITEMS} blocks")]
 
 
 class Turn(BaseModel):
@@ -52,9 +53,9 @@ class OutputConfig(BaseModel):
 class CountBody(RequestBody):
     """POST /v1/messages/count_tokens: all that makes the prompt."""
 
-    messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Content | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 
+from process.disconnect import until_disconnect
 from router.api.bodies.reader import BodyReader, parse
 from router.api.documentation import errors, takes
 from router.api.messages.answers import MessageErrorAnswer, MessageTokens
@@ -27,7 +28,7 @@ def counting(pools: Pools, reader: BodyReader, statuses: Sequence[int]) -> APIRo
         openapi_extra=takes(CountBody),
     )
     async def counted(request: Request) -> dict[str, int]:
-        return await count_tokens(pools, await reader.read(request))
+        return await until_disconnect(request.receive, count_tokens(pools, await reader.read(request)))
 
     return router
 

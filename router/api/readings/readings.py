@@ -6,7 +6,7 @@ import asyncio
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from protocol.errors import ContextLengthExceeded, InvalidRequest, KvferryError
@@ -52,7 +52,9 @@ class Readings:
 
     async def vectors(self) -> list[array[float]]:
         """What the nodes said of each prompt, in order. Raises the KvferryError of the first that fails."""
-        await self._visit.turn(self._pool.turns, Size(1, sum(len(spec.token_ids) for spec in self._specs), 0))
+        size = Size(1, sum(len(spec.token_ids) for spec in self._specs), 0)
+        newcomer = await self._visit.turn(self._pool.turns, size)
+        self._specs = [replace(spec, newcomer=newcomer) for spec in self._specs]
         open_specs = iter(enumerate(self._specs))
         workers = [asyncio.create_task(self._read(open_specs)) for _ in self._specs[:AT_ONCE]]
         try:

@@ -93,7 +93,7 @@ async def score(pool: Pool, visit: Visit, body: ScoreBody) -> WholeAnswer:
     """Raises InvalidRequest, and what a journey raises."""
     firsts, seconds = body.sides()
     pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
-    readings, scores = await _scores(pool, visit, pairs, body, body.fields[1])
+    readings, scores = await _scores(pool, visit, pairs, body, body.fields)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
     return readings.answer({**_head("score", pool, visit), "data": data, "usage": readings.usage()})
 
@@ -101,7 +101,7 @@ async def score(pool: Pool, visit: Visit, body: ScoreBody) -> WholeAnswer:
 async def rerank(pool: Pool, visit: Visit, body: RerankBody) -> WholeAnswer:
     """Raises InvalidRequest, and what a journey raises."""
     pairs = [(body.query, document) for document in body.documents]
-    readings, scores = await _scores(pool, visit, pairs, body, "documents")
+    readings, scores = await _scores(pool, visit, pairs, body, ("query", "documents"))
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     shown = [
         {"index": index, "relevance_score": scores[index]}
@@ -128,26 +128,30 @@ async def classify(pool: Pool, visit: Visit, body: ClassifyBody) -> WholeAnswer:
 
 
 async def _scores(
-    pool: Pool, visit: Visit, pairs: Sequence[tuple[str, str]], body: ReadingBody, field: str
+    pool: Pool, visit: Visit, pairs: Sequence[tuple[str, str]], body: ReadingBody, fields: tuple[str, str]
 ) -> tuple[Readings, list[float]]:
-    """The score of each pair. field: where the second texts are, for errors."""
+    """The score of each pair. fields: where the first and the second texts are, for errors."""
     task = pool.text.task
     if task.kind == "classify" and not task.scores_pairs:
         raise InvalidRequest(f"the model {pool.name!r} does not score pairs: {task.told}", param="model")
     if task.kind != "classify":
-        return await _cosines(pool, visit, pairs, body, field)
-    found = await encoded_pairs(pool, pairs, field, body.truncate_prompt_tokens)
+        return await _cosines(pool, visit, pairs, body, fields)
+    found = await encoded_pairs(pool, pairs, fields[1], body.truncate_prompt_tokens)
     works = [Classify(second if task.typed else 0) for _, second in found]
     readings = Readings(pool, visit, [ids for ids, _ in found], works, body.cache_salt)
     return readings, [activated(logits, task.activation)[0] for logits in await readings.vectors()]
 
 
 async def _cosines(
-    pool: Pool, visit: Visit, pairs: Sequence[tuple[str, str]], body: ReadingBody, field: str
+    pool: Pool, visit: Visit, pairs: Sequence[tuple[str, str]], body: ReadingBody, fields: tuple[str, str]
 ) -> tuple[Readings, list[float]]:
     work = embedding_work(pool, normalize=True)
-    places = {text: place for place, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
-    prompts = await encoded(pool, list(places), field, body.truncate_prompt_tokens)
+    places: dict[str, int] = {}
+    prompts: list[list[int]] = []
+    for field, side in zip(fields, zip(*pairs, strict=True), strict=True):
+        new = [text for text in dict.fromkeys(side) if text not in places]
+        places |= {text: len(prompts) + place for place, text in enumerate(new)}
+        prompts += await encoded(pool, new, field, body.truncate_prompt_tokens)
     readings, scores = Readings(pool, visit, prompts, [work] * len(prompts), body.cache_salt), []
     vectors = await readings.vectors()
     for number, (first, second) in enumerate(pairs):

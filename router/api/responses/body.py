@@ -7,11 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from protocol.errors import InvalidRequest
-from router.api.bodies.fields import Count, Objects, SamplingFields, Top, told
+from router.api.bodies.fields import MAX_ITEMS, CacheSalt, Count, Kwargs, Name, Objects, SamplingFields, Top, told
 from router.api.bodies.generating import RequestBody
+from router.api.bodies.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
-MAX_METADATA = 16
+MAX_INCLUDED = 64
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
+"""Of metadata: entries, and characters of each one's key and value. It is repeated, and kept."""
+Key = Annotated[str, Field(max_length=MAX_KEY)]
+Metadata = Annotated[dict[Key, Annotated[str, Field(max_length=MAX_VALUE)]], Field(max_length=MAX_METADATA)]
 
 
 class TextField(BaseModel):
@@ -29,25 +34,25 @@ class ReasoningField(BaseModel):
 class ResponsesBody(SamplingFields, RequestBody):
     """POST /v1/responses."""
 
-    input: Annotated[str | Objects, told("must be a string or a list of items")] = ""
+    input: Annotated[str | Objects, told(f"must be a string or a list of at most {MAX_ITEMS} items")] = ""
     instructions: str | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Name | None = None
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = False
     text: TextField | None = None
-    tools: Objects | None = None
+    tools: Annotated[Objects, Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[str | dict[str, Any] | None, told("must be a string or an object")] = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Count | None = None
     top_logprobs: Top | None = None
-    include: list[str] | None = None
+    include: Annotated[list[Name], Field(max_length=MAX_INCLUDED)] | None = None
     reasoning: ReasoningField | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
-    user: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: str | None = None
+    metadata: Metadata | None = None
+    user: Annotated[str, Field(max_length=MAX_VALUE)] | None = None
+    chat_template_kwargs: Kwargs | None = None
+    cache_salt: CacheSalt | None = None
     conversation: Any = Field(None, description="not supported by this server: use previous_response_id")
     prompt: Any = Field(None, description="stored prompts are not supported by this server")
 

@@ -42,7 +42,7 @@ class Part:
         """A call's arguments; none where the text is no object, as in a call that was cut off."""
         try:
             found = json.loads(self.text or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -90,7 +90,9 @@ class Stage:
             piece.reasoning = "".join(each.reasoning for each in found)
         piece.calls = merged([delta for each in found for delta in each.calls])
         self._called = self._called or bool(piece.calls)
-        if piece.finish_reason == "stop" and self._called and not self._named:
+        if piece.closed and self._called:  # whoever acts on it must know that the model wanted to say more
+            piece.finish_reason, piece.stop_reason = "length", None
+        elif piece.finish_reason == "stop" and self._called and not self._named:
             piece.finish_reason = "tool_calls"
         return piece
 
@@ -149,4 +151,5 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
         first.prompt_logprobs,
         "".join(piece.reasoning for piece in pieces),
         merged([delta for piece in pieces for delta in piece.calls]),
+        last.closed,
     )

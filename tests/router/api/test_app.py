@@ -24,10 +24,11 @@ from api_parts import (
     says,
     served,
 )
+from fake_workers import lease_of
 from waiting import until
 
 from protocol.errors import ConfigError, Overloaded
-from protocol.messages import Reuse
+from protocol.reuse import Reuse
 from protocol.settings import RouterSettings
 from protocol.version import VERSION
 from router.journey.spec import Output, RequestSpec, Route
@@ -44,10 +45,26 @@ async def test_operations() -> None:
     ready = await api.http.get("/ready")
     assert (ready.status_code, ready.json()) == (200, {"status": "ready", "nodes": NODES, "models": {NAME: NODES}})
     api.cluster.is_ready = False
-    assert (await api.http.get("/ready")).status_code == 503
+    assert (await api.http.get("/ready")).json()["status"] == "ready", "the router is, whatever its nodes are"
+    assert (await api.http.get("/ready?nodes=0")).status_code == 200
+    lonely = await api.http.get("/ready?nodes=1")
+    assert (lonely.status_code, lonely.json()["nodes"]["decode"]) == (503, 0)
     assert (await api.http.get("/health")).status_code == 200
     assert (await api.http.get("/version")).json() == {"version": VERSION}
     assert "kvferry_requests_inflight 0.0" in (await api.http.get("/metrics")).text
+
+
+async def test_a_router_that_knows_of_no_node_is_not_ready() -> None:
+    """Else a rollout while Redis is away ends those that remember their nodes."""
+    api = Api(FakeCluster(says("x")))
+    api.cluster.is_ready, api.cluster.lacks = False, "Redis: no answer"
+    for path in ("/ready", "/ready?nodes=1"):
+        answer = await api.http.get(path)
+        assert (answer.status_code, answer.json()["status"]) == (503, "Redis: no answer")
+        assert "retry-after" in answer.headers
+    assert (await api.http.get("/health")).status_code == 200
+    api.cluster.lacks = ""
+    assert (await api.http.get("/ready")).status_code == 200
 
 
 async def test_models() -> None:
@@ -298,3 +315,19 @@ def test_an_error_in_mid_stream_reaches_the_openai_client() -> None:
         )
         with pytest.raises(openai.APIError, match="all nodes lost"):
             list(stream)
+
+
+async def test_targets_are_what_prometheus_discovers_over_http() -> None:
+    api = Api(FakeCluster(says("x")))
+    assert (await api.http.get("/targets")).json() == []
+    api.cluster.nodes = [
+        lease_of("p0", "prefill", http_url="http://[fd00::1]:41"), lease_of("d0", "decode", http_url="http://10.0.0.1:42")
+    ]  # fmt: skip
+    answer = await api.http.get("/targets")
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == [
+        {"targets": ["10.0.0.1:42"], "labels": {"component": "decode", "node": "d0"}},
+        {"targets": ["[fd00::1]:41"], "labels": {"component": "prefill", "node": "p0"}},
+    ]
+    guarded = Api(FakeCluster(says("x")), api_key="k")
+    assert (await guarded.http.get("/targets")).status_code == 401, "addresses are nobody's business"

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 from api_parts import MESSAGES, Api, FakeCluster, error_of, says
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import Overloaded
 
-PLAIN = ("/v1/models", "/v1/models/SmolLM2-135M-Instruct", "/health", "/ready", "/version", "/tokenizer_info")
+PLAIN = (
+    "/v1/models", "/v1/models/SmolLM2-135M-Instruct", "/health", "/ready", "/version", "/targets", "/tokenizer_info",
+    "/dashboard/state",
+)  # fmt: skip
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 ERRORS = {
     **dict.fromkeys(GENERATING, 429),
@@ -91,8 +93,10 @@ async def test_every_route_is_described_and_every_error_has_its_schema() -> None
     assert set(document["paths"]) == {
         *TAKING, *READING, "/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items",
         "/v1/models", "/v1/models/{id}", "/health", "/ready", "/metrics", "/version", "/", "/tokenizer_info",
+        "/targets",
         "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}",
-        "/v1/batches/{batch_id}/cancel", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+        "/v1/batches/{batch_id}/cancel", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/dashboard",
+        "/dashboard/state", "/dashboard/view",
     }  # fmt: skip
     for path in GENERATING:
         responses = document["paths"][path]["post"]["responses"]
@@ -156,7 +160,7 @@ async def test_answers_are_as_described(fields: dict[str, Any]) -> None:
         validate(document, response_of(document, method, path, 200), answer)
     validate(document, response_of(document, "get", kept, 404), await api.http.get(kept.format(**begun)))
     api.cluster.is_ready = False
-    validate(document, response_of(document, "get", "/ready", 503), await api.http.get("/ready"))
+    validate(document, response_of(document, "get", "/ready", 503), await api.http.get("/ready?nodes=1"))
     api.cluster.refusal = Overloaded("full")
     for path, status in ERRORS.items():
         answer = await api.http.post(path, json=posts[path] if status == 429 else {})
@@ -205,7 +209,7 @@ def bodies(document: dict[str, Any], schema: dict[str, Any]) -> st.SearchStrateg
     return ANYTHING
 
 
-@cache
+@pytest.fixture
 def speaking() -> Api:
     return Api(FakeCluster(says("x")))
 
@@ -215,9 +219,9 @@ ANYTHING = st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5) 
 
 @pytest.mark.parametrize("path", TAKING)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
-async def test_described_bodies_are_answered_or_refused_by_name(path: str, data: st.DataObject) -> None:
-    api = speaking()
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+async def test_described_bodies_are_answered_or_refused_by_name(speaking: Api, path: str, data: st.DataObject) -> None:
+    api = speaking
     document = await described_by(api)
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     response = await api.http.post(path, json=data.draw(bodies(document, body)))

@@ -68,9 +68,9 @@ async def test_a_cached_prefix_is_its_tenants_own_unless_prefixes_are_shared(
             seen: list[tuple[str, ...]] = []
             lookup = bench.cluster.reuse
 
-            async def reuse(hashes: list[bytes]) -> dict[str, int]:
+            async def reuse(hashes: list[bytes], held: Any) -> dict[str, int]:
                 seen.append(tuple(hash_.hex() for hash_ in hashes))
-                return await lookup(hashes)
+                return await lookup(hashes, held)
 
             bench.cluster.reuse = reuse  # type: ignore[method-assign,assignment]
             for name, body in (("a", {}), ("a", {}), ("b", {}), ("a", {"cache_salt": "s"}), ("b", {"cache_salt": "s"})):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_workers import CRASH, PROMPT, Bench, FakeWorker, collect, decode, expected, honest_prefill, ids, prefill
 
-from protocol.errors import Cancelled, KvferryError
+from protocol.errors import Cancelled, FatalRequest, KvferryError
 from protocol.messages import AttemptFailed, PrefillRequest
 
 
@@ -64,14 +64,17 @@ async def one(bench: Bench, number: int, dice: random.Random) -> str:
             await asyncio.sleep(0.05)
     leaves_after = dice.randint(1, 20) if dice.random() < 0.2 else None
     outputs = []
-    async for output in journey:
-        outputs.append(output)
-        assert ids(outputs) == expected(prompt, len(ids(outputs)))
-        if leaves_after and len(outputs) == leaves_after:
-            await journey.cancel()
-            with pytest.raises(Cancelled):
-                await collect(journey)
-            return "left"
+    try:
+        async for output in journey:
+            outputs.append(output)
+            assert ids(outputs) == expected(prompt, len(ids(outputs)))
+            if leaves_after and len(outputs) == leaves_after:
+                await journey.cancel()
+                with pytest.raises(Cancelled):
+                    await collect(journey)
+                return "left"
+    except FatalRequest:
+        return "twice bereft"
     assert ids(outputs) == expected(prompt, count)
     assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["length"]
     return "done"
@@ -93,4 +96,5 @@ async def test_storm(seed: int) -> None:
             await asyncio.gather(storm, return_exceptions=True)
             bench.store.available = True
         assert fates.count("done") > 40
-        assert sum(bench.rungs().values()) > 5
+        assert fates.count("twice bereft") <= 3
+        assert sum(bench.rungs().values()) > 2

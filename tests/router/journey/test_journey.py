@@ -31,7 +31,10 @@ from protocol.errors import (
 )
 from protocol.hashing import chain, root_hash
 from protocol.lease import Load
-from protocol.messages import PrefillRequest, Reuse, TokenDelta, TokenLogprobs
+from protocol.messages import PrefillRequest, TokenDelta, TokenLogprobs
+from protocol.reuse import Reuse
+from router.journey import held
+from router.journey.prefixes import TELL_S
 
 
 async def test_disaggregated() -> None:
@@ -111,7 +114,7 @@ async def test_decode_tokens_before_the_first_one() -> None:
 
 
 async def test_prompt_logprobs_come_with_the_first_output() -> None:
-    entries = (None, TokenLogprobs(5, -0.5, 1, ((5, -0.5),)))
+    entries = (None, *[TokenLogprobs(5, -0.5, 1, ((5, -0.5),))] * (len(PROMPT) - 1))
 
     async def scoring(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
         reuse = Reuse(len(PROMPT), computed=len(PROMPT))
@@ -150,13 +153,14 @@ async def test_reuse_known_to_the_index_decides_and_is_counted() -> None:
         for _ in range(3):
             await collect(bench.start(3, namespace="tenant"))
         assert [len(bench[p].prefills) for p in ("p1", "p2")] == [0, 3]
-        assert bench.metrics.predicted_reuse._value.get() == 3 * 40
-        assert bench.metrics.actual_reuse._value.get() == 3 * 16
-        assert bench.metrics.reuse_misses.labels("evicted")._value.get() == 3 * 24
+        counted = bench.metrics.reuse.of("m")
+        assert counted.predicted._value.get() == 3 * 40
+        assert counted.actual._value.get() == 3 * 16
+        assert counted.misses["evicted"]._value.get() == 3 * 24
 
 
 async def test_a_slow_index_costs_little_and_no_request(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "router.journey.model_cluster")
+    caplog.set_level("INFO", "router.journey.prefixes")
 
     class Slow:
         async def longest_prefix(self, hashes: Any, nodes: Any) -> dict[str, int]:
@@ -164,42 +168,61 @@ async def test_a_slow_index_costs_little_and_no_request(caplog: pytest.LogCaptur
             return {}
 
     async with Bench([prefill(), decode()]) as bench:
-        asked = bench.cluster._index
+        asked = bench.cluster._prefixes
         index, asked._lookup = asked._lookup, Slow()
         began = asyncio.get_running_loop().time()
         for _ in range(3):
             assert ids(await collect(bench.start(3))) == expected(PROMPT, 3)
         assert asyncio.get_running_loop().time() - began < 2
         asked._lookup = index
-        for _ in range(3):
-            await collect(bench.start(3))
-    assert ["block index" in message for message in caplog.messages].count(True) == 2
+        for since_s in (0.0, -TELL_S):
+            asked._told_at += since_s
+            for _ in range(3):
+                await collect(bench.start(3))
+            assert ["block index" in message for message in caplog.messages].count(True) == (2 if since_s else 1)
 
 
 async def test_registry_away() -> None:
     async with Bench([prefill(), decode()]) as bench:
         bench.store.available = False
-        await until(lambda: not bench.nodes.up)
+        await until(lambda: not bench.nodes.contact.up)
         assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
         assert bench.metrics.registry_up._value.get() == 0
         bench.store.available = True
-        await until(lambda: bench.nodes.up)
+        await until(lambda: bench.nodes.contact.up)
 
 
 async def test_nothing_can_be_placed() -> None:
-    async with Bench([prefill()]) as bench:
+    async with Bench([prefill()], patience_s=0.1) as bench:
         assert not bench.cluster.ready()["decode"]
         with pytest.raises(NoNodes) as caught:
-            bench.start(4)
+            await collect(bench.start(4))
         assert caught.value.retry_after == 2.0
 
 
-async def test_full_decode_nodes_refuse_with_a_time() -> None:
-    load = Load(active_blocks=100, total_blocks=100, waiting_tokens=1400)
-    async with Bench([decode(changes={"load": load})]) as bench:
+FULL = Load(active_blocks=100, total_blocks=100, waiting_tokens=1400)
+
+
+async def test_full_decode_nodes_refuse_with_a_time(monkeypatch) -> None:
+    """At once where many wait for them already, else after a while."""
+    async with Bench([decode(changes={"load": FULL})], patience_s=0.2) as bench:
         with pytest.raises(Overloaded) as caught:
-            bench.start(4)
+            await collect(bench.start(4))
         assert caught.value.retry_after >= 1
+        assert bench.cluster.held.requests == 0
+        monkeypatch.setattr(held, "MOST_FULL", 0)
+        with pytest.raises(Overloaded):
+            bench.start(4)
+
+
+async def test_who_comes_while_all_are_full_waits_for_room() -> None:
+    """A single node that hung for a moment made the other full: newcomers were sent away at once."""
+    async with Bench([decode(changes={"load": FULL})], patience_s=20) as bench:
+        waiting = asyncio.create_task(collect(bench.start(4)))
+        await until(lambda: bench.cluster.held.requests == 1)
+        await bench.store.announce(replace(bench["d1"].lease, load=Load(free_blocks=100, total_blocks=100)))
+        assert ids(await waiting) == expected(PROMPT, 4)
+        assert bench.cluster.held.requests == 0
 
 
 async def test_a_prompt_that_fits_into_no_pool() -> None:

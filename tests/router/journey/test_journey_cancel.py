@@ -52,7 +52,7 @@ async def test_during_the_lookup(way: Any) -> None:
             return {}
 
     async with Bench([prefill(), decode()]) as bench:
-        bench.cluster._index._lookup = index = Slow()
+        bench.cluster._prefixes._lookup = index = Slow()
         journey = bench.start(8)
         task = asyncio.create_task(collect(journey))
         await until(lambda: index.asked)
@@ -98,7 +98,7 @@ async def test_while_the_attempt_is_being_sent() -> None:
     async with Bench([prefill(), decode()]) as bench:
         journey = bench.start(50)
         task = asyncio.create_task(collect(journey))
-        while journey._attempt is None:  # noqa: ASYNC110
+        while not journey._race:  # noqa: ASYNC110
             await asyncio.sleep(0)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -111,7 +111,7 @@ async def test_while_waiting_for_a_node() -> None:
     async with Bench([decode(crash_after=2)], patience_s=30) as bench:
         journey = bench.start(50)
         task = asyncio.create_task(collect(journey))
-        await until(lambda: journey._stuck_at is not None)
+        await until(lambda: journey._course.patience.waiting)
         began = time.monotonic()
         await by_call(journey, task)
         assert time.monotonic() - began < 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -32,7 +33,7 @@ from protocol.errors import (
     NoNodes,
     Overloaded,
 )
-from protocol.messages import AttemptFailed, CancelRequest, PrefillRequest
+from protocol.messages import AttemptFailed, CancelRequest, PrefillRequest, Pulse
 
 
 async def crash_at_once(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -75,7 +76,7 @@ async def test_prefill_dies_before_its_first_token() -> None:
     async with Bench([prefill(prefill_script=crash_at_once), decode()]) as bench:
         journey = bench.start(6)
         assert ids(await collect(journey)) == expected(PROMPT, 6)
-        assert bench.rungs() == {"same_prefill": 1, "local_prefill": 1}
+        assert bench.rungs() == {"local_prefill": 1}
         assert journey.route.prefill is None
 
 
@@ -126,13 +127,13 @@ async def test_first_token_lost_although_decode_runs() -> None:
 async def test_ship_fails_after_the_first_token(code: str) -> None:
     async with Bench([prefill(prefill_script=failing(code, after_first=True)), decode()]) as bench:
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.rungs() == {"local_prefill": 1}
+        assert bench.rungs() == {"local_prefill" if code == "server_error" else "another_pair": 1}
 
 
 async def test_decode_reports_a_lost_ship() -> None:
     async with Bench([prefill(), decode(fail_attempts=["transfer_failed"])]) as bench:
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.rungs() == {"local_prefill": 1}
+        assert bench.rungs() == {"another_pair": 1}
 
 
 async def test_prefill_answer_that_just_ends() -> None:
@@ -160,6 +161,13 @@ async def test_decode_dies_while_tokens_flow(crash_after: int, with_prefill: boo
             assert list(job.token_ids[len(PROMPT) :]) == expected(PROMPT, len(job.token_ids) - len(PROMPT))
 
 
+async def test_a_stream_goes_on_where_its_prefix_is_even_if_the_index_does_not_know() -> None:
+    async with Bench([prefill("p1"), prefill("p2"), decode("d1", crash_after=4), decode("d2")]) as bench:
+        assert ids(await collect(bench.start(12))) == expected(PROMPT, 12)
+        assert [request.job.attempt for request in bench["p1"].prefills] == [0, 1]
+        assert not bench["p2"].prefills
+
+
 async def test_only_decode_node_restarts_in_time() -> None:
     async with Bench([decode("d1", crash_after=3)], patience_s=5) as bench:
         task = asyncio.create_task(collect(bench.start(12)))
@@ -167,6 +175,27 @@ async def test_only_decode_node_restarts_in_time() -> None:
         await asyncio.sleep(0.1)
         await bench.add(decode("d1", epoch=2))
         assert ids(await task) == expected(PROMPT, 12)
+
+
+async def test_requests_that_come_while_the_only_decode_node_restarts_wait_for_it() -> None:
+    """Each had been a 503 at once."""
+    async with Bench([decode("d1")], patience_s=5) as bench:
+        bench["d1"].crash()
+        await until(lambda: not bench.cluster.able("decode"))
+        tasks = [asyncio.create_task(collect(bench.start(6))) for _ in range(8)]
+        await asyncio.sleep(0.3)
+        await bench.add(decode("d1", epoch=2))
+        assert [ids(await task) for task in tasks] == [expected(PROMPT, 6)] * 8
+        assert bench.rungs() == {}
+
+
+async def test_who_waits_for_a_node_hears_in_time_that_none_comes() -> None:
+    async with Bench([], patience_s=5) as bench:
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(NoNodes) as caught:
+            await collect(bench.start(6, deadline_s=0.6))
+        assert 0.25 <= asyncio.get_running_loop().time() - began < 0.6
+        assert caught.value.retry_after
 
 
 async def test_only_decode_node_never_comes_back() -> None:
@@ -182,28 +211,57 @@ async def test_silent_stream_is_a_lost_node() -> None:
         victim = "d1" if bench["d1"].running else "d2"
         bench[victim].frozen = True
         assert ids(await task) == expected(PROMPT, 200)
-        assert bench.rungs() == {"another_decode": 1}
+        assert bench.rungs()["another_decode"] == 1
 
 
-async def test_hanging_prefill_whose_lease_ends() -> None:
-    async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
-        yield SILENCE
+async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+    yield SILENCE
 
-    async with Bench([prefill(prefill_script=hang), decode()]) as bench:
-        task = asyncio.create_task(collect(bench.start(6)))
-        await until(lambda: len(bench["p1"].prefills) == 1)
+
+@pytest.mark.parametrize("hanging", ["p1", "d1"])
+async def test_a_node_whose_step_hangs_is_left_at_once(hanging: str) -> None:
+    slow = prefill("p1", prefill_script=hang if hanging == "p1" else None)
+    async with Bench([slow, decode("d1"), decode("d2")]) as bench:
+        workers = [bench["p1"]] if hanging == "p1" else [bench["d1"], bench["d2"]]
+        task = asyncio.create_task(collect(bench.start(200)))
+        await until(lambda: any(worker.running or worker.prefills for worker in workers))
+        victim = next(worker for worker in workers if worker.running or worker.prefills)
+        victim.step_s, victim.pulse = 60.0, Pulse(engine_s=2.5, usual_s=0.01)
+        began = time.monotonic()
+        assert ids(await task) == expected(PROMPT, 200)
+        assert time.monotonic() - began < 5
+        assert bench.rungs() == {"local_prefill" if hanging == "p1" else "another_decode": 1}
+        assert not bench.nodes.entries[(victim.node_id, 1)].reachable
+        victim.pulse = Pulse(engine_s=0.0, usual_s=0.01)
+        await until(lambda: bench.nodes.entries[(victim.node_id, 1)].reachable)
+
+
+async def test_a_node_whose_steps_are_long_as_a_rule_is_waited_for() -> None:
+    async with Bench([decode("d1")]) as bench:
+        bench["d1"].pulse = Pulse(engine_s=4.0, usual_s=0.5)
+        await asyncio.sleep(0.5)
+        assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+        assert bench.rungs() == {}
+
+
+async def test_a_node_that_lost_its_lease_works_on_while_its_stream_flows() -> None:
+    async with Bench([prefill("p1"), decode("d1")]) as bench:
+        task = asyncio.create_task(collect(bench.start(400)))
+        await until(lambda: bench["d1"].running)
         await bench.store.withdraw("p1", 1)
-        assert ids(await task) == expected(PROMPT, 6)
-        assert bench.rungs() == {"local_prefill": 1}
+        await bench.store.withdraw("d1", 1)
+        await asyncio.sleep(0.8)
+        assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+        assert ids(await task) == expected(PROMPT, 400)
+        assert bench.rungs() == {}
+        bench["p1"].crash()
+        await until(lambda: ("p1", 1) not in bench.nodes.entries)
 
 
 async def test_hanging_prefill_gets_its_share_of_the_deadline_only() -> None:
-    async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
-        yield SILENCE
-
     async with Bench([prefill("p1", prefill_script=hang), decode()]) as bench:
         assert ids(await collect(bench.start(6, deadline_s=1.0))) == expected(PROMPT, 6)
-        assert bench.rungs() == {"same_prefill": 1, "local_prefill": 1}
+        assert bench.rungs() == {"local_prefill": 1}
 
 
 async def test_decode_gives_up_an_attempt() -> None:
@@ -256,7 +314,68 @@ async def test_suspected_prefill_is_spared_for_a_while() -> None:
         journey = bench.start(3)
         await collect(journey)
         assert journey.route.prefill is None
-        assert bench.rungs() == {"same_prefill": 1, "local_prefill": 1}
+        assert bench.rungs() == {"local_prefill": 1}
+
+
+def cannot_reach(*decodes: str) -> Any:
+    """A prefill whose link to these decode nodes is broken."""
+
+    async def script(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        job = request.job
+        if request.target and request.target.node_id in decodes:
+            await asyncio.sleep(0.02)
+            yield AttemptFailed(job.request_id, job.attempt, "node_lost", "cannot reach it")
+            return
+        async for answer in honest_prefill(worker, request):
+            yield answer
+
+    return script
+
+
+async def test_one_request_learns_for_all_that_a_pair_is_broken() -> None:
+    """The decode node looks idle because nothing gets there: eight of eight requests had tried it first."""
+    broken = cannot_reach("d1")
+    async with Bench([prefill("p1", prefill_script=broken), decode("d1"), decode("d2")]) as bench:
+        for _ in range(8):
+            assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
+        assert bench.rungs() == {"another_pair": 1}
+        asked = [request.target.node_id for request in bench["p1"].prefills if request.target]
+        assert asked.count("d1") == 1
+        assert "p1" not in [node for node, _ in bench.nodes.suspicion.shut().nodes]
+
+
+async def test_a_decode_node_that_no_prefill_node_reaches_computes_by_itself() -> None:
+    broken = cannot_reach("d1")
+    workers = [prefill("p1", prefill_script=broken), prefill("p2", prefill_script=broken), decode("d1")]
+    async with Bench(workers) as bench:
+        for _ in range(8):
+            assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
+        assert bench.rungs() == {"another_pair": 2}
+        assert (None, ("d1", 1)) in bench.nodes.suspicion.shut().pairs
+
+
+async def test_a_pair_that_works_again_is_used_again() -> None:
+    async with Bench([prefill(prefill_script=failing("node_lost", times=1)), decode()]) as bench:
+        await collect(bench.start(4))
+        clock, ahead = bench.nodes.clock, 0.0
+        bench.nodes.suspicion._clock = lambda: clock() + ahead
+        assert not (await route_of(bench)).prefill
+        ahead = 2.1
+        assert (await route_of(bench)).prefill == "p1"
+        await until(lambda: not bench.nodes.suspicion.any)
+
+
+async def route_of(bench: Bench) -> Any:
+    journey = bench.start(4)
+    assert ids(await collect(journey)) == expected(PROMPT, 4)
+    return journey.route
+
+
+async def test_what_is_suspected_is_used_when_there_is_nothing_else() -> None:
+    async with Bench([decode("d1")]) as bench:
+        bench.nodes.suspicion.node_failed(("d1", 1))
+        assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
+        assert not bench.nodes.suspicion.any
 
 
 async def test_lost_node_error_names_the_node() -> None:

@@ -10,61 +10,92 @@ from protocol.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     GrantRefused,
+    Incompatible,
     KvferryError,
     NodeLost,
     Overloaded,
+    StepFailed,
     TransferFailed,
 )
-from router.journey.ladder import MAX_FAILURES, Failure, Ladder, blamed
+from protocol.lease import NodeLease
+from router.journey.blame import Failure, blamed
+from router.journey.ladder import MAX_FAILURES, Ladder
 
-P1, P2, D1 = lease_of("p1", "prefill"), lease_of("p2", "prefill"), lease_of("d1", "decode")
+P1, P2 = lease_of("p1", "prefill"), lease_of("p2", "prefill")
+D1, D2 = lease_of("d1", "decode"), lease_of("d2", "decode")
 BOTH = {("p1", 1), ("p2", 1)}
 
 
 def test_the_whole_ladder() -> None:
     ladder = Ladder()
-    assert ladder.climb(Failure(0, NodeLost("x"), P1), 0, BOTH) == "same_prefill"
+    assert ladder.climb(Failure(0, KvferryError("x"), (P1,)), 0, BOTH) == "same_prefill"
     assert ladder.pinned == ("p1", 1)
-    assert ladder.climb(Failure(1, NodeLost("x"), P1), 0, BOTH) == "another_prefill"
+    assert ladder.climb(Failure(1, NodeLost("x"), (P1,)), 0, BOTH) == "another_prefill"
     assert ladder.pinned is None
-    assert ladder.climb(Failure(2, NodeLost("x"), P2), 0, BOTH) == "local_prefill"
+    assert ladder.climb(Failure(2, NodeLost("x"), (P2,)), 0, BOTH) == "local_prefill"
     assert ladder.local_only
-    assert ladder.climb(Failure(3, NodeLost("x"), D1), 0, BOTH) == "another_decode"
+    assert ladder.climb(Failure(3, NodeLost("x"), (D1,)), 0, BOTH) == "another_decode"
     assert ladder.excluded == {("p1", 1), ("p2", 1), ("d1", 1)}
 
 
 def test_not_the_same_prefill_once_tokens_are_out_or_it_is_gone() -> None:
-    assert Ladder().climb(Failure(0, NodeLost("x"), P1), 1, BOTH) == "another_prefill"
-    assert Ladder().climb(Failure(0, NodeLost("x"), P1), 0, {("p2", 1)}) == "another_prefill"
-    assert Ladder().climb(Failure(0, NodeLost("x"), P1), 0, ()) == "local_prefill"
+    assert Ladder().climb(Failure(0, NodeLost("x"), (P1,)), 1, BOTH) == "another_prefill"
+    assert Ladder().climb(Failure(0, NodeLost("x"), (P1,)), 0, {("p2", 1)}) == "another_prefill"
+    assert Ladder().climb(Failure(0, NodeLost("x"), (P1,)), 0, ()) == "local_prefill"
 
 
 @pytest.mark.parametrize("error", [ContextLengthExceeded("x"), DeadlineExceeded("x")])
 def test_hopeless_errors_pass(error: KvferryError) -> None:
     with pytest.raises(type(error)):
-        Ladder().climb(Failure(0, error, P1), 0, BOTH)
+        Ladder().climb(Failure(0, error, (P1,)), 0, BOTH)
+
+
+def test_what_breaks_the_steps_of_two_nodes_is_not_tried_at_a_third() -> None:
+    ladder = Ladder()
+    assert ladder.climb(Failure(0, StepFailed("x"), (P1,)), 0, BOTH) == "another_prefill"
+    with pytest.raises(StepFailed):
+        ladder.climb(Failure(1, StepFailed("x"), (P2,)), 0, BOTH)
 
 
 def test_failures_are_bounded_and_refusals_are_not_failures() -> None:
     ladder = Ladder()
     for _ in range(3 * MAX_FAILURES):
-        assert ladder.climb(Failure(0, GrantRefused("x"), D1), 0, ()) == "wait_for_room"
+        assert ladder.climb(Failure(0, GrantRefused("x"), (D1,)), 0, ()) == "wait_for_room"
     for _ in range(MAX_FAILURES - 1):
-        ladder.climb(Failure(0, NodeLost("x"), D1), 0, ())
+        ladder.climb(Failure(0, NodeLost("x"), (D1,)), 0, ())
     with pytest.raises(NodeLost):
-        ladder.climb(Failure(0, NodeLost("x"), D1), 0, ())
+        ladder.climb(Failure(0, NodeLost("x"), (D1,)), 0, ())
 
 
 @pytest.mark.parametrize(
     ("error", "reporter", "culprit"),
     [
-        (GrantRefused("x"), P1, D1),
-        (TransferFailed("x"), P1, P1),
-        (Overloaded("x"), P1, P1),
-        (TransferFailed("x"), D1, P1),
-        (NodeLost("x"), D1, P1),
-        (KvferryError("x"), D1, D1),
+        (GrantRefused("x"), P1, (D1,)),
+        (Overloaded("x"), P1, (P1,)),
+        (KvferryError("x"), D1, (D1,)),
+        (TransferFailed("x"), P1, (P1, D1)),
+        (NodeLost("x"), P1, (P1, D1)),
+        (Incompatible("x"), P1, (P1, D1)),
+        (TransferFailed("x"), D1, (P1, D1)),
+        (NodeLost("x"), D1, (P1, D1)),
     ],
 )
-def test_blame(error: KvferryError, reporter: object, culprit: object) -> None:
-    assert blamed(error, reporter, Placement(P1, D1, 0, 0.0, 0.0)) is culprit
+def test_blame(error: KvferryError, reporter: NodeLease, culprit: tuple[NodeLease, ...]) -> None:
+    assert blamed(error, reporter, Placement(P1, D1, 0, 0.0, 0.0)) == culprit
+
+
+def test_nobody_else_is_to_blame_without_a_pair_or_once_it_decodes() -> None:
+    assert blamed(NodeLost("x"), D1, Placement(None, D1, 0, 0.0, 0.0)) == (D1,)
+    assert blamed(NodeLost("x"), D1, Placement(P1, D1, 0, 0.0, 0.0), decoding=True) == (D1,)
+
+
+def test_a_pair_that_fails_is_avoided_and_its_nodes_are_not() -> None:
+    ladder = Ladder()
+    assert ladder.climb(Failure(0, TransferFailed("x"), (P1, D1)), 0, BOTH) == "another_pair"
+    assert ladder.broken == {(("p1", 1), ("d1", 1))}
+    assert not ladder.excluded
+    assert ladder.climb(Failure(1, TransferFailed("x"), (P2, D1)), 0, BOTH) == "another_pair"
+    assert ladder.climb(Failure(2, TransferFailed("x"), (P1, D2)), 0, BOTH) == "local_prefill"
+    assert ladder.local_only
+    ladder.forgive()
+    assert not ladder.broken

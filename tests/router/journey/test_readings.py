@@ -13,7 +13,8 @@ from fake_workers import CRASH, PROMPT, SILENCE, Bench, FakeWorker, collect, dec
 from waiting import until
 
 from protocol.errors import Cancelled, DeadlineExceeded
-from protocol.messages import FirstToken, Job, PrefillRequest, Reuse, StepFrame, TokenDelta
+from protocol.messages import FirstToken, Job, PrefillRequest, StepFrame, TokenDelta
+from protocol.reuse import Reuse
 from protocol.work import Embed
 from router.call import Call
 from router.journey.journey import RouterJourney

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
-from fake_workers import Bench, collect, decode, prefill
+from fake_workers import PROMPT, Bench, collect, decode, prefill
 
 import router.journey.model_cluster
+from benchmarks import placing
 from placement.terms import Demand, NodeView, Placement
 from protocol.errors import Overloaded
 from protocol.lease import Load
+from router.journey import held
 
 SHAPES = [(1, 2), (2, 1), (2, 2), (3, 2), (4, 4), (0, 2), (0, 3)]
 
@@ -41,7 +44,8 @@ async def test_one_request_after_another(prefills: int, decodes: int) -> None:
 @pytest.mark.parametrize(("prefills", "decodes"), SHAPES)
 async def test_all_at_once(prefills: int, decodes: int) -> None:
     async with cluster(prefills, decodes) as bench:
-        await asyncio.gather(*(collect(bench.start(3)) for _ in range(12)))
+        prompts = [(100 + i, *PROMPT[1:]) for i in range(12)]  # of which none is another's prefix
+        await asyncio.gather(*(collect(bench.start(3, prompt)) for prompt in prompts))
         assert even(works(bench, "prefill"))
         assert even(works(bench, "decode"))
 
@@ -71,7 +75,8 @@ async def test_a_request_is_placed_once(monkeypatch: pytest.MonkeyPatch) -> None
             assert len(placed) == count
 
 
-async def test_a_full_cluster_refuses_without_placing_and_without_asking_its_nodes() -> None:
+async def test_a_full_cluster_refuses_without_placing_and_without_asking_its_nodes(monkeypatch) -> None:
+    monkeypatch.setattr(held, "MOST_FULL", 0)
     full = Load(active_blocks=100, total_blocks=100, waiting_tokens=1400)
     async with Bench([decode(f"d{i}", changes={"load": full}) for i in range(3)]) as bench:
         entries, members = bench.nodes.entries, bench.cluster.group.members
@@ -81,3 +86,17 @@ async def test_a_full_cluster_refuses_without_placing_and_without_asking_its_nod
                 bench.start(2)
         finally:
             bench.nodes.entries, bench.cluster.group.members = entries, members
+
+
+async def test_of_hundreds_of_idle_nodes_each_has_its_turn() -> None:
+    """Through the router's own table: 250 equal nodes, each chosen as often as any."""
+    model = await placing.cluster(250, "idle")
+    chosen: Counter[str] = Counter()
+    for _ in range(2 * 125):
+        placement = model.place(Demand(1000), {})
+        for node in (placement.prefill, placement.decode):
+            assert node
+            chosen[node.node_id] += 1
+            model.nodes.entries[node.node_id, node.epoch].promise(1000, 0, lambda error: None).release()
+    assert set(chosen.values()) == {2}
+    assert len(chosen) == 250

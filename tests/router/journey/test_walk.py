@@ -11,7 +11,7 @@ from walk import Walk
 from protocol.messages import PrefillRequest
 
 
-async def test_six_files_from_a_spec_to_the_post_to_prefill() -> None:
+async def test_twenty_four_files_from_a_spec_to_the_post_to_prefill() -> None:
     walk = Walk("router", "placement")
 
     async def arrived(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -27,8 +27,26 @@ async def test_six_files_from_a_spec_to_the_post_to_prefill() -> None:
     assert set(walk.files) == {
         "router/journey/model_cluster.py",
         "router/journey/journey.py",
+        "router/journey/prefixes.py",
+        "router/journey/underway.py",
+        "router/journey/alarms.py",
+        "router/journey/jobs.py",
+        "router/journey/course.py",
+        "router/journey/held.py",
+        "router/journey/prediction.py",
+        "router/journey/chronicle.py",
+        "router/journey/race.py",
         "router/journey/attempt.py",
+        "router/journey/errands.py",
         "router/nodes/entry.py",
+        "router/nodes/book.py",
         "router/nodes/client.py",
+        "router/nodes/group.py",
+        "router/nodes/connection.py",
         "placement/place.py",
+        "placement/pairs.py",
+        "placement/terms.py",
+        "placement/blocks.py",
+        "placement/fetching.py",
+        "placement/worth.py",
     }

@@ -13,8 +13,9 @@ from placement.place import place
 from placement.terms import Demand
 from protocol.errors import KvferryError, NodeLost, NoNodes, Overloaded
 from protocol.lease import Load, NodeLease, Rates
-from protocol.messages import StepFrame, TokenDelta
-from router.nodes.entry import LEASE_LAG_POLLS, Book, Booking, NodeEntry, Part, Room
+from protocol.messages import Deviation, StepFrame, TokenDelta
+from router.nodes.book import LEASE_LAG_POLLS, Book
+from router.nodes.entry import Booking, NodeEntry, Part, Room
 
 
 def ignore(error: KvferryError) -> None:
@@ -148,3 +149,10 @@ def test_frames_are_dealt_to_who_listens() -> None:
     entry.deal(StepFrame(deltas))
     assert heard == [deltas[0]]
     assert not entry.idle
+
+
+def test_ships_that_were_wrong_are_told_of_once_each() -> None:
+    told = []
+    entry = NodeEntry(lease_of("d1", "decode"), Room("m"), lambda sender, here: told.append((sender, here)))
+    entry.deal(StepFrame(deviations=(Deviation("r1", ("p1", 3)), Deviation("r2", ("p2", 4)))))
+    assert told == [(("p1", 3), ("d1", 1)), (("p2", 4), ("d1", 1))]

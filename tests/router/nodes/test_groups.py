@@ -112,3 +112,13 @@ async def test_a_node_of_no_model_is_left_alone_and_told_of_once(
     await table.see(node("d1", "decode", "ckpt", "x"))
     await table.see(stranger, node("d1", "decode", "ckpt", "x"))
     assert len(caplog.records) == 2, "it left and came back"
+
+
+async def test_a_rollout_that_changes_the_fingerprint_ends_at_the_nodes_that_stay() -> None:
+    """However many of the old ones are there yet: the only one that decodes takes nothing any more."""
+    old = [node("p1", "prefill", "a"), node("p2", "prefill", "a"), node("d1", "decode", "a")]
+    new = replace(node("d2", "decode", "a", epoch=2), fingerprint="new")
+    table = Groups(A)
+    assert await table.see(*old, new) == [{"p1", "p2", "d1"}]
+    assert await table.see(*old[:2], replace(old[2], state="draining"), new) == [{"d2"}]
+    assert {lease.node_id for lease in table.groups[0].leases()} == {"p1", "p2", "d1", "d2"}

@@ -11,7 +11,8 @@ from fake_workers import lease_of
 
 from model_files.naming import ModelName
 from protocol.errors import NodeLost
-from protocol.lease import Load, NodeLease, Rates
+from protocol.layout import WIRE_VERSION
+from protocol.lease import Foreign, Load, NodeLease, Rates
 from protocol.metrics import RouterMetrics
 from router.nodes.entry import NodeEntry, Part
 from router.nodes.group import NodeGroup
@@ -19,6 +20,8 @@ from router.nodes.table import NodeTable
 
 
 class Registry:
+    foreign: tuple[Foreign, ...] = ()
+
     def __init__(self, *leases: NodeLease) -> None:
         self.leases, self.available = list(leases), True
 
@@ -93,6 +96,24 @@ async def test_a_new_epoch_is_another_node() -> None:
     assert ("d1", 2) in table.entries
 
 
+async def test_a_registry_that_went_back_in_time_takes_no_node_whose_stream_flows() -> None:
+    """After a failover to a replica that lagged, a lease of the process before may live for seconds."""
+    new = replace(D1, epoch=2)
+    table, told = Table(new), []
+    await table.poll()
+    table[new].promise(0, 1, told.append)
+    table[new].linked = True
+    for _ in range(8):
+        await table.poll(D1)
+    assert list(table.entries) == [("d1", 2)]
+    assert not told
+    assert table[new].lease.epoch == 2
+    table[new].linked = False
+    await table.poll(D1)
+    assert list(table.entries) == [("d1", 1)], "a clock was set back, and the registry lost its epochs"
+    assert len(told) == 1
+
+
 async def test_draining_is_not_lost() -> None:
     table = Table(D1)
     await table.poll()
@@ -109,7 +130,7 @@ async def test_registry_away_keeps_the_nodes_and_forgets_their_load() -> None:
     table.registry.available = False
     for _ in range(20):
         await table.poll()
-    assert not table.up
+    assert not table.contact.up
     assert table.metrics.registry_up._value.get() == 0
     view = table.group.members[0].view
     assert (view.waiting_tokens, view.streams, view.lease.load.free_blocks) == (0, 0, 50)
@@ -117,7 +138,7 @@ async def test_registry_away_keeps_the_nodes_and_forgets_their_load() -> None:
 
 async def test_a_registry_that_refuses_is_told_of_once_and_asked_ever_less(caplog: pytest.LogCaptureFixture) -> None:
     """Also before any node was known, when the table asks often."""
-    caplog.set_level("INFO", "router.nodes.table")
+    caplog.set_level("INFO", "router.nodes")
     table = Table()
     table.registry.available = False
     pauses = []
@@ -188,13 +209,33 @@ async def test_a_group_that_can_decode_beats_a_larger_one() -> None:
     assert table.ids() == {"d1"}
 
 
+async def test_a_stream_outranks_the_lease() -> None:
+    table, told = Table(P1, replace(D1, load=Load(total_blocks=10, free_blocks=7))), []
+    await table.poll()
+    table[D1].opened()
+    table[P1].opened()
+    table[D1].promise(0, 1, told.append)
+    for _ in range(20):
+        await table.poll(P1)
+    assert table.ids() == {"p1", "d1"}
+    assert table[D1].lease.load.free_blocks == 10, "what is not renewed is not reckoned with"
+    table[D1].pause()
+    await table.poll(P1)
+    assert table.ids() == {"p1", "d1"}
+    table[D1].broken(NodeLost("silent"))
+    await table.poll(P1)
+    assert table.ids() == {"p1"}
+    assert told
+
+
 async def test_suspicion_passes() -> None:
     table = Table(P1)
     await table.poll()
+    table[P1].opened()
     table.suspect(table[P1])
-    assert not table[P1].reachable(table.clock())
+    assert table.suspicion.shut().nodes == {("p1", 1)}
     table.clock.now += 2.1
-    assert table[P1].reachable(table.clock())
+    assert not table.suspicion.shut().nodes
 
 
 async def test_bookings_count_at_once_and_once() -> None:
@@ -244,6 +285,7 @@ async def test_a_lease_that_makes_no_sense_is_left_out_and_the_others_are_follow
     table[good].opened()
     await table.poll(good, bad)
     await table.poll(replace(good, state="draining"), bad, lease_of("p1", "prefill"))
+    table[P1].opened()
     assert table.ids() == {"d1", "p1"}
     assert table.group.room.total == Part(prefills=1)
 
@@ -282,3 +324,25 @@ async def test_following_the_registry_outlives_a_mistake(monkeypatch: pytest.Mon
     finally:
         await table.stop()
     assert calls[:3] == [2, 3, 4]
+
+
+async def test_nodes_of_another_wire_version_are_named_once_counted_and_not_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In a rolling upgrade one by one changes over."""
+    table = Table(lease_of("d1", "decode"), lease_of("d2", "decode"))
+    await table.poll(lease_of("d1", "decode"), lease_of("d2", "decode"))
+    table.registry.foreign = (Foreign("d2", "decode", WIRE_VERSION + 1),)
+    for _ in range(3):
+        await table.poll(lease_of("d1", "decode"))
+    said = [record.getMessage() for record in caplog.records if "wire version" in record.getMessage()]
+    (line,) = said
+    assert line.startswith(f"node d2 speaks wire version {WIRE_VERSION + 1} and this router {WIRE_VERSION}: not used")
+    assert {key[0] for key in table.entries} == {"d1"}
+    count = table.metrics.registry.get_sample_value
+    assert count("kvferry_nodes", {"role": "decode", "state": "incompatible"}) == 1
+    assert count("kvferry_nodes", {"role": "decode", "state": "ready"}) == 1
+    table.registry.foreign = ()
+    await table.poll(lease_of("d1", "decode"), lease_of("d2", "decode", 2))
+    assert count("kvferry_nodes", {"role": "decode", "state": "incompatible"}) == 0
+    assert ("d2", 2) in table.entries

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from fake_workers import Bench, decode, lease_of
+from fake_workers import Bench, decode, lease_of, prefill
 from waiting import until
 
-from protocol.errors import KvferryError, NodeLost
+from process.awake import LoopClock
+from protocol.errors import Fenced, KvferryError, NodeLost, StreamGone
 from protocol.lease import NodeLease
-from protocol.messages import AttemptFailed, StepFrame, TokenDelta
+from protocol.messages import AttemptFailed, Deviation, StepFrame, TokenDelta
+from protocol.names import NodeName
+from router.nodes import token_streams
 from router.nodes.client import NodeClient
 from router.nodes.entry import NodeEntry, Room
 from router.nodes.token_streams import TokenStreams
@@ -47,9 +52,20 @@ class Node:
 
     def __init__(self, *bodies: Body) -> None:
         self.bodies, self.asked = list(bodies), 0
+        self.after: list[int | None] = []
+        self.keeps = False
+        self.gone: KvferryError = StreamGone("nothing is kept")
 
-    async def stream(self, node: NodeLease, opened: Callable[[], None], deliver: Callable[[StepFrame], None]) -> None:
+    silence_s = 0.2
+    clock = staticmethod(time.monotonic)
+
+    async def stream(
+        self, node: NodeLease, after: int | None, opened: Callable[[], None], deliver: Callable[[StepFrame], None]
+    ) -> None:
         self.asked += 1
+        self.after.append(after)
+        if after is not None and not self.keeps:
+            raise self.gone
         if not self.bodies:
             raise NodeLost("refused")
         body = self.bodies.pop(0)
@@ -91,6 +107,21 @@ async def test_frames_are_dealt_out_by_request() -> None:
     assert isinstance(two.heard[-1], NodeLost)
 
 
+async def test_a_process_that_another_one_replaced_is_lost_at_once() -> None:
+    """It answers at the same address: waiting for silence would be in vain, and what it had cached is gone."""
+    body, listener = Body(), Listener()
+    node = Node(body)
+    node.gone = Fenced("another epoch")
+    streams, d1 = streams_to(node)
+    streams.keep([d1])
+    await until(lambda: d1.open)
+    d1.listeners["r1"] = listener
+    body.parts.put_nowait(None)
+    await until(lambda: listener.heard)
+    assert isinstance(listener.heard[-1], Fenced)
+    await streams.close()
+
+
 @pytest.mark.parametrize("end", [None, NodeLost("reset"), ValueError("unreadable")])
 async def test_a_broken_stream_fails_its_listeners_and_is_opened_again(end: Any) -> None:
     first, second = Body(), Body()
@@ -122,7 +153,7 @@ async def test_only_a_stream_that_requests_need_ends_with_a_warning(caplog: pyte
     second.parts.put_nowait(None)
     await until(lambda: len(caplog.records) == 2)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
-    assert "1 requests on it: d1 closed the token stream" in caplog.messages[1]
+    assert "1 requests on it: nothing is kept" in caplog.messages[1]
     await streams.close()
 
 
@@ -151,11 +182,108 @@ async def test_a_node_that_left_fails_its_listeners() -> None:
     await streams.close()
 
 
-async def test_silence_breaks_a_real_stream() -> None:
-    async with Bench([decode()], silence_s=0.4) as bench:
+async def test_a_stream_that_breaks_goes_on_and_nobody_notices() -> None:
+    first, second = Body(), Body()
+    node = Node(first, second)
+    node.keeps = True
+    streams, d1 = streams_to(node)
+    streams.keep([d1])
+    await until(lambda: d1.open)
+    listener = Listener()
+    d1.listeners["r1"] = listener
+    first.parts.put_nowait(replace(StepFrame((delta("r1"),)), number=1))
+    await until(lambda: len(listener.heard) == 1)
+    first.parts.put_nowait(NodeLost("reset"))
+    await until(lambda: node.asked == 2)
+    assert node.after == [None, 1]
+    for number in (1, 2):
+        second.parts.put_nowait(replace(StepFrame((delta("r1", number - 1),)), number=number))
+    await until(lambda: len(listener.heard) == 2)
+    assert listener.heard == [delta("r1", 0), delta("r1", 1)]
+    assert d1.open
+    await streams.close()
+
+
+async def test_a_frame_of_deviations_alone_has_a_number_too_and_counts_once() -> None:
+    first, second = Body(), Body()
+    node = Node(first, second)
+    node.keeps = True
+    streams, d1 = streams_to(node)
+    told: list[NodeName] = []
+    d1._corrupt = lambda sender, here: told.append(sender)
+    streams.keep([d1])
+    await until(lambda: d1.open)
+    frame = StepFrame(number=1, deviations=(Deviation("r1", ("p1", 1)),))
+    first.parts.put_nowait(frame)
+    await until(lambda: told)
+    first.parts.put_nowait(NodeLost("reset"))
+    await until(lambda: node.asked == 2)
+    second.parts.put_nowait(frame)
+    second.parts.put_nowait(StepFrame(number=2, deviations=(Deviation("r2", ("p2", 1)),)))
+    await until(lambda: len(told) > 1)
+    assert told == [("p1", 1), ("p2", 1)]
+    assert d1.open
+    await streams.close()
+
+
+async def test_a_frame_that_is_missing_is_not_passed_over() -> None:
+    body = Body()
+    node = Node(body)
+    node.keeps = True
+    streams, d1 = streams_to(node)
+    streams.keep([d1])
+    await until(lambda: d1.open)
+    listener = Listener()
+    d1.listeners["r1"] = listener
+    body.parts.put_nowait(replace(StepFrame((delta("r1"),)), number=2))
+    await until(lambda: bool(listener.heard))
+    assert isinstance(listener.heard[0], NodeLost)
+    await streams.close()
+
+
+async def test_a_node_that_stays_away_is_lost_after_a_while() -> None:
+    body = Body()
+    node = Node(body)
+    node.keeps = True
+    streams, d1 = streams_to(node)
+    streams.keep([d1])
+    await until(lambda: d1.open)
+    listener = Listener()
+    d1.listeners["r1"] = listener
+    body.parts.put_nowait(NodeLost("reset"))
+    await until(lambda: not d1.open)
+    assert d1.linked
+    assert listener.heard == []
+    assert 0.2 < await until(lambda: not d1.linked) < 2
+    assert isinstance(listener.heard[0], NodeLost)
+    await streams.close()
+
+
+async def test_frames_are_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_streams, "ACKNOWLEDGE_S", 0.05)
+    async with Bench([decode()]) as bench:
+        await until(lambda: len(bench["d1"].seen) > 2)
+
+
+async def test_a_router_that_stood_still_calls_nobody_dead() -> None:
+    async with Bench([decode(), prefill()], silence_s=0.4, clock=(clock := LoopClock(0.02)).now) as bench:
+        clock.start()
         listener = Listener()
         bench.nodes.entries[KEY].listeners["r1"] = listener
-        await asyncio.sleep(0.6)
+        for _ in range(3):
+            time.sleep(1.0)  # noqa: ASYNC251 - its nodes stand still with it
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        assert listener.heard == []
+        bench.nodes.entries[KEY].listeners.clear()
+        clock.stop()
+
+
+async def test_silence_breaks_a_real_stream() -> None:
+    async with Bench([decode()], silence_s=1.5) as bench:
+        listener = Listener()
+        bench.nodes.entries[KEY].listeners["r1"] = listener
+        await asyncio.sleep(2.0)
         assert listener.heard == []
         bench["d1"].frozen = True
         bench["d1"]._queues["router-test"].put_nowait(StepFrame())

@@ -109,6 +109,7 @@ def test_a_key_is_asked_for_and_kept(tab: Page) -> None:
     with served(Api(FakeCluster(says("Yes.")), api_key="secret").app) as url:
         tab.go(f"{url}/")
         tab.wait("document.activeElement.id === 'key'")
+        tab.wait("document.querySelector('[role=alert]')")
         assert "API key" in tab.evaluate("document.querySelector('[role=alert]').textContent")
         tab.type("secret")
         tab.press("Tab")

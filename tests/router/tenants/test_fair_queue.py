@@ -9,7 +9,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.tenants.fair_queue import FairQueue, Turn, Window
+from router.tenants.fair_queue import FairQueue
+from router.tenants.lane import Turn, Window
 from router.tenants.tenant import Tenant
 
 A, B = Tenant("a"), Tenant("b")
@@ -205,3 +206,61 @@ def test_nothing_is_lost_and_the_books_balance(wanted: list, shared: bool, chanc
     assert (queue.queued, queue._running, queue._sequences, queue._prompt) == (0, 0, 0, 0)
     for lane in queue._lanes.values():
         assert (lane.queued, lane.sequences, lane.prompt, round(lane.work)) == (0, 0, 0, 0)
+
+
+def test_a_newcomer_is_who_had_less_than_those_whose_requests_are_under_way() -> None:
+    queue, window = FairQueue(), Window(16, inf, shared=True)
+
+    def begun(tenant: Tenant) -> Turn:
+        queue.enter(tenant, 1, 100, 10)
+        turn = queue.next(window)
+        assert turn is not None
+        return turn
+
+    flood = [begun(A) for _ in range(6)]
+    assert not any(turn.newcomer for turn in flood), "who is alone is no newcomer"
+    first = begun(B)
+    assert first.newcomer
+    queue.leave(first, 100, 10)
+    for _ in range(40):
+        queue.leave(flood.pop(0), 100, 10)
+        flood.append(begun(A))
+        assert not flood[-1].newcomer
+    greedy = []
+    while len(greedy) < 100:
+        queue.enter(B, 1, 1000, 10)
+        turn = queue.next(window)
+        assert turn is not None
+        queue.leave(turn, 1000, 10)
+        greedy.append(turn.newcomer)
+    assert 1 <= sum(greedy) <= 16, "it had more than the flood then, whose work did not go on"
+
+
+def test_tenants_that_want_as_much_are_no_newcomers_to_each_other() -> None:
+    queue, window = FairQueue(), Window(16, inf, shared=True)
+    under_way: deque[Turn] = deque()
+    flags = []
+    for _ in range(200):
+        queue.enter(A, 1, 100, 10)
+        queue.enter(B, 1, 100, 10)
+        while (turn := queue.next(window)) is not None:
+            under_way.append(turn)
+            flags.append(turn.newcomer)
+        queue.leave(under_way.popleft(), 100, 10)
+    assert sum(flags[4:]) == 0
+
+
+def test_a_newcomer_stays_one_while_a_flood_that_came_at_once_is_worked_off() -> None:
+    """By start tags alone its second request had overtaken the flood's last one."""
+    queue, window = FairQueue(), Window(64, inf, shared=True)
+    for _ in range(40):
+        queue.enter(A, 1, 64, 64)
+    while queue.next(window) is not None:
+        pass
+    for _ in range(5):
+        queue.enter(B, 1, 512, 8)
+        turn = queue.next(window)
+        assert turn is not None
+        assert turn.newcomer
+        queue.compute(turn, 1.0)
+        queue.leave(turn, 512, 8)

@@ -133,10 +133,34 @@ async def test_a_deadline_that_cannot_be_met_is_told_at_once(monkeypatch: pytest
         turn = await task
     began = time.monotonic()
     with pytest.raises(Overloaded, match="before its deadline") as caught:
-        await queue.turns.take(A, call(0.05), SIZE)
-    assert time.monotonic() - began < 0.04
+        await queue.turns.take(A, call(0.4), SIZE)
+    assert time.monotonic() - began < 0.2
     assert caught.value.retry_after is not None
     assert 1.0 <= caught.value.retry_after < 60.0
+    for task in tasks[10:]:
+        task.cancel()
+
+
+async def test_who_waits_hears_that_its_turn_will_be_too_late_once_that_can_be_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rate was not known when it came: it had waited until its deadline."""
+    monkeypatch.setattr(turns_module, "WORTH_S", 0.2)
+    monkeypatch.setattr(turns_module, "LOOK_S", 0.05)
+    queue = Queue(1, shared=True)
+    turn = await queue.turns.take(A, call(), SIZE)
+    tasks = [asyncio.create_task(queue.turns.take(A, call(), SIZE)) for _ in range(200)]
+    await until(lambda: queue.waiting() == 200)
+    late = asyncio.create_task(queue.turns.take(A, call(3.0), SIZE))
+    began = time.monotonic()
+    for task in tasks[:10]:
+        await asyncio.sleep(0.04)
+        queue.turns.end(turn, 100, 10)
+        turn = await task
+    with pytest.raises(Overloaded, match="before its deadline"):
+        await late
+    assert time.monotonic() - began < 1.5
+    assert queue.waiting() == 190
     for task in tasks[10:]:
         task.cancel()
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from api_parts import error_of
@@ -87,3 +88,20 @@ def test_lines_without_end_and_without_bottom_are_at_fault(tmp_path: Path, monke
     assert isinstance(good, Row)
     assert isinstance(long, Wrong)
     assert (long.line, long.code) == (3, "line_too_long")
+
+
+async def test_a_file_that_is_deleted_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
+    at = api(tmp_path)
+    file_id = (await at.http.post("/v1/files", files=FILE, data={"purpose": "batch"})).json()["id"]
+    opened = FileStore.open
+
+    def then_deleted(store: FileStore, wanted: str) -> tuple[BinaryIO, int]:
+        found = opened(store, wanted)
+        store.delete(wanted)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileStore, "open", then_deleted)
+        answer = await at.http.get(f"/v1/files/{file_id}/content")
+    assert (answer.status_code, answer.content) == (200, b"no json")
+    assert (await at.http.get(f"/v1/files/{file_id}/content")).status_code == 404

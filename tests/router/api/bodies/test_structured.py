@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -22,12 +21,8 @@ TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "trigg
 
 
 @pytest.fixture
-async def api(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Api]:
-    made: list[Checker] = []
-    monkeypatch.setattr("router.api.pool.Checker", lambda vocabulary: made.append(Checker(vocabulary)) or made[-1])
-    yield Api(FakeCluster(says("x")))
-    for checker in made:
-        await checker.close()
+def api() -> Api:
+    return Api(FakeCluster(says("x")))
 
 
 def named(schema: Any, **more: Any) -> dict[str, Any]:

@@ -117,6 +117,25 @@ async def test_a_call_that_is_cut_keeps_what_there_is() -> None:
     assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"pla')
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+async def test_a_call_that_was_closed_in_time_is_whole_and_says_that_its_length_ended_it(choice: object) -> None:
+    asked = {"tools": TOOLS, "tool_choice": choice}
+    whole = (await api_of(CALL, finish="closed").chat(**asked)).json()["choices"][0]
+    chunks = events(await api_of(CALL, finish="closed").chat(**asked, stream=True))[:-1]
+    assert json.loads(whole["message"]["tool_calls"][0]["function"]["arguments"]) == {"place": "Oslo"}
+    for shown in (whole, chunks[-1]["choices"][0]):
+        assert (shown["finish_reason"], shown["stop_reason"]) == ("length", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_in_json_that_was_closed_in_time_is_complete(stream: bool) -> None:
+    response = await api_of('{"a": 1}', finish="closed").chat(
+        response_format={"type": "json_object"}, tools=TOOLS, stream=stream
+    )
+    shown = events(response)[-2]["choices"][0] if stream else response.json()["choices"][0]
+    assert (shown["finish_reason"], shown["stop_reason"]) == ("stop", "max_tokens")
+
+
 async def test_how_an_answer_with_calls_ends() -> None:
     """As OpenAI's and vLLM's: who named the tool is told `stop`."""
     named = {"type": "function", "function": {"name": "get_weather"}}

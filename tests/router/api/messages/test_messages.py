@@ -130,6 +130,12 @@ async def test_thoughts_text_and_calls_are_blocks_in_their_order(parsed: list[Pi
     assert message["stop_reason"] == "tool_use"
 
 
+async def test_an_answer_in_json_that_was_closed_in_time_is_a_turn_that_ended() -> None:
+    api = Api(FakeCluster(says('{"a": 1}', finish="closed")))
+    message = (await say(api)).json()
+    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
+
+
 async def test_reasons_to_stop() -> None:
     api = Api(FakeCluster(says(ANSWER)))
     cut = (await say(api, max_tokens=2)).json()

@@ -1,0 +1,56 @@
+"""What `kvferry health` asks: the process that a container runs, at the address of its own flags and variables."""
+
+from __future__ import annotations
+
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from cli.door import complain
+from process.address import dialable, host_port
+from protocol.errors import ConfigError
+
+PATIENCE_S = 4.0
+
+
+def ask(group: click.Group, pid: int, path: str) -> int:
+    """The exit status: 0 if the process answers 200 at this path, otherwise 1, with one line that says why."""
+    url = url_of(group, command_line(pid)) + path
+    # It is asked whether it answers, not who it is: no certificate is for the loopback address.
+    unchecked = ssl._create_unverified_context()
+    try:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S, context=unchecked) as answer:
+            answer.read()
+        return 0
+    except urllib.error.HTTPError as error:
+        complain(f"{url} answers {error.code}: {error.read(500).decode(errors='replace')}")
+    except OSError as error:
+        complain(f"{url} does not answer: {getattr(error, 'reason', error)}")
+    return 1
+
+
+def command_line(pid: int) -> list[str]:
+    """The arguments behind `kvferry` in the command line of a process, whatever inits stand before it. Raises
+    ConfigError where there is no kvferry."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+    except OSError as error:
+        raise ConfigError(f"cannot read the command line of process {pid}: {error.strerror}") from error
+    for at, word in enumerate(words):
+        if Path(word).name == "kvferry":
+            return words[at + 1 :]
+    raise ConfigError(f"process {pid} runs no kvferry: {' '.join(words)}")
+
+
+def url_of(group: click.Group, argv: Sequence[str]) -> str:
+    """Where this command line listens, by the same parser that it uses itself; variables count as they do there."""
+    command = group.commands[argv[0]]
+    settings = command.make_context(argv[0], list(argv[1:])).params
+    if not settings["port"]:
+        raise ConfigError(f"kvferry {argv[0]} listens on a port that the system chose; name one with --port")
+    scheme = "https" if settings.get("ssl_certfile") else "http"
+    return f"{scheme}://{host_port(dialable(settings['host']), settings['port'])}"

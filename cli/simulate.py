@@ -1,0 +1,113 @@
+"""`kvferry simulate` and `kvferry plan`: clusters that are not there yet."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from simulate.machine import Machine
+
+RATES = (
+    ("prefill-rate", "prefill_tokens_per_s", float, "prompt tokens that a node computes in a second"),
+    ("step", "step_s", float, "seconds of a decode step"),
+    ("stream-step", "stream_s", float, "seconds that each stream adds to a decode step"),
+    ("ship-rate", "ship_bytes_per_s", float, "bytes that a node's link moves in a second"),
+    ("block-size", "block_size", int, "tokens per KV block"),
+    ("block-bytes", "block_bytes", int, "bytes of a KV block"),
+    ("kv-blocks", "blocks", int, "KV blocks of a node"),
+    ("max-num-seqs", "max_num_seqs", int, "streams of a node at once"),
+)
+"""Flags of a node's rates: flag, field of Machine, type, help."""
+
+
+def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Flags of what one node does; those not given come from --calibrate, or are those of one large GPU."""
+    for name, field, kind, text in reversed(RATES):
+        command = click.option(f"--{name}", field, type=kind, help=text)(command)
+    command = click.option("--cluster", default="default", show_default=True, help="its --cluster")(command)
+    return click.option(
+        "--calibrate", metavar="URL", help="take the rates from the leases of the running cluster of this Redis"
+    )(command)
+
+
+def goal_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for name, default, text in (
+        ("itl", 0.05, "seconds between tokens that a request may take on average"),
+        ("ttft-ktoken", 0.25, "seconds more for each thousand tokens of its prompt"),
+        ("ttft", 1.0, "seconds to the first token that a request may take"),
+    ):
+        command = click.option(f"--{name}", type=float, default=default, show_default=True, help=text)(command)
+    return command
+
+
+@click.command()
+@click.option("--workload", multiple=True, help="generated workload, repeatable; default: all")
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="instead: JSON lines in Mooncake's form")
+@click.option("--policy", multiple=True, help="repeatable; default: all")
+@click.option("--prefill", default=8, show_default=True, type=click.IntRange(0, 100_000), help="prefill nodes")
+@click.option("--decode", default=8, show_default=True, type=click.IntRange(1, 100_000), help="decode nodes")
+@click.option("--requests", default=3000, show_default=True, type=click.IntRange(1), help="of each workload")
+@click.option("--load", default=1.0, show_default=True, type=float, help="times the usual rate of arrivals")
+@click.option("--seed", default=1, show_default=True, help="of the generators")
+@click.option("--eviction", default="lru", show_default=True, help="what leaves a full pool first: lru, s3fifo, gdsf")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="write an SVG with the figures there")
+@goal_options
+@machine_options
+def simulate(**options: Any) -> int:
+    """Compare placement policies on a virtual clock.
+
+    Requests go through the router's own node table, index and placement, and through simulated nodes with the engine's
+    own block pools. Beside it stand the rules of other routers, with the same nodes."""
+    from simulate.command import simulate_command
+
+    gc.enable()
+    machine = _machine(options)
+    return simulate_command(machine, click.echo, **options)
+
+
+@click.command()
+@click.option("--rate", required=True, type=float, help="requests per second")
+@click.option("--prompt", required=True, type=click.IntRange(1), help="tokens of a prompt, on average")
+@click.option("--output", required=True, type=click.IntRange(1), help="tokens of an output, on average")
+@click.option("--reuse", default=0.0, show_default=True, type=click.FloatRange(0, 0.99),
+              help="share of the prompts' tokens that is shared")  # fmt: skip
+@click.option(
+    "--share",
+    default=0.99,
+    show_default=True,
+    type=click.FloatRange(0.5, 1.0),
+    help="of requests that are to meet the goal",
+)
+@click.option("--requests", default=3000, show_default=True, type=click.IntRange(100), help="simulated for each check")
+@click.option("--seed", default=1, show_default=True, help="of the requests")
+@goal_options
+@machine_options
+def plan(**options: Any) -> int:
+    """Tell how many nodes of each role a load needs.
+
+    A first guess by arithmetic, then checked and corrected by simulation."""
+    from simulate.plan import plan_command
+
+    gc.enable()
+    machine = _machine(options)
+    return plan_command(machine, click.echo, **options)
+
+
+def _machine(options: dict[str, Any]) -> Machine:
+    """Of the options, which lose what it is made of. Raises ConfigError."""
+    from simulate.machine import Machine
+
+    given = {field: options.pop(field) for _, field, _, _ in RATES}
+    url, cluster, machine = options.pop("calibrate"), options.pop("cluster"), Machine()
+    if url:
+        from simulate.calibrate import calibrated, leases_of
+
+        machine = calibrated(asyncio.run(leases_of(url, cluster)), machine)
+    return dataclasses.replace(machine, **{field: value for field, value in given.items() if value is not None})

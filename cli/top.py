@@ -1,0 +1,118 @@
+"""`kvferry top`: a cluster as one router sees it, live in a terminal, or as one picture for a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import httpx
+from pydantic import ValidationError
+from rich.console import Console
+from rich.live import Live
+
+from cli.top_picture import picture
+from protocol.errors import KvferryError
+from router.dashboard.state import State
+from router.dashboard.units import seconds
+
+ANSWER_S = 5.0
+LEAVING, GONE = frozenset(b"qQ\x03"), b"q"
+"""Keys that leave; and what a terminal that is gone presses."""
+PIPE_WIDTH = 160
+"""Of a picture for what is no terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """What is watched: a running router, without /v1, with its key if it asks for one; and how often."""
+
+    url: str
+    api_key: str
+    interval: float
+
+
+class Unseen(KvferryError):
+    """There is no state to show, and why."""
+
+
+def fetch(client: httpx.Client, watching: Watching) -> State:
+    """The state as of now. Raises Unseen."""
+    headers = {"authorization": f"Bearer {watching.api_key}"} if watching.api_key else {}
+    try:
+        answer = client.get(f"{watching.url.rstrip('/')}/dashboard/state", headers=headers)
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeEncodeError) as error:
+        raise Unseen(f"no answer from {watching.url}: {error or type(error).__name__}") from error
+    if answer.status_code == 401:
+        raise Unseen(f"{watching.url} asks for an API key: give --api-key or KVFERRY_API_KEY")
+    try:
+        answer.raise_for_status()
+        return State.model_validate_json(answer.content)
+    except (httpx.HTTPStatusError, ValidationError) as error:
+        raise Unseen(f"{watching.url} is no router of this version: status {answer.status_code}") from error
+
+
+def run_top(watching: Watching, *, once: bool, console: Console | None = None) -> int:
+    """Returns when somebody presses q; after one picture where that is asked for, or nobody could see another one.
+    Raises Unseen if there is no first picture."""
+    console = console or Console()
+    with httpx.Client(timeout=ANSWER_S, trust_env=False) as client:
+        state = fetch(client, watching)
+        if once or not console.is_terminal:
+            if not console.is_terminal and "COLUMNS" not in os.environ:
+                console.width = PIPE_WIDTH
+            console.print(picture(state, console.width))
+            return 0
+        with keys() as pressed:
+            _show(console, client, watching, state, pressed)
+    return 0
+
+
+def _show(
+    console: Console, client: httpx.Client, watching: Watching, state: State, pressed: Callable[[float], bytes]
+) -> None:
+    """A picture every interval until it is left. A router that does not answer is waited for."""
+    trouble, heard = "", time.monotonic()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            shown = picture(state, console.width, console.height - 1, trouble)
+            live.update(shown, refresh=True)
+            if LEAVING & {*pressed(watching.interval)}:
+                return
+            try:
+                state, trouble, heard = fetch(client, watching), "", time.monotonic()
+            except Unseen as error:
+                trouble = f"as of {seconds(time.monotonic() - heard)} ago: {error.message}"
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[Callable[[float], bytes]]:
+    """What waits for so many seconds and returns the keys that were pressed: each at once, and without an echo. Where
+    the standard input is no terminal there are none."""
+    if not sys.stdin.isatty():
+        yield _no_keys
+        return
+    import termios
+    import tty
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+
+    def pressed(wait_s: float) -> bytes:
+        ready, _, _ = select.select([terminal], [], [], wait_s)
+        return (os.read(terminal, 64) or GONE) if ready else b""
+
+    try:
+        tty.setcbreak(terminal)
+        yield pressed
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _no_keys(wait_s: float) -> bytes:
+    time.sleep(wait_s)
+    return b""

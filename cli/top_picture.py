@@ -1,0 +1,209 @@
+"""What `kvferry top` draws: the state of a cluster as text for a terminal of any size. Names that came from clients are
+shown as text, whatever they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import compress
+
+from rich.console import Group, JustifyMethod, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from router.dashboard.state import Asked, Counts, Node, State, Suspect
+from router.dashboard.units import count, named, rate, seconds, share
+
+BAR, LEVELS = 24, " ▁▂▃▄▅▆▇█"
+KINDS = (("active", "█", "cyan"), ("granted", "▓", "yellow"), ("cached", "▒", "cyan"), ("free", "·", "dim"))
+"""Of blocks: what stands for them in a bar, also where there are no colours."""
+LINES = {"ship": ("═", "cyan"), "copy": ("┄", "yellow"), "move": ("━", "magenta")}
+"""Of transfers, by what they bring."""
+LATELY_S = 60.0
+SPARK = 40
+WIDE, TALL = 118, 10_000
+"""From so many columns on all is shown; and a height that leaves nothing out."""
+LEAST_ROWS = 3
+HEADS = 20
+"""Lines beside the rows of nodes, transfers, requests and events."""
+QUARANTINED = {"node": "suspected", "ships": "ships suspected", "quarantine": "quarantined"}
+
+
+def picture(state: State, width: int = WIDE, height: int = TALL, trouble: str = "") -> RenderableType:
+    """For a screen of so many columns and lines: no more rows than it takes, but some of each kind; where it is
+    not wide, without the columns that are wanted least. trouble: why this is old."""
+    narrow = width < WIDE
+    fixed = HEADS + len(state.nodes) + min(len(state.transfers), LEAST_ROWS) + len(state.suspects)
+    room = max(3 * LEAST_ROWS, height - fixed)
+    running = min(len(state.running), room // 3)
+    events = min(len(state.events), room // 4)
+    parts: list[RenderableType] = [
+        _head(state, trouble),
+        _numbers(state),
+        Rule("nodes", align="left", style="dim"),
+        _nodes(state.nodes, several=len(state.models) > 1, narrow=narrow),
+        _legend(),
+        Rule(f"transfers of the last {seconds(state.transfers_s)}", align="left", style="dim"),
+        _transfers(state, LEAST_ROWS if height < TALL else len(state.transfers)),
+        *map(_suspect, state.suspects),
+        Rule(f"under way: {state.running_total}", align="left", style="dim"),
+        _requests(state.running[:running], narrow=narrow),
+        Rule("recent requests", align="left", style="dim"),
+        _requests(state.recent[: room - running - events], narrow=narrow),
+        Rule("events", align="left", style="dim"),
+        _events(state, events),
+    ]
+    return Group(*parts)
+
+
+def _head(state: State, trouble: str) -> Text:
+    models = ", ".join(map(named, state.models))
+    head = Text.assemble(("kvferry top", "bold"), f"  {state.router}, version {named(state.version)}, up ")
+    head.append(f"{seconds(state.up_s)}, serves {models}")
+    if not state.registry:
+        head.append("  Redis does not answer", "bold red")
+    if trouble:
+        head.append(f"  {trouble}", "bold red")
+    return head
+
+
+def _numbers(state: State) -> Table:
+    window = Counts.of(state.points)
+    lately = Counts.of([point for point in state.points if point.ago_s < LATELY_S])
+    missed = sum(window.missed.values())
+    pace = count(lately.output / lately.seconds) if lately.seconds >= 1 else "–"
+    table = Table.grid(padding=(0, 3))
+    table.add_row(
+        _pair("running", str(state.running_total)),
+        _pair("waiting", str(state.queued)),
+        _pair("tokens/s", pace),
+        _pair("first token", seconds(lately.first_token_s)),
+        _pair("ended", count(state.total.requests)),
+        _pair("failed", count(state.total.failed), "red" if state.total.failed else ""),
+    )
+    reasons = ", ".join(f"{named(reason)} {count(tokens)}" for reason, tokens in window.missed.items() if tokens)
+    line = Text.assemble("hit rate ", (share(window.hit_rate), "bold cyan"), "  ", (spark(state.points), "cyan"), "  ")
+    line.append(f"of {count(sum(window.prompt.values()))} tokens in {seconds(window.seconds)}; missed ")
+    line.append(f"{count(missed)} of {count(window.predicted)}" + (f": {reasons}" if reasons else ""))
+    outer = Table.grid()
+    outer.add_row(table)
+    outer.add_row(line)
+    outer.add_row(Text.assemble("turned away: ", _reasons(window.refused), "   recoveries: ", _reasons(window.rungs)))
+    return outer
+
+
+def _reasons(numbers: Mapping[str, int]) -> tuple[str, str]:
+    """How many of each, and how they are shown."""
+    told = ", ".join(
+        f"{named(reason).replace('_', ' ')} {count(number)}" for reason, number in numbers.items() if number
+    )
+    return (told, "red") if told else ("none", "dim")
+
+
+def spark(points: Sequence[Counts]) -> str:
+    """The hit rate over time, in SPARK columns at most, the latest at the right; blank where there was no prompt."""
+    each = max(1, -(-len(points) // SPARK))
+    rates = [Counts.of(points[max(0, end - each) : end]).hit_rate for end in range(len(points), 0, -each)][::-1]
+    return "".join(" " if found is None else LEVELS[max(1, round(found * (len(LEVELS) - 1)))] for found in rates)
+
+
+def _pair(name: str, value: str, style: str = "") -> Text:
+    return Text.assemble((f"{name} ", "dim"), (value, f"bold {style}".strip()))
+
+
+def pool(node: Node, width: int = BAR) -> Text:
+    """The node's block pool as a bar. What there is of a kind is seen, if there is a cell for it."""
+    blocks, made = node.blocks, Text()
+    counts = {"active": blocks.active, "granted": blocks.granted, "cached": blocks.cached}
+    total, left = max(1, blocks.total, sum(counts.values())), width
+    for kind, sign, style in KINDS[:-1]:
+        cells = min(left, max(int(counts[kind] > 0), round(width * counts[kind] / total)))
+        made.append(sign * cells, style)
+        left -= cells
+    return made.append(KINDS[-1][1] * left, KINDS[-1][2])
+
+
+def _legend() -> Text:
+    return Text("  ").join(Text.assemble((sign * 2, style), f" {kind}") for kind, sign, style in KINDS)
+
+
+def _nodes(nodes: Sequence[Node], *, several: bool, narrow: bool) -> Table:
+    rows = Rows("node", "?model" if several else "-", "state", "pool", "?>blocks", ">running", ">waiting", ">own",
+                "?>tokens/s", "?>step", narrow=narrow)  # fmt: skip
+    for node in nodes:
+        most = f"/{node.most_running}" if node.most_running else ""
+        waiting = f"{node.waiting}" + (f" ({count(node.waiting_tokens)} tokens)" if node.waiting_tokens else "")
+        well = node.state == "ready" and not node.trouble
+        rows.add(
+            _text(node.id), _text(node.model), _text(node.trouble or node.state, "green" if well else "red"),
+            pool(node, BAR * 2 // 3 if narrow else BAR), count(node.blocks.total), f"{node.running}{most}", waiting,
+            str(node.streams), count(node.prefill_tokens_per_s), seconds(node.step_s),
+        )  # fmt: skip
+    return rows.table
+
+
+def _transfers(state: State, most: int) -> RenderableType:
+    if not state.transfers:
+        return Text("none", "dim")
+    table = Table.grid(padding=(0, 2))
+    highest = max(each.bytes_per_s for each in state.transfers) or 1.0
+    for each in state.transfers[:most]:
+        sign, style = LINES[each.kind]
+        line = sign * min(10, max(1, round(10 * each.bytes_per_s / highest))) + "▶"
+        names = {"ship": "ships", "copy": "copies", "move": "moves"}
+        told = f"{each.transfers} {names[each.kind]}, {count(each.blocks)} blocks"
+        told += f", {seconds(each.seconds)} each" if each.seconds is not None else ""
+        table.add_row(_text(each.source), Text(line, style), _text(each.target), rate(each.bytes_per_s), told)
+    return table
+
+
+def _suspect(each: Suspect) -> Text:
+    where = each.prefill if each.kind == "node" else f"{each.prefill or 'any'} → {each.decode or 'any'}"
+    return Text(f"{QUARANTINED[each.kind]}: {named(where)}, {seconds(each.seconds)} more", "red")
+
+
+def _requests(rows: Sequence[Asked], *, narrow: bool) -> RenderableType:
+    if not rows:
+        return Text("none", "dim")
+    made = Rows("request", "?tenant", "route", ">prompt", ">reused", ">output", "?>first", ">in all", "?>rungs",
+                "outcome", narrow=narrow)  # fmt: skip
+    for row in rows:
+        route = " → ".join(filter(None, (row.prefill, row.decode))) or "–"
+        reused = share(row.cached / row.prompt if row.prompt and row.first_token_s is not None else None)
+        well = row.outcome in ("running", "done", "cancelled")
+        made.add(
+            _text(row.id or "another tenant's"), _text(row.tenant), _text(route), str(row.prompt), reused,
+            str(row.output), seconds(row.first_token_s), seconds(row.seconds), str(row.rungs or ""),
+            _text(row.outcome, "" if well else "red"),
+        )  # fmt: skip
+    return made.table
+
+
+def _events(state: State, most: int) -> RenderableType:
+    if not state.events:
+        return Text("none", "dim")
+    rows = Rows(">ago", "what", "nodes", "request", "why")
+    for event in state.events[:most]:
+        words = (event.kind.replace("_", " "), ", ".join(event.nodes), event.request, event.told)
+        rows.add(seconds(event.ago_s), *map(_text, words))
+    return rows.table
+
+
+class Rows:
+    """A table with one line for each row. A head that begins with > stands above numbers; with ?, it is left out where
+    there is little room; with -, always."""
+
+    def __init__(self, *heads: str, narrow: bool = False) -> None:
+        self.table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+        self._kept = [head[0] != "-" and not (narrow and head[0] == "?") for head in heads]
+        for head in compress(heads, self._kept):
+            name = head.lstrip("?")
+            justify: JustifyMethod = "right" if name[0] == ">" else "left"
+            self.table.add_column(name.lstrip(">"), justify=justify, no_wrap=True)
+
+    def add(self, *cells: RenderableType) -> None:
+        self.table.add_row(*compress(cells, self._kept))
+
+
+def _text(value: str, style: str = "") -> Text:
+    return Text(named(value), style)

@@ -1,0 +1,67 @@
+"""What a request finds on a node and takes of it, in tokens and blocks: figures of a view, and of the router's sums."""
+
+from __future__ import annotations
+
+from placement.terms import Demand, NodeView
+from protocol.layout import blocks_for
+
+EXPECTED_OUTPUT = 128
+"""Tokens a running request is expected to hold its blocks for; used only while a decode node has no room."""
+SHORTEST_STEP_S = 1e-4
+
+
+def cached_len(node: NodeView, demand: Demand) -> int:
+    """Whole blocks only, unless it forks from a request there, and at least one token is always computed."""
+    if not node.cached_len and demand.beside is None:
+        return 0
+    if demand.beside is not None and node.key == demand.beside:
+        return demand.total_len - 1
+    return whole_len(node, demand)
+
+
+def whole_len(node: NodeView, demand: Demand) -> int:
+    """Tokens of the prompt that the node holds in whole blocks: one at least is always computed."""
+    size = node.lease.block_size
+    return min(node.cached_len, demand.total_len - 1) // size * size
+
+
+def uncached_len(node: NodeView, demand: Demand) -> int:
+    return demand.total_len - cached_len(node, demand)
+
+
+def shipped_blocks(node: NodeView, demand: Demand) -> int:
+    """Blocks of the prompt that a decode node does not hold."""
+    return blocks_for(demand.total_len, node.lease.block_size) - cached_len(node, demand) // node.lease.block_size
+
+
+def new_blocks(node: NodeView, demand: Demand) -> int:
+    """Blocks the request adds to a decode node's pool to run there."""
+    return blocks_for(demand.total_len + 1, node.lease.block_size) - cached_len(node, demand) // node.lease.block_size
+
+
+def missing_blocks(node: NodeView, demand: Demand) -> int:
+    """Blocks that must come back before the request can run."""
+    load, size, free = node.lease.load, node.lease.block_size, node.free_blocks
+    needed = blocks_for(demand.total_len + 1, size)
+    if needed <= free or load.total_blocks == 0:
+        return 0
+    held = cached_len(node, demand) // size
+    return needed - held - free - max(0, load.cached_blocks - held)
+
+
+def crowded(node: NodeView) -> bool:
+    """Whether requests wait there for blocks that others hold."""
+    load = node.lease.load
+    return load.total_blocks > 0 and (load.waiting_requests > 0 or node.free_blocks + load.cached_blocks < 0)
+
+
+def fits(node: NodeView, demand: Demand) -> bool:
+    return blocks_for(demand.total_len + 1, node.lease.block_size) <= node.total_blocks
+
+
+def freed_per_s(node: NodeView) -> float:
+    """Blocks that a decode node's requests give back in a second once all run that have room: those of a node that has
+    just started wait for it still, all at once."""
+    load = node.lease.load
+    busy = max(1, load.active_blocks, min(load.total_blocks, load.active_blocks + node.pending_blocks))
+    return busy / (EXPECTED_OUTPUT * max(node.lease.rates.step_s, SHORTEST_STEP_S))

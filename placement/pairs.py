@@ -1,0 +1,96 @@
+"""The cheapest pair of a prefill and a decode node, found without trying each: it relies on how a pair's cost grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+from operator import itemgetter
+
+from placement.terms import Demand, NodeView, unbroken
+from protocol.layout import blocks_for
+
+CHUNK_TOKENS = 256
+"""The last chunk of a prompt is shipped after its last token was computed, so its bytes are always exposed."""
+ROUNDING = 1 + 1e-9
+"""Sums of the same seconds in another order differ by less."""
+
+
+First = tuple[float, float, NodeView]
+"""A prefill node: seconds to the first token with what it is doubted, and those of computing. Plain tuples: there are
+as many as nodes, for each placement."""
+Ready = tuple[float, int, NodeView]
+"""A decode node: seconds from the first token on until it goes on, but for the ship, and blocks that it lacks."""
+
+
+def exposed_s(blocks: int, last: int, block_s: float, compute_s: float) -> float:
+    """Seconds of shipping `blocks` at `block_s` each that computing cannot hide: they travel while later ones are
+    computed, except the `last` ones, which the prompt's last chunk fills."""
+    return max(blocks * block_s - compute_s, min(blocks, last) * block_s)
+
+
+def pair_s(demand: Demand, first: First, ready: Ready) -> float:
+    """What a pair costs; inf where no blocks may go from the one to the other."""
+    (first_s, compute_s, prefill), (decode_s, blocks, decode) = first, ready
+    if demand.broken and not unbroken(demand, prefill.key, decode.key):
+        return inf
+    last = blocks_for(CHUNK_TOKENS, prefill.lease.block_size)
+    return first_s + decode_s + exposed_s(blocks, last, prefill.block_s, compute_s)
+
+
+def cheapest_pair(demand: Demand, firsts: Sequence[First], readies: Sequence[Ready]) -> tuple[float, First, Ready]:
+    """Its cost (inf: all are broken) and halves, as if every pair had been tried in turn order.
+
+    A decode node matters by its wait and the blocks it lacks. Whoever is beaten or equalled in both is left out: more
+    blocks never cost less. Without any of the prompt's blocks on decode one node is left, otherwise no more than there
+    are different lengths held. Each of these f is paired with prefill nodes from the soonest first token on, until the
+    two halves alone cost more than the best pair. Prefill nodes that are alike count once, as do those that lose by
+    their first token alone. O(p + d + f * q) for p prefill and d decode nodes, q of the former near the soonest. A
+    decode node that is part of a broken pair beats nobody: f grows by as many, and q to p.
+    """
+    wary = bool(demand.broken)
+    if not wary:
+        readies = _front(readies)
+        firsts = _near(demand, firsts, readies)
+    firsts = sorted(firsts, key=lambda first: (first[0], first[-1].turn))
+    best, fewest = (inf, firsts[0], readies[0]), inf
+    for ready in sorted(readies, key=lambda ready: (*ready[:2], ready[-1].turn)):
+        decode_s, blocks, _ = ready
+        if blocks >= fewest:
+            continue
+        whole = True
+        for first in firsts:
+            cost_s = pair_s(demand, first, ready)
+            if cost_s == inf:
+                whole = False
+            elif first[0] + decode_s > best[0]:
+                break
+            elif cost_s < best[0]:
+                best = (cost_s, first, ready)
+        if whole:
+            fewest = blocks
+    return best
+
+
+def _front(readies: Iterable[Ready]) -> list[Ready]:
+    """Of those that lack the same blocks the soonest, and of those the first in turn."""
+    front: dict[int, Ready] = {}
+    for ready in readies:
+        decode_s, blocks, node = ready
+        if (known := front.get(blocks)) is None or (decode_s, node.turn) < (known[0], known[-1].turn):
+            front[blocks] = ready
+    return list(front.values())
+
+
+def _near(demand: Demand, firsts: Sequence[First], front: Iterable[Ready]) -> list[First]:
+    """Those that may be the cheapest half of a pair; of those that no pair tells apart the first in turn."""
+    soonest = min(firsts, key=itemgetter(0))
+    limit_s = max(pair_s(demand, soonest, ready) - ready[0] for ready in front) * ROUNDING
+    near: dict[tuple[float, float, float, int], First] = {}
+    for first in firsts:
+        first_s, compute_s, node = first
+        if first_s <= limit_s:
+            kind = (first_s, compute_s, node.block_s, node.lease.block_size)
+            known = near.get(kind)
+            if known is None or node.turn < known[-1].turn:
+                near[kind] = first
+    return list(near.values())

@@ -1,0 +1,74 @@
+"""What machines ask of a router: whether it lives, whether it takes requests, its metrics, and where its nodes are."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from process.refusal import retry_headers
+from protocol.labels import ROLES
+from protocol.lease import NodeLease
+from protocol.metrics import RouterMetrics
+from router.api.answers import Health, Ready, Targets
+from router.api.documentation import answers
+from router.api.pool import Pools
+from router.page.page import chat_page
+
+ASKED = ("1", "true")
+NODES = {"name": "nodes", "in": "query", "required": False, "schema": {"type": "boolean"}}
+
+
+def probes(pools: Pools, metrics: RouterMetrics) -> APIRouter:
+    """Open to whoever asks: see OPEN_PATHS."""
+    router = APIRouter()
+
+    @router.get("/", summary="A page to talk to the model", response_class=HTMLResponse)
+    async def page() -> Response:
+        return chat_page()
+
+    @router.get("/health", summary="The process runs")
+    async def health() -> Health:
+        return Health(status="ok")
+
+    @router.get(
+        "/ready",
+        summary="The router takes requests, once Redis has told of nodes; with nodes=1, also: one could be placed now, "
+        "for one model at least",
+        responses=answers(Ready, 503),
+        openapi_extra={"parameters": [NODES]},
+    )
+    async def ready(request: Request, response: Response) -> Ready:
+        models = pools.ready()
+        nodes = {role: sum(counts[role] for counts in models.values()) for role in ROLES}
+        why = pools.trouble
+        if not nodes["decode"] and request.query_params.get("nodes") in ASKED:
+            why = why or "no node can serve yet"
+        if why:
+            response.status_code = 503
+            response.headers.update(retry_headers(503))
+        return Ready(status=why or "ready", nodes=nodes, models=models)
+
+    @router.get("/metrics", summary="Prometheus' text format", response_class=PlainTextResponse)
+    async def scrape() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def targets(pools: Pools) -> APIRouter:
+    """For Prometheus' `http_sd_configs`: nodes may have other ports after each start, which their leases tell."""
+    router = APIRouter()
+
+    @router.get("/targets", summary="Where the nodes' metrics are, for Prometheus' HTTP service discovery")
+    async def found() -> list[Targets]:
+        nodes = sorted((lease for pool in pools for lease in pool.cluster.leases()), key=lambda lease: lease.node_id)
+        return [Targets(targets=[urlsplit(node.http_url).netloc], labels=_labels(node)) for node in nodes]
+
+    return router
+
+
+def _labels(node: NodeLease) -> dict[str, str]:
+    return {"component": node.role, "node": node.node_id}

@@ -1,0 +1,140 @@
+"""The picture of what goes from node to node: prefill left, decode right, an arrow for each kind between two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+from router.dashboard.state import Node, Transfer
+
+SIDE, ROW, BOX, GAP = 8, 54, (150, 38), 250
+"""Nodes on one side, at most; the height of a row, a box, the room between the sides."""
+APART, LABEL, THICK = 15, 80, (1.5, 8.0)
+"""Of arrows: how far those at one box keep apart, the room for a label, and how thick the thinnest and the thickest."""
+BESIDE = 110
+"""Room at the right for arrows from one decode node to another, and at the left for those between prefill nodes."""
+LEFT, RIGHT = -1, 1
+"""Edges of a box."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A node, by its upper left corner."""
+
+    name: str
+    told: str
+    trouble: bool
+    x: float
+    y: float
+
+    def at(self, edge: int) -> float:
+        return self.x + (BOX[0] if edge == RIGHT else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """From one box to another, with its label's place."""
+
+    transfer: Transfer
+    path: str
+    width: float
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Of the transfers; `left_out`: nodes for which there is no room."""
+
+    width: float
+    height: float
+    boxes: list[Box]
+    arrows: list[Arrow]
+    left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A transfer, and at which edges of which boxes it begins and ends."""
+
+    transfer: Transfer
+    begins: tuple[str, int]
+    ends: tuple[str, int]
+
+
+def transfers(nodes: Sequence[Node], found: Sequence[Transfer]) -> Picture:
+    """Nodes with transfers come first where there are too many."""
+    busy = dict.fromkeys(name for each in found for name in (each.source, each.target))
+    sides = [_side([node for node in nodes if node.role == role], busy) for role in ("prefill", "decode")]
+    column = {node.id: number for number, side in enumerate(sides) for node in side}
+    lines = [_line(each, column) for each in found if {each.source, each.target} <= column.keys()]
+    at: dict[tuple[str, int], int] = {}
+    for place in (place for line in lines for place in (line.begins, line.ends)):
+        at[place] = at.get(place, 0) + 1
+    row_height = max(ROW, APART * max(at.values(), default=0) + 2 * APART)
+    rows, margin = max(1, *map(len, sides)), [_beside(lines, column, number) for number in (0, 1)]
+    boxes: dict[str, Box] = {}
+    for number, side in enumerate(sides):
+        above = (rows - len(side)) * row_height / 2
+        for row, node in enumerate(side):
+            y = above + row * row_height + (row_height - BOX[1]) / 2
+            x = 1 + margin[0] + number * (BOX[0] + GAP)
+            boxes[node.id] = Box(node.id, _load(node), bool(node.trouble), x, y)
+    width = 2 * BOX[0] + GAP + 2 + sum(margin)
+    left_out = len(nodes) - sum(map(len, sides))
+    return Picture(width, rows * row_height, list(boxes.values()), _arrows(lines, boxes), left_out)
+
+
+def _side(nodes: Sequence[Node], busy: Mapping[str, None]) -> list[Node]:
+    first = sorted(nodes, key=lambda node: node.id not in busy)[:SIDE]
+    return sorted(first, key=lambda node: node.id)
+
+
+def _load(node: Node) -> str:
+    waiting = f", {node.waiting} waiting" if node.waiting else ""
+    return node.trouble or f"{node.running} running{waiting}"
+
+
+def _line(each: Transfer, column: Mapping[str, int]) -> _Line:
+    """Across the middle, or out at the side where both nodes stand in one column."""
+    source, target = column[each.source], column[each.target]
+    begins, ends = (RIGHT, LEFT) if source < target else (LEFT, RIGHT)
+    if source == target:
+        begins = ends = RIGHT if source else LEFT
+    return _Line(each, (each.source, begins), (each.target, ends))
+
+
+def _beside(lines: Sequence[_Line], column: Mapping[str, int], number: int) -> int:
+    """Room for arrows between nodes of that column."""
+    pairs = [(column[line.transfer.source], column[line.transfer.target]) for line in lines]
+    return BESIDE if (number, number) in pairs else 0
+
+
+def _arrows(lines: Sequence[_Line], boxes: Mapping[str, Box]) -> list[Arrow]:
+    """Those at one edge of a box begin and end below each other, in the order of their other ends; where one ends is
+    its label."""
+    most = max((line.transfer.bytes_per_s for line in lines), default=0.0)
+    arrows = []
+    for line in lines:
+        y0, y1 = _height(line, line.begins, lines, boxes), _height(line, line.ends, lines, boxes)
+        (source, begins), (target, ends) = line.begins, line.ends
+        x0, x1 = boxes[source].at(begins) + 2 * begins, boxes[target].at(ends) + 9 * ends
+        straight = x1 + LABEL * ends
+        bend = straight if begins == ends else (x0 + straight) / 2
+        path = f"M{x0:.1f} {y0:.1f}C{bend:.1f} {y0:.1f} {bend:.1f} {y1:.1f} {straight:.1f} {y1:.1f}H{x1:.1f}"
+        width = THICK[0] + (THICK[1] - THICK[0]) * sqrt(line.transfer.bytes_per_s / most if most else 0)
+        arrows.append(Arrow(line.transfer, path, round(width, 2), round(x1 + LABEL / 2 * ends, 1), round(y1, 1)))
+    return arrows
+
+
+def _height(line: _Line, place: tuple[str, int], lines: Sequence[_Line], boxes: Mapping[str, Box]) -> float:
+    """Where it begins or ends at that edge, among all that do."""
+    others = [each for each in lines if place in (each.begins, each.ends)]
+
+    def order(each: _Line) -> tuple[float, str, str]:
+        other = each.ends if each.begins == place else each.begins
+        return boxes[other[0]].y, each.transfer.kind, other[0]
+
+    number = sorted(others, key=order).index(line)
+    return boxes[place[0]].y + BOX[1] / 2 + (number - (len(others) - 1) / 2) * APART

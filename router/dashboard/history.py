@@ -1,0 +1,122 @@
+"""The router's counters as they were: read now and then, so that nothing is done when they count."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter as Sums
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from protocol.metrics import RouterMetrics
+from router.dashboard.state import Counts
+
+EVERY_S, KEPT = 5.0, 121
+"""So often they are read, and so many readings are kept: of ten minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Of all that is shown over time, since the router started."""
+
+    at: float
+    statuses: Sums[str]
+    prompt: Sums[str]
+    missed: Sums[str]
+    predicted: int
+    output: int
+    first_tokens: int
+    first_token_s: float
+    refused: Sums[str] = field(default_factory=Sums)
+    rungs: Sums[str] = field(default_factory=Sums)
+
+    def since(self, before: Reading | None, now: float, began: float) -> Counts:
+        """What was counted after `before`, or since `began`."""
+        old = before or Reading(began, Sums(), Sums(), Sums(), 0, 0, 0, 0.0)
+        statuses = self.statuses - old.statuses
+        firsts = self.first_tokens - old.first_tokens
+        return Counts(
+            ago_s=now - self.at,
+            seconds=self.at - old.at,
+            requests=statuses.total(),
+            failed=sum(count for status, count in statuses.items() if status >= "500"),
+            prompt={source: self.prompt[source] - old.prompt[source] for source in self.prompt},
+            predicted=self.predicted - old.predicted,
+            missed={reason: self.missed[reason] - old.missed[reason] for reason in self.missed},
+            output=self.output - old.output,
+            first_tokens=firsts,
+            first_token_s=(self.first_token_s - old.first_token_s) / firsts if firsts else None,
+            refused=dict(self.refused - old.refused),
+            rungs=dict(self.rungs - old.rungs),
+        )
+
+
+class History:
+    """Of one router's metrics."""
+
+    def __init__(self, metrics: RouterMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics, self._clock = metrics, clock
+        self._began = clock()
+        self._readings: deque[Reading] = deque(maxlen=KEPT)
+
+    @asynccontextmanager
+    async def followed(self) -> AsyncIterator[None]:
+        """Read them until the end of the block."""
+        task = asyncio.create_task(self._follow(), name="history")
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _follow(self) -> None:
+        while True:
+            self.keep()
+            await asyncio.sleep(EVERY_S)
+
+    def keep(self) -> None:
+        """Read them once."""
+        self._readings.append(self._read())
+
+    def told(self) -> tuple[list[Counts], Counts]:
+        """From one reading to the next, up to now; and in all since the router started."""
+        now = self._read()
+        points = [after.since(before, now.at, self._began) for before, after in pairwise([*self._readings, now])]
+        return points, now.since(None, now.at, self._began)
+
+    def _read(self) -> Reading:
+        m = self._metrics
+        return Reading(
+            self._clock(),
+            sums(m.requests, "status"),
+            sums(m.prompt_tokens, "source"),
+            sums(m.reuse.misses, "reason"),
+            int(total(m.reuse.predicted)),
+            int(total(m.output_tokens)),
+            int(total(m.ttft, "_count")),
+            total(m.ttft, "_sum"),
+            sums(m.errors, "status", "code"),
+            sums(m.ladder, "rung"),
+        )
+
+
+def sums(metric: Counter, *labels: str) -> Sums[str]:
+    """By these labels, over all others; zeros are told too."""
+    found: Sums[str] = Sums()
+    for family in metric.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                found[" ".join(sample.labels[label] for label in labels)] += int(sample.value)
+    return found
+
+
+def total(metric: Counter | Gauge | Histogram, ending: str = "_total") -> float:
+    """Over all labels, of its samples whose name ends so."""
+    samples = (sample for family in metric.collect() for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name.endswith(ending))

@@ -1,0 +1,69 @@
+"""The dashboard as HTML: a page, and the view in it that is made anew for each look. All text is escaped."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from starlette.responses import HTMLResponse, Response
+
+from router.dashboard import drawings, flows, units
+from router.dashboard.state import Counts, State
+from router.page.policy import headers
+
+_FOLDER = Path(__file__).parent
+ASKS = '<p class="quiet">This router asks for an API key before it shows anything.</p>'
+LATELY_S = 60.0
+"""Speeds are of so long, shares of all that is remembered."""
+
+
+def whole_page(state: State | None) -> Response:
+    """With the state in it, for those without a script; None: what the script fetches needs a key."""
+    shell = _templates().get_template("dashboard.html")
+    inner = Markup(ASKS) if state is None else Markup(view(state))
+    return HTMLResponse(shell.render(view=inner), headers=headers(_shell()))
+
+
+def view(state: State) -> str:
+    """What is shown between the page's head and its script."""
+    sources, highest = drawings.stacked([point.prompt for point in state.points])
+    refusals, _ = drawings.stacked([point.refused for point in state.points])
+    misses, _ = drawings.stacked([point.missed for point in state.points])
+    window = Counts.of(state.points)
+    lately = Counts.of([point for point in state.points if point.ago_s < LATELY_S])
+    return (
+        _templates()
+        .get_template("view.html")
+        .render(
+            state=state,
+            several=len(state.models) > 1,
+            sources=sources,
+            highest=highest,
+            misses=misses,
+            refusals=refusals,
+            rungs={rung: number for rung, number in window.rungs.items() if number},
+            hit_path=drawings.hit_line(state.points),
+            picture=flows.transfers(state.nodes, state.transfers),
+            hit=window.hit_rate,
+            missed=sum(window.missed.values()) / window.predicted if window.predicted else None,
+            predicted=window.predicted,
+            window_s=window.seconds,
+            pace=lately.output / lately.seconds if lately.seconds >= 1 else None,
+            first_s=lately.first_token_s,
+        )
+    )
+
+
+@cache
+def _shell() -> str:
+    return (_FOLDER / "dashboard.html").read_text(encoding="utf-8")
+
+
+@cache
+def _templates() -> Environment:
+    made = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
+    made.filters |= {name: getattr(units, name) for name in ("seconds", "count", "rate", "share")}
+    made.filters["bar"] = drawings.bar
+    return made

@@ -1,0 +1,46 @@
+"""The dashboard's routes. The page is open, as the chat page is; what it shows needs a key where there are keys, and a
+tenant's own key shows no names of others' requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse
+
+from router.call import CALL
+from router.dashboard.board import Board
+from router.dashboard.page import view, whole_page
+from router.dashboard.state import State
+from router.tenants.keyring import Keyring
+
+FRESH = {"cache-control": "no-store"}
+
+
+def shown(board: Board, keyring: Keyring) -> APIRouter:
+    """What is asked for by those with a key."""
+    router = APIRouter()
+
+    def state(request: Request) -> State:
+        return board.state(request.scope[CALL].tenant or None if keyring.guards else None)
+
+    @router.get("/dashboard/state", summary="The cluster as this router sees it", response_model=State)
+    async def as_json(request: Request) -> Response:
+        return Response(state(request).model_dump_json(), media_type="application/json", headers=FRESH)
+
+    @router.get("/dashboard/view", summary="The same as a part of a page", response_class=HTMLResponse)
+    async def as_html(request: Request) -> Response:
+        return HTMLResponse(await asyncio.to_thread(view, state(request)), headers=FRESH)
+
+    return router
+
+
+def page(board: Board, keyring: Keyring) -> APIRouter:
+    """The page around it."""
+    router = APIRouter()
+
+    @router.get("/dashboard", summary="A page that shows the cluster live", response_class=HTMLResponse)
+    async def dashboard() -> Response:
+        return await asyncio.to_thread(whole_page, None if keyring.guards else board.state())
+
+    return router

@@ -1,0 +1,65 @@
+"""What a router that drains answers on new connections: how it is, to those who watch it, and that it takes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+
+from process.connection_limits import Limits
+from process.connections import guarded
+from process.http import Server, make_app, serve_metrics
+from process.refusal import retry_headers
+from protocol.errors import Draining
+from protocol.metrics import RouterMetrics
+
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    sock: socket.socket, leaving: Server, metrics: RouterMetrics, tls: dict[str, Any], limits: Limits
+) -> AsyncIterator[None]:
+    """While the server of the listening socket is `leaving`, its place is taken on that very socket: no connection is
+    refused in between. The socket's last owner closes it."""
+    config = uvicorn.Config(
+        _app(metrics), **tls, http=guarded(limits), ws="none", lifespan="off", log_config=None, access_log=False,
+        server_header=False, timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    config.load()
+    server = Server(config, handshake_s=limits.header_s)
+    spare = sock.dup()
+
+    async def serve() -> None:
+        while any(each.is_serving() for each in leaving.servers):  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.01)
+        await server.serve(sockets=[spare])
+
+    serving = asyncio.create_task(serve())
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        if not server.started:
+            serving.cancel()
+        await asyncio.wait((serving,))
+        spare.close()
+
+
+def _app(metrics: RouterMetrics) -> FastAPI:
+    """Alive, not ready, to be scraped; what else is asked is asked in vain."""
+    app = make_app(lambda: (200, {"status": "draining"}), lambda: "it is draining")
+    serve_metrics(app, metrics.registry, lambda: None)
+
+    @app.api_route("/{path:path}", methods=METHODS)
+    async def refuse(path: str) -> Response:
+        error = Draining("this router is draining and takes no new requests")
+        return JSONResponse(error.body(), error.status, {**retry_headers(error.status), "connection": "close"})
+
+    return app

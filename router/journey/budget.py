@@ -1,0 +1,30 @@
+"""How much may be tried again, of all that is asked for: retries must not become the load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class RetryBudget:
+    """A bucket that each request fills by a share of one retry, and time by `floor_per_s`, up to `most`.
+
+    requests   how many there were; counted by its owner
+    """
+
+    def __init__(
+        self, share: float, floor_per_s: float, most: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.requests = 0
+        self._share, self._floor, self._most, self._clock = share, floor_per_s, most, clock
+        self._left, self._counted, self._at = most, 0, clock()
+
+    def spend(self) -> bool:
+        """Whether there may be one more."""
+        now = self._clock()
+        earned = self._share * (self.requests - self._counted) + self._floor * (now - self._at)
+        self._left, self._counted, self._at = min(self._most, self._left + earned), self.requests, now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True

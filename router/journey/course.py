@@ -1,0 +1,155 @@
+"""Where the attempts of one request go, by what became of the earlier ones."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from placement.refusals import too_late
+from placement.terms import Demand, NodeKey, Placement
+from protocol.errors import GrantRefused, KvferryError, NodeDied, NoNodes, Overloaded
+from protocol.lease import NodeLease
+from router.journey import jobs
+from router.journey.alarms import Patience
+from router.journey.blame import Failure
+from router.journey.deaths import Suspect
+from router.journey.ladder import Ladder
+from router.journey.ports import Ground
+from router.journey.spec import RequestSpec
+from router.nodes.entry import node_key
+
+log = logging.getLogger(__name__)
+
+
+class Course:
+    """Chosen anew for each attempt. `delivered`: the output tokens that are out, which grow; `end` must be called."""
+
+    def __init__(self, spec: RequestSpec, ground: Ground, delivered: list[int]) -> None:
+        self.patience = Patience(ground.patience_s)
+        self._spec, self._ground, self._delivered = spec, ground, delivered
+        self._ladder, self._suspect = Ladder(), Suspect()
+        self._failure: KvferryError | None = None
+        self._unpaid = False
+        self._held: dict[NodeKey, int] = {}
+        self._hashes: Sequence[bytes] = ()
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        """Of the full blocks of all tokens, as of `reuse`."""
+        return self._hashes
+
+    async def reuse(self) -> dict[str, int]:
+        """Leading blocks of all tokens so far that nodes hold, by node id."""
+        group = self._ground.group.members
+        token_ids = self._spec.token_ids + tuple(self._delivered)
+        self._hashes = jobs.hashes(self._spec, token_ids, group[0].lease) if group else ()
+        return await self._ground.reuse(self._hashes, self._held)
+
+    def place(self, reuse: dict[str, int], left_s: float) -> Placement | None:
+        """Of the next attempt. None: nothing can take it now, and it waits, for a node or for room. A cluster that
+        would be late says so to newcomers at once, and so does one that is full and for which many wait already.
+        Raises NoNodes, Overloaded and ContextLengthExceeded."""
+        demand = self._demand()
+        try:
+            self._pay()
+            placement = self._ground.place(demand, reuse)
+        except (NoNodes, Overloaded) as error:
+            if self._failure is None and isinstance(error, Overloaded) and not self._ground.held.takes(self):
+                raise
+            if self.patience.over(left_s):
+                raise self._hopeless(error) from self._failure
+            if not self._unpaid:
+                self._ladder.forgive()
+            self._ground.held.enter(self, demand.total_len)
+            return None
+        self._ground.held.leave(self)
+        if self._failure is None and placement.first_token_s > left_s > 0:
+            raise too_late(placement.first_token_s - left_s)
+        return placement
+
+    def elsewhere(self, late: Placement, reuse: dict[str, int]) -> Placement | None:
+        """On none of the nodes of an attempt that is late, else not on that which computes its prompt; None where that
+        cannot be."""
+        keys = [node_key(node) for node in (late.prefill, late.decode) if node]
+        demand = replace(self._demand(), pinned=None)
+        for avoided in (keys, keys[:1]):
+            with contextlib.suppress(NoNodes, Overloaded):
+                return self._ground.place(replace(demand, excluded=demand.excluded | {*avoided}), reuse)
+        return None
+
+    def onward(self, leaving: Placement, avoided: Collection[NodeKey], reuse: dict[str, int]) -> Placement | None:
+        """To another decode node than the one that drains, where its stream goes on; None: there is none now, or those
+        that there are cannot read its blocks, as in a rollout that changes the fingerprint."""
+        assert leaving.decode
+        if all(entry.lease.fingerprint != leaving.decode.fingerprint for entry in self._ground.group.members):
+            return None
+        demand, source = self._demand(), node_key(leaving.decode)
+        moves = replace(
+            demand, excluded=demand.excluded | {*avoided, source}, pinned=None, local_only=True, source=source
+        )
+        with contextlib.suppress(NoNodes, Overloaded):
+            return self._ground.place(moves, reuse)
+        return None
+
+    def goes_to(self, nodes: Collection[NodeKey]) -> None:
+        """Its attempts are there now."""
+        if self._suspect.losses:
+            self._ground.deaths.move(self._suspect, nodes)
+
+    def failed(self, failure: Failure, others: Collection[NodeKey]) -> str:
+        """Climb the ladder; the rung is returned. `others`: where another attempt goes on. Raises the error if no other
+        attempt can help."""
+        died = isinstance(failure.error, NodeDied)
+        culprit = node_key(failure.culprits[0])
+        if died:
+            self._ground.deaths.died(culprit, self._suspect, len(self._delivered))
+        self.goes_to(others)
+        self._failure, self._unpaid = failure.error, not died and not self._delivered
+        prefills = self._ground.able("prefill", culprit, self._spec.adapter)
+        return self._ladder.climb(failure, len(self._delivered), prefills)
+
+    def got_on(self) -> None:
+        """Tokens came."""
+        self.patience.rest()
+        if self._suspect.losses and self._suspect.cleared_by(len(self._delivered)):
+            self._ground.deaths.clear(self._suspect)
+
+    def computed(self, node: NodeLease, other: NodeLease | None) -> None:
+        """The prompt, there: it is held there for a while, whatever the index knows, and at the other to which it is
+        shipped."""
+        self._held[node_key(node)] = len(self._spec.token_ids) // node.block_size
+        self._ground.remember(self._hashes, [each for each in (node, other) if each])
+
+    def end(self) -> None:
+        self._ground.held.leave(self)
+        if self._suspect.losses:
+            self._ground.deaths.clear(self._suspect)
+
+    def _demand(self) -> Demand:
+        fork, deaths, ladder = self._spec.fork_of, self._ground.deaths, self._ladder
+        barred = deaths.barred(self._suspect) if deaths.any else set()
+        return Demand(
+            total_len=len(self._spec.token_ids) + len(self._delivered),
+            prompt_only=self._spec.work.ends_on_prompt(len(self._delivered)),
+            excluded=frozenset(ladder.excluded | barred),
+            broken=frozenset(ladder.broken),
+            doubts=deaths.doubts(self._suspect) if deaths.any else {},
+            recovers=bool(self._delivered),
+            pinned=ladder.pinned,
+            local_only=ladder.local_only,
+            beside=fork.node if fork and not self._delivered else None,
+            adapter=self._spec.adapter,
+        )
+
+    def _pay(self) -> None:
+        """For trying again what has not begun and whose node did not die: then nothing is done twice but by chance."""
+        if self._unpaid and not self._ground.retries.spend():
+            raise Overloaded("too much is tried again at once", retry_after=1.0)
+        self._unpaid = False
+
+    def _hopeless(self, error: KvferryError) -> KvferryError:
+        if isinstance(self._failure, GrantRefused | Overloaded):
+            return Overloaded("every decode node is full", retry_after=error.retry_after or 1.0)
+        return error

@@ -1,0 +1,64 @@
+"""Pairs of nodes between which blocks arrive with other bytes than were sent, or than the receiver computes itself:
+memory, a card or a wire is going bad, or one of them is set up wrongly.
+
+A checksum finds the one and another attempt computes the blocks anew, so no client notices; but not all blocks need
+have a checksum, and what goes bad gets worse. Of the other a canary finds some. One corrupt ship may be chance, and
+what works in between proves nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from placement.terms import NodeKey, Pair
+
+log = logging.getLogger(__name__)
+
+MOST, WITHIN_S = 3, 600.0
+"""So many corrupt ships in that time end in a quarantine, which lasts as long."""
+
+
+class Quarantine:
+    """`corrupt` counts for the pair, and for each of its nodes once that has it with more than one other; false while
+    nobody is in it. clock: seconds, monotonic; on_begin: told of every quarantine."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, on_begin: Callable[[], None] | None = None) -> None:
+        self._clock, self._on_begin = clock, on_begin
+        self._seen: deque[tuple[float, NodeKey, NodeKey]] = deque(maxlen=1000)
+        self._until: dict[Pair, float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._until)
+
+    def corrupt(self, prefill: NodeKey, decode: NodeKey) -> None:
+        """A ship from the one to the other was."""
+        now = self._clock()
+        self._seen.append((now, prefill, decode))
+        recent = [(p, d) for at, p, d in self._seen if now - at <= WITHIN_S]
+        sent = [d for p, d in recent if p == prefill]
+        received = [p for p, d in recent if d == decode]
+        subjects: tuple[tuple[Pair, int, int], ...] = (
+            ((prefill, decode), sent.count(decode), MOST),
+            ((prefill, None), len(sent), MOST if len(set(sent)) > 1 else len(sent) + 1),
+            ((None, decode), len(received), MOST if len(set(received)) > 1 else len(received) + 1),
+        )
+        for subject, count, most in subjects:
+            if count >= most and self._until.get(subject, 0.0) <= now:
+                log.warning("%s: %d ships were corrupt or wrong: none for %g s", subject, count, WITHIN_S)
+                self._until[subject] = now + WITHIN_S
+                if self._on_begin is not None:
+                    self._on_begin()
+
+    def left(self) -> dict[Pair, float]:
+        """Those in it now, and for how many seconds still."""
+        now = self._clock()
+        return {subject: until - now for subject, until in self._until.items() if until > now}
+
+    def shut(self) -> frozenset[Pair]:
+        """Those in it now."""
+        now = self._clock()
+        self._until = {subject: until for subject, until in self._until.items() if until > now}
+        return frozenset(self._until)

@@ -1,0 +1,169 @@
+"""Where chat templates run: they are programs out of a model's files. Jinja's own sandbox keeps them from the process's
+objects; this one also keeps them from loops without end and from texts that no memory holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from jinja2 import TemplateError, nodes, pass_context
+from jinja2.environment import Template
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+MAX_TURNS = 500_000
+"""Of one rendering: each turn of a loop, each call, and each 8 KiB of a text or list that an operation makes."""
+MAX_LENGTH = 1 << 24
+"""Of a text or list that an operation makes."""
+MAX_NUMBER = 1 << 20
+"""That a filter or a method is given: it may be a width or a count."""
+_BYTES_A_TURN = 8192
+_WIDTH = re.compile(r"\d{6}|\*")
+_TURNS, _CONCATENATED = "kvferry turns", "kvferry concatenated"
+"""Names that no template can spell."""
+
+
+class _BoundedTemplate(Template):
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        """Each rendering has turns of its own."""
+        return super().render(*args, **{**kwargs, _TURNS: [MAX_TURNS]})
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """What goes beyond the bounds raises TemplateError."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    template_class = _BoundedTemplate
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.filters = {name: _bounded(each) for name, each in self.filters.items()}
+        self.filters |= {_TURNS: _counted, _CONCATENATED: _concatenated}
+        del self.globals["lipsum"]
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Bounding().visit(super()._parse(source, name, filename))
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "%" and isinstance(left, str):
+            _check_widths(left)
+        elif operator == "**":
+            _check_numbers((left, right))
+            if isinstance(right, int) and right > 64:
+                raise TemplateError(f"an exponent of {right} is too large")
+        elif operator == "*":
+            _spend(context, max(_times(left, right), _times(right, left)))
+        elif operator == "+" and isinstance(left, Sequence) and isinstance(right, Sequence):
+            _spend(context, len(left) + len(right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_numbers((*args, *kwargs.values()))
+        text = getattr(__obj, "__self__", None)
+        if isinstance(text, str):
+            _check_call(text, __obj.__name__, args)
+        if isinstance(__obj, LoopContext):  # a loop that goes on with what it is called with
+            args = (_counted(__context, args[0]), *args[1:]) if args else args
+        found = super().call(__context, __obj, *args, **kwargs)
+        _spend(__context, len(found) if isinstance(found, str) else 0)
+        return found
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_widths(value.__self__)
+        return wrapped
+
+
+class _Bounding(NodeTransformer):
+    """Makes loops count their turns, and `a ~ b` know its length."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        node.iter = nodes.Filter(node.iter, _TURNS, [], [], None, None)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+        self.generic_visit(node)
+        return nodes.Filter(nodes.List(node.nodes), _CONCATENATED, [], [], None, None)
+
+
+def _spend(context: Context, length: int) -> None:
+    """One turn, and those of a text or list of that length."""
+    if length > MAX_LENGTH:
+        raise TemplateError(f"a text or list of {length} parts is too long; the limit is {MAX_LENGTH}")
+    left = context.get(_TURNS)
+    if left is None:
+        return
+    left[0] -= 1 + length // _BYTES_A_TURN
+    if left[0] < 0:
+        raise TemplateError(f"it takes more than {MAX_TURNS} turns of loops")
+
+
+@pass_context
+def _counted(context: Context, items: Any) -> Any:
+    """The items of a loop, as long as there are turns."""
+    return _turning(context, items) if isinstance(items, Iterable) else items
+
+
+def _turning(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        _spend(context, 0)
+        yield item
+
+
+@pass_context
+def _concatenated(context: Context, parts: Sequence[Any]) -> str:
+    texts = [str(part) for part in parts]
+    _spend(context, sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose arguments are within bounds. Its value, which is not checked, comes behind what jinja passes."""
+    before = 1 + hasattr(function, "jinja_pass_arg")
+
+    @functools.wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        _check_numbers((*args[before:], *kwargs.values()))
+        if len(args) >= before and isinstance(args[before - 1], str | list):
+            _check_call(args[before - 1], function.__name__.removeprefix("do_").removeprefix("sync_do_"), args[before:])
+        return function(*args, **kwargs)
+
+    return bounded
+
+
+def _check_call(value: str | list[Any], name: str, args: Sequence[Any]) -> None:
+    """Of a method or filter of a text, or of a list: what it will make is not too long."""
+    if name == "format" and isinstance(value, str):
+        _check_widths(value)
+        return
+    lengths = [len(each) for each in args if isinstance(each, Sequence)]
+    made = 0
+    if name == "replace" and len(args) > 1 and isinstance(value, str):
+        made = value.count(str(args[0])) * len(str(args[1]))
+    elif name in ("join", "indent", "expandtabs") and lengths:
+        made = len(value) * max(lengths)
+    if made > 4 * MAX_LENGTH:
+        raise TemplateError(f"{name} would make a text that is too long; the limit is {MAX_LENGTH}")
+
+
+def _check_widths(form: str) -> None:
+    if _WIDTH.search(form):
+        raise TemplateError("a format's width is too large")
+
+
+def _check_numbers(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, int) and abs(value) > MAX_NUMBER:
+            raise TemplateError(f"a number is too large; the limit is {MAX_NUMBER}")
+
+
+def _times(value: Any, times: Any) -> int:
+    """How long `value` is when repeated."""
+    return len(value) * max(0, times) if isinstance(times, int) and isinstance(value, Sequence) else 0

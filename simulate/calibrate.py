@@ -1,0 +1,52 @@
+"""A machine's rates from a cluster that runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from cluster_state.redis_store import RedisStore
+from placement.terms import STREAM_SHARE
+from protocol.errors import ConfigError
+from protocol.lease import NodeLease
+from simulate.machine import Machine
+
+
+async def leases_of(redis_url: str, cluster: str = "default") -> list[NodeLease]:
+    """Of the nodes of that cluster that are ready. Raises ConfigError where there are none, RegistryUnavailable."""
+    store = RedisStore(redis_url, cluster)
+    try:
+        leases = [lease for lease in await store.nodes() if lease.state == "ready"]
+    finally:
+        await store.close()
+    if not leases:
+        raise ConfigError(f"no node is ready in {redis_url}", param="calibrate")
+    return leases
+
+
+def calibrated(leases: Sequence[NodeLease], machine: Machine) -> Machine:
+    """`machine` with what the leases tell: medians over the nodes, of prompts over those that compute them. A step's
+    share for each stream is what placement takes it for."""
+    decodes = [lease for lease in leases if lease.role == "decode"]
+    prefills = [lease for lease in leases if lease.role == "prefill"] or decodes
+    if not decodes:
+        raise ConfigError("no decode node is ready", param="calibrate")
+    first = decodes[0]
+    streams = max(1.0, _median(lease.load.running_requests for lease in decodes))
+    alone_s = _median(lease.rates.step_s for lease in decodes) / (1 + STREAM_SHARE * (streams - 1))
+    return replace(
+        machine,
+        prefill_tokens_per_s=_median(lease.rates.prefill_tokens_per_s for lease in prefills),
+        step_s=alone_s * (1 - STREAM_SHARE),
+        stream_s=alone_s * STREAM_SHARE,
+        ship_bytes_per_s=_median(lease.rates.ship_bytes_per_s for lease in prefills),
+        block_size=first.block_size,
+        block_bytes=first.block_bytes,
+        blocks=max(1, int(_median(lease.load.total_blocks for lease in leases))),
+        max_num_seqs=first.max_num_seqs or machine.max_num_seqs,
+    )
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)

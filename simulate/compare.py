@@ -1,0 +1,104 @@
+"""Policies side by side on the same traces."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from protocol.errors import ConfigError
+from protocol.layout import blocks_for
+from simulate.ask import Ask
+from simulate.figures import Figures, Goal, figures
+from simulate.fleet import Shape
+from simulate.others import OTHERS
+from simulate.ours import Ours
+from simulate.policy import Policy
+from simulate.workloads import WORKLOADS, Asked
+from simulate.world import Loss, World
+
+OURS = "kvferry"
+POLICIES: Mapping[str, Callable[[], Policy]] = {OURS: Ours, **OTHERS}
+LOSSES = 4
+"""Nodes that are lost in a trace with losses, one after the other, alternating between roles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload at a load that a fleet of 8 prefill and 8 decode nodes of the default machine can just bear."""
+
+    workload: str
+    rate: float
+    losses: int = 0
+
+
+CASES: Mapping[str, Case] = {
+    "low-sharing": Case("low-sharing", 34),
+    "hot-prefix": Case("hot-prefix", 75),
+    "many-prefixes": Case("many-prefixes", 22),
+    "chat": Case("chat", 120),
+    "agents": Case("agents", 70),
+    "bursts": Case("bursts", 32),
+    "documents": Case("documents", 1.3),
+    "mixed-models": Case("mixed-models", 60),
+    "node-loss": Case("chat", 120, LOSSES),
+}
+
+
+def simulated(name: str, shape: Shape, trace: Sequence[Ask], goal: Goal, losses: Sequence[Loss] = ()) -> Figures:
+    """One policy on one trace. Raises ConfigError where there is no such policy, or a request that fits into no
+    pool."""
+    if name not in POLICIES:
+        raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {name!r}", param="policy")
+    check_fits(trace, shape)
+    world = World(shape, POLICIES[name](), trace, losses)
+    began = time.perf_counter()
+    with _quiet_routers():
+        asyncio.run(world.play())
+    found = figures(name, world.runs, list(world.fleet.nodes.values()), goal, world.clock.now)
+    return replace(found, real_s=time.perf_counter() - began)
+
+
+@contextmanager
+def _quiet_routers() -> Iterator[None]:
+    """The router's code warns of each node that is lost."""
+    log = logging.getLogger("router")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def check_fits(trace: Sequence[Ask], shape: Shape) -> None:
+    for ask in trace:
+        needed = blocks_for(ask.prompt_len + ask.output_len, shape.machine.block_size)
+        if needed > shape.machine.blocks:
+            raise ConfigError(
+                f"request {ask.number} needs {needed} KV blocks and a node has {shape.machine.blocks}", param="blocks"
+            )
+        if ask.model not in shape.models:
+            raise ConfigError(
+                f"request {ask.number} asks for the model {ask.model!r}, which no node has", param="models"
+            )
+
+
+def losses_of(count: int, trace: Sequence[Ask], rate: float) -> list[Loss]:
+    """So many, spread over the time in which the trace's requests arrive."""
+    span_s = len(trace) / rate
+    roles = ("prefill", "decode")
+    return [Loss((i + 1) * span_s / (count + 1), roles[i % 2], (0.37 * i) % 1) for i in range(count)]
+
+
+def case(name: str, asked: Asked) -> tuple[list[Ask], list[Loss], tuple[str, ...]]:
+    """A case's trace, losses and models; `asked` has its rate as a multiple of the usual one. Raises ConfigError."""
+    if name not in CASES:
+        raise ConfigError(f"workload must be one of {', '.join(CASES)}, not {name!r}", param="workload")
+    which = CASES[name]
+    given = replace(asked, rate=which.rate * asked.rate)
+    trace = WORKLOADS[which.workload](given)
+    return trace, losses_of(which.losses, trace, given.rate), tuple(sorted({ask.model for ask in trace}))

@@ -1,0 +1,176 @@
+"""Orders in which idle blocks leave a pool, to compare with the engine's own (LRU). In the simulator only.
+
+Each is a mapping like the `OrderedDict` of a pool's idle blocks. A block with children in the pool is never given up:
+chains leave from their tails.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.block_pool import BlockPool
+
+EVICTIONS = ("lru", "s3fifo", "gdsf")
+SMALL = 10
+"""Of S3-FIFO: one block of so many may be in the queue of those that were used once."""
+MOST_USES = 3
+MOST_LOOKS = 64
+"""At heads of queues for one block; then the block that is idle for longest leaves."""
+
+
+class Order(Protocol):
+    def used(self, blocks: Iterable[int]) -> None:
+        """These were found."""
+
+
+def order_of(name: str, pool: BlockPool, num_blocks: int) -> Order | None:
+    """None: the pool's own. Raises ConfigError."""
+    if name not in EVICTIONS:
+        raise ConfigError(f"eviction must be one of {', '.join(EVICTIONS)}, not {name!r}", param="eviction")
+    if name == "s3fifo":
+        return S3Fifo(pool, num_blocks)
+    return Gdsf(pool) if name == "gdsf" else None
+
+
+class _Idle:
+    """What all orders share: which blocks are idle, and what is known of each block's content by its hash."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._idle: dict[int, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._idle
+
+    def __delitem__(self, block: int) -> None:
+        del self._idle[block]
+
+    def pop(self, block: int, default: None) -> None:
+        self._idle.pop(block, default)
+
+    def _leaf(self, block: int) -> bool:
+        return not self._pool._blocks[block].children
+
+    def _hash(self, block: int) -> bytes:
+        known = self._pool._blocks[block].hash
+        assert known is not None
+        return known
+
+
+class Gdsf(_Idle):
+    """Greedy dual with frequency: blocks have one size and one cost, so a block's rank is how often it was used, plus
+    the rank of what left last."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
+        self._uses: dict[bytes, int] = {}
+        self._rank: dict[int, float] = {}
+        self._heap: list[tuple[float, int, int]] = []
+        self._age, self._entered = 0.0, 0
+
+    def used(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            key = self._hash(block)
+            self._uses[key] = self._uses.get(key, 1) + 1
+
+    def __setitem__(self, block: int, value: None) -> None:
+        self._idle[block] = None
+        self._entered += 1
+        self._rank[block] = self._age + self._uses.setdefault(self._hash(block), 1)
+        heapq.heappush(self._heap, (self._rank[block], self._entered, block))
+
+    def popitem(self, last: bool = False) -> tuple[int, None]:
+        aside = []
+        while True:
+            rank, entered, block = heapq.heappop(self._heap)
+            if block not in self._idle or self._rank[block] != rank:
+                continue
+            if self._leaf(block):
+                break
+            aside.append((rank, entered, block))
+        for entry in aside:
+            heapq.heappush(self._heap, entry)
+        del self._idle[block]
+        self._age = rank
+        self._uses.pop(self._hash(block), None)
+        return block, None
+
+
+class S3Fifo(_Idle):
+    """Yang et al., 2023: new blocks wait in a small queue; those used again there, or remembered from lately, go to the
+    main one, where each use is another round."""
+
+    def __init__(self, pool: BlockPool, num_blocks: int) -> None:
+        super().__init__(pool)
+        self._small: deque[int] = deque()
+        self._main: deque[int] = deque()
+        self._where: dict[int, tuple[deque[int], bytes]] = {}
+        self._uses: dict[bytes, int] = {}
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._most, self._most_small = num_blocks, max(1, num_blocks // SMALL)
+
+    def used(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            key = self._hash(block)
+            self._uses[key] = min(MOST_USES, self._uses.get(key, 0) + 1)
+
+    def __setitem__(self, block: int, value: None) -> None:
+        self._idle[block] = None
+        key = self._hash(block)
+        if (known := self._where.get(block)) is not None and known[1] == key:
+            return
+        queue = self._main if self._ghosts.pop(key, self) is None else self._small
+        self._where[block] = (queue, key)
+        queue.append(block)
+
+    def popitem(self, last: bool = False) -> tuple[int, None]:
+        for _ in range(MOST_LOOKS):
+            small = self._small and (len(self._small) > self._most_small or not self._main)
+            block = self._from(self._small if small else self._main)
+            if block is not None:
+                return block, None
+        block = next(each for each in self._idle if self._leaf(each))
+        self._leave(block)
+        return block, None
+
+    def _from(self, queue: deque[int]) -> int | None:
+        """The head of the queue if it leaves; None if it went elsewhere."""
+        if not queue:
+            return None
+        block = queue.popleft()
+        known = self._where.get(block)
+        current = self._pool._blocks[block].hash
+        if known is None or known[0] is not queue or known[1] != current:
+            return None
+        key, uses = known[1], self._uses.get(known[1], 0)
+        if block not in self._idle:
+            del self._where[block]  # it enters again when it is idle
+        elif not self._leaf(block):
+            queue.append(block)
+        elif uses:
+            self._uses[key] = 0 if queue is self._small else uses - 1
+            self._where[block] = (self._main, key)
+            self._main.append(block)
+        else:
+            if queue is self._small:
+                self._ghosts[key] = None
+                if len(self._ghosts) > self._most:
+                    self._ghosts.popitem(last=False)
+            self._leave(block)
+            return block
+        return None
+
+    def _leave(self, block: int) -> None:
+        key = self._hash(block)
+        del self._idle[block]
+        self._where.pop(block, None)
+        self._uses.pop(key, None)

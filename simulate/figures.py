@@ -1,0 +1,81 @@
+"""What came of a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from statistics import quantiles
+
+from protocol.errors import ConfigError
+from simulate.ask import Run
+from simulate.node import Node
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A request meets it whose first token comes within ttft_s and ttft_ktoken_s for each thousand tokens of its
+    prompt, and whose tokens come itl_s apart on average."""
+
+    ttft_s: float = 1.0
+    ttft_ktoken_s: float = 0.25
+    itl_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not 0 <= getattr(self, field.name) < float("inf"):
+                raise ConfigError(f"{field.name} must be 0 or more, not {getattr(self, field.name)}", param=field.name)
+
+    def met(self, run: Run) -> bool:
+        first_s = self.ttft_s + self.ttft_ktoken_s * run.ask.prompt_len / 1000
+        return not run.failed and run.ttft_s <= first_s and run.itl_s <= self.itl_s
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one policy on one trace.
+
+    ttft_s, itl_s   percentiles (50, 90, 99); of each request the mean time between its tokens counts
+    goodput         requests that met the goal, per second of arrivals; share: of all
+    hit_rate        share of prompts' tokens that were reused where the prompt was computed
+    imbalance       most seconds that a node computed prompts, over the mean of those that should
+    failed          requests that fitted nowhere
+    virtual_s, real_s   how long it took there and here
+    """
+
+    policy: str
+    requests: int
+    ttft_s: tuple[float, ...]
+    itl_s: tuple[float, ...]
+    goodput: float
+    share: float
+    hit_rate: float
+    imbalance: float
+    failed: int
+    virtual_s: float
+    real_s: float = 0.0
+
+
+def figures(policy: str, runs: Sequence[Run], nodes: Sequence[Node], goal: Goal, virtual_s: float) -> Figures:
+    """Of runs that have all ended; at least one."""
+    done = [run for run in runs if not run.failed]
+    first = _percentiles([run.ttft_s for run in done])
+    between = _percentiles([run.itl_s for run in done if run.ask.output_len > 1])
+    met = sum(map(goal.met, runs))
+    arrivals_s = max(run.arrived for run in runs) - min(run.arrived for run in runs)
+    prompts = sum(run.ask.prompt_len for run in done)
+    reused = sum(max(0, run.cached_len) for run in done)
+    computing = [node.busy_s for node in nodes if node.role == "prefill"] or [node.busy_s for node in nodes]
+    mean_s = sum(computing) / len(computing)
+    return Figures(
+        policy, len(runs), first, between, met / max(arrivals_s, 1e-9), met / len(runs), reused / max(1, prompts),
+        max(computing) / mean_s if mean_s else 1.0, len(runs) - len(done), virtual_s,
+    )  # fmt: skip
+
+
+def _percentiles(seconds: Sequence[float]) -> tuple[float, ...]:
+    if not seconds:
+        return tuple(0.0 for _ in PERCENTILES)
+    cuts = quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else [*seconds] * 99
+    return tuple(cuts[each - 1] for each in PERCENTILES)

@@ -1,0 +1,75 @@
+"""The nodes of a simulated cluster, and what Redis would hold of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster_state.memory_store import MemoryStore
+from cluster_state.registry import RENEWAL_S
+from protocol.errors import ConfigError
+from simulate.clock import Clock
+from simulate.machine import LARGE, Machine
+from simulate.node import Node
+
+SLICES = 10
+"""Parts of the fleet that renew their leases one after the other."""
+FLUSH_S = 0.05
+"""Between two writes of a node's changes to the index (cluster_state/index_writer.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How many nodes of each role serve each model, and on what; prefill 0: decode nodes compute prompts, too."""
+
+    prefill: int
+    decode: int
+    machine: Machine = LARGE
+    models: tuple[str, ...] = ("m",)
+    eviction: str = "lru"
+
+    def __post_init__(self) -> None:
+        if self.prefill < 0 or self.decode < 1:
+            raise ConfigError(
+                "a cluster has at least one decode node, and not less than 0 prefill nodes", param="decode"
+            )
+
+
+class Fleet:
+    """`nodes` by name. `beat` and `flush` keep registry and index as nodes would."""
+
+    def __init__(self, shape: Shape, clock: Clock) -> None:
+        self.shape, self.clock = shape, clock
+        self.store = MemoryStore(clock=clock.time, row_ttl_s=math.inf)
+        self.nodes: dict[str, Node] = {}
+        for model in shape.models:
+            for role, count in (("prefill", shape.prefill), ("decode", shape.decode)):
+                for number in range(count):
+                    name = f"{model}-{role}-{number:04}"
+                    self.nodes[name] = Node(name, role, model, shape.machine, clock, shape.eviction)
+        self._turn = 0
+
+    def of(self, role: str, model: str) -> list[Node]:
+        """Those that live."""
+        return [each for each in self.nodes.values() if each.alive and each.role == role and each.model == model]
+
+    async def announce(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            if node.alive:
+                await self.store.announce(node.lease())
+
+    async def beat(self) -> None:
+        """One slice's leases; call it SLICES times in RENEWAL_S."""
+        await self.announce(list(self.nodes.values())[self._turn :: SLICES])
+        self._turn = (self._turn + 1) % SLICES
+        self.clock.soon(RENEWAL_S / SLICES, self.beat)
+
+    async def flush(self) -> None:
+        """What pools stored and dropped since, into the index."""
+        for node in self.nodes.values():
+            if node.dirty and node.alive:
+                node.dirty = False
+                stored, removed = node.memory.drain_changes()
+                await self.store.publish(node.name, node.epoch, stored, removed)
+        self.clock.soon(FLUSH_S, self.flush)

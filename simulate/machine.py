@@ -1,0 +1,64 @@
+"""What one node's hardware does, as a few rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from protocol.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One node with one model.
+
+    prefill_tokens_per_s  of a short prompt
+    attention_len         prompt position at which a token costs twice as much, for attention's share; 0: never
+    step_s, stream_s      of a decode step: a constant, and what each stream adds
+    context_s             what each token of the streams' contexts adds to a step
+    chunk_tokens          prompt tokens that a step computes beside running streams
+    ship_bytes_per_s      of a node's link, in either direction
+    block_size            tokens per KV block; a coarser one than a cluster's makes a simulation faster
+    block_bytes, blocks   of the pool
+    max_num_seqs          streams at once
+    """
+
+    prefill_tokens_per_s: float = 8_000.0
+    attention_len: int = 32_768
+    step_s: float = 0.015
+    stream_s: float = 0.000_1
+    context_s: float = 0.000_000_05
+    chunk_tokens: int = 512
+    ship_bytes_per_s: float = 20e9
+    block_size: int = 64
+    block_bytes: int = 64 * 163_840
+    blocks: int = 3000
+    max_num_seqs: int = 128
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), LEAST.get(field.name, 1e-9)
+            if not least <= value < float("inf"):
+                raise ConfigError(f"{field.name} must be at least {least:g}, not {value}", param=field.name)
+
+    def work(self, start: int, end: int) -> float:
+        """Of computing a prompt's tokens from start to end, in tokens of a short prompt."""
+        more = (end * end - start * start) / (2 * self.attention_len) if self.attention_len else 0.0
+        return end - start + more
+
+    def compute_s(self, start: int, end: int) -> float:
+        return self.work(start, end) / self.prefill_tokens_per_s
+
+    def decode_s(self, streams: int, context: float) -> float:
+        """Of a decode step of so many streams, which have so many tokens together."""
+        return self.step_s + self.stream_s * streams + self.context_s * context
+
+
+LEAST = {
+    "attention_len": 0, "stream_s": 0.0, "context_s": 0.0, "chunk_tokens": 1, "block_size": 1, "block_bytes": 1,
+    "blocks": 1, "max_num_seqs": 1,
+}  # fmt: skip
+"""Bounds of the fields that may be zero or count."""
+
+
+LARGE = Machine()
+"""A large model on a few large GPUs."""

@@ -1,0 +1,62 @@
+"""A simulated node's block pool: the engine's own, with its ledger, in whole chains."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import cast
+
+from engine.block_pool import BlockPool
+from engine.ledger import Ledger
+from engine.ports import REQUEST
+from simulate.eviction import Order, order_of
+
+COPY_KEPT = 4
+"""One block of so many must stay available at a node that takes a copy (engine/copies.py)."""
+
+
+class Memory(BlockPool):
+    """Owners hold chains: leading blocks that were found, then fresh ones, which get their hashes once computed."""
+
+    def __init__(self, num_blocks: int, eviction: str = "lru") -> None:
+        super().__init__(num_blocks, Ledger(num_blocks))
+        self.eviction = eviction
+        self._order: Order | None = order_of(eviction, self, num_blocks)
+        if self._order is not None:
+            self._cached = cast("OrderedDict[int, None]", self._order)
+        self._chains: dict[Hashable, list[int]] = {}
+
+    def found(self, hashes: Sequence[bytes]) -> int:
+        """Leading blocks that are here."""
+        return len(self.match(hashes))
+
+    def take(self, owner: Hashable, hashes: Sequence[bytes], blocks: int, *, keep: int = 0) -> int | None:
+        """Hold a chain of so many blocks of which `hashes` may be found; returns how many were, None without room."""
+        reused = self.match(hashes)[:blocks]
+        chain = self.acquire(owner, REQUEST, reused, blocks - len(reused), keep=keep)
+        if chain is None:
+            return None
+        if self._order is not None:
+            self._order.used(reused)
+        self._chains[owner] = chain
+        return len(reused)
+
+    def fill(self, owner: Hashable, hashes: Sequence[bytes]) -> None:
+        """The owner's leading blocks hold what these hashes name."""
+        chain = self._chains[owner]
+        parent: int | None = None
+        for place, block_hash in enumerate(hashes[: len(chain)]):
+            if self._by_hash.get(block_hash) != chain[place]:
+                chain[place] = self.register([(owner, REQUEST)], chain[place], block_hash, parent)
+            parent = chain[place]
+
+    def give(self, owner: Hashable) -> None:
+        """The owner needs its chain no more."""
+        if (chain := self._chains.pop(owner, None)) is not None:
+            self.release(owner, REQUEST, chain)
+
+    def copy(self, owner: Hashable, hashes: Sequence[bytes]) -> None:
+        """Keep what another node computed, while there is room enough."""
+        if self.take(owner, hashes, len(hashes), keep=self.num_blocks // COPY_KEPT) is not None:
+            self.fill(owner, hashes)
+            self.give(owner)

@@ -1,0 +1,170 @@
+"""How many nodes of each role a load needs: a first guess by arithmetic, then checked by simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from protocol.errors import ConfigError
+from protocol.layout import blocks_for
+from simulate.ask import Ask
+from simulate.compare import OURS, simulated
+from simulate.figures import Figures, Goal
+from simulate.fleet import Shape
+from simulate.machine import Machine
+from simulate.workloads import Asked, Writer
+
+BUSY = 0.7
+"""Of its time that a prefill node of the first guess computes: queues grow beyond."""
+MOST_NODES = 4096
+MOST_CHECKS = 24
+SHARED_PREFIXES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A load: requests per second, tokens of a prompt and of an output on average, and which share of a prompt's tokens
+    other prompts begin with, too. share: of the requests that are to meet the goal."""
+
+    rate: float
+    prompt: int
+    output: int
+    reuse: float = 0.0
+    share: float = 0.99
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate < math.inf:
+            raise ConfigError(f"rate must be above 0, not {self.rate}", param="rate")
+        if not 0 <= self.reuse < 1:
+            raise ConfigError(f"reuse must be from 0 to less than 1, not {self.reuse}", param="reuse")
+
+
+def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
+    """(prefill, decode) nodes. Prefill nodes are busy for BUSY of their time; a decode node takes the streams whose
+    step still meets the goal, and whose blocks it holds. Raises ConfigError where one request alone cannot meet it."""
+    start = int(need.prompt * need.reuse)
+    compute_s = machine.compute_s(start, need.prompt)
+    allowed_s = goal.ttft_s + goal.ttft_ktoken_s * need.prompt / 1000
+    if compute_s > allowed_s:
+        raise ConfigError(
+            f"a prompt alone takes {compute_s:.3g} s on an idle node and may take {allowed_s:.3g} s", param="ttft"
+        )
+    context = need.prompt + need.output / 2
+    each_s = machine.stream_s + machine.context_s * context
+    if machine.step_s + each_s > goal.itl_s:
+        raise ConfigError(
+            f"a stream alone takes {machine.step_s + each_s:.3g} s for a token and may take {goal.itl_s:.3g} s",
+            param="itl",
+        )
+    by_step = (goal.itl_s - machine.step_s) / each_s if each_s else math.inf
+    by_blocks = machine.blocks // blocks_for(need.prompt + need.output, machine.block_size)
+    if by_blocks < 1:
+        raise ConfigError("one request needs more KV blocks than a node has", param="blocks")
+    streams = min(machine.max_num_seqs, by_blocks, by_step)
+    prefill = math.ceil(need.rate * compute_s / BUSY)
+    step_s = machine.decode_s(int(streams), streams * context)
+    decode = math.ceil(need.rate * need.output * step_s / streams)
+    return max(1, prefill), max(1, decode)
+
+
+def trace_of(need: Need, requests: int, seed: int, block_size: int) -> list[Ask]:
+    """Requests of such lengths, log-normal around their means, at random times."""
+    writer = Writer(Asked(requests, need.rate, seed, block_size), "plan")
+    shrink = math.exp(-SPREAD * SPREAD / 2)
+    for at in writer.times(need.rate):
+        if writer.full:
+            break
+        number = len(writer.trace)
+        length = writer.length(int(need.prompt * shrink) or 1, SPREAD, least=1)
+        shared = int(length * need.reuse)
+        name = f"shared{writer.rng.randrange(SHARED_PREFIXES)}"
+        output = writer.length(int(need.output * shrink) or 1, SPREAD, least=1)
+        writer.ask(
+            at, [(name, shared), (f"own{number}", length - shared)] if shared else [(f"own{number}", length)], output
+        )
+    return writer.trace
+
+
+SPREAD = 0.4
+"""Of the lengths."""
+
+
+def checks(need: Need, machine: Machine, goal: Goal, requests: int, seed: int) -> Iterator[tuple[int, int, Figures]]:
+    """Tries from the guess on, each simulated; the last one is the least that was found enough. More nodes where it is
+    not, of the role whose half of the goal is missed more often; then fewer, one role after the other, while it still
+    is. Raises ConfigError where no fleet is."""
+    trace = trace_of(need, requests, seed, machine.block_size)
+    longest = max(blocks_for(ask.prompt_len + ask.output_len, machine.block_size) for ask in trace)
+    if longest > machine.blocks:
+        raise ConfigError(
+            f"a prompt with its output needs {longest} KV blocks and a node has {machine.blocks}", param="blocks"
+        )
+    tried: dict[tuple[int, int], Figures] = {}
+
+    def attempt(nodes: tuple[int, int]) -> Figures:
+        if nodes not in tried:
+            tried[nodes] = simulated(OURS, Shape(*nodes, machine), trace, goal)
+        return tried[nodes]
+
+    nodes = guess(need, machine, goal)
+    while (found := attempt(nodes)).share < need.share:
+        yield (*nodes, found)
+        if len(tried) >= MOST_CHECKS or max(nodes) >= MOST_NODES:
+            raise ConfigError(
+                f"{nodes[0]} prefill and {nodes[1]} decode nodes are not enough: is the goal too strict?", param="share"
+            )
+        nodes = _more(nodes, found, goal)
+    best = nodes
+    yield (*best, found)
+    for role in (0, 1):
+        while best[role] > 1 and len(tried) < MOST_CHECKS:
+            fewer = (best[0] - (role == 0) * _step(best[0]), best[1] - (role == 1) * _step(best[1]))
+            found = attempt(fewer)
+            yield (*fewer, found)
+            if found.share < need.share:
+                break
+            best = fewer
+    yield (*best, attempt(best))
+
+
+def _more(nodes: tuple[int, int], found: Figures, goal: Goal) -> tuple[int, int]:
+    late, slow = found.ttft_s[-1] / max(goal.ttft_s, 1e-9), found.itl_s[-1] / max(goal.itl_s, 1e-9)
+    prefill, decode = nodes
+    return (prefill, decode + _step(decode)) if slow > late else (prefill + _step(prefill), decode)
+
+
+def _step(count: int) -> int:
+    """By how many nodes a try differs."""
+    return max(1, count // 10)
+
+
+def plan_command(
+    machine: Machine,
+    say: Callable[[str], None],
+    *,
+    rate: float,
+    prompt: int,
+    output: int,
+    reuse: float,
+    share: float,
+    requests: int,
+    seed: int,
+    ttft: float,
+    ttft_ktoken: float,
+    itl: float,
+) -> int:
+    """What `kvferry plan` does. Raises ConfigError."""
+    need, goal = Need(rate, prompt, output, reuse, share), Goal(ttft, ttft_ktoken, itl)
+    say("guess by arithmetic: {} prefill and {} decode nodes".format(*guess(need, machine, goal)))
+    found: tuple[int, int, Figures] | None = None
+    for found in checks(need, machine, goal, requests, seed):
+        prefill, decode, each = found
+        first_s, between_ms = each.ttft_s[-1], 1000 * each.itl_s[-1]
+        say(
+            f"{prefill} prefill, {decode} decode: {each.share:.1%} meet the goal; TTFT p99 {first_s:.2f} s, "
+            f"ITL p99 {between_ms:.0f} ms"
+        )
+    assert found is not None
+    say(f"\n{found[0]} prefill and {found[1]} decode nodes")
+    return 0

@@ -1,0 +1,75 @@
+"""The prompts of a node, in the order in which it computes them (engine/roster.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from simulate.ask import Run
+
+
+@dataclass(slots=True, order=True)
+class Prompt:
+    """place: streams that began first, then who is due first; tokens and work: still to be computed, as expected until
+    it begins; start: tokens that were found."""
+
+    place: tuple[bool, float, int]
+    run: Run = field(compare=False)
+    tokens: int = field(compare=False)
+    done: Callable[[], None] = field(compare=False)
+    work: float = field(compare=False, default=0.0)
+    left: float = field(compare=False, default=0.0)
+    start: int = field(compare=False, default=0)
+    spent_s: float = field(compare=False, default=0.0)
+
+    @property
+    def tokens_left(self) -> int:
+        return int(self.tokens * self.left / self.work) if self.work else self.tokens
+
+
+class Prompts:
+    """Those that wait, by place, and those that have begun. A shorter one passes a longer one until as many tokens were
+    computed as that one has."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Prompt] = []
+        self.begun: list[Prompt] = []
+        self.worked = 0.0
+        self._entered = 0
+        self._queued = 0
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.begun)
+
+    @property
+    def tokens(self) -> int:
+        """Not yet computed, less those that were found on arrival."""
+        return self._queued + sum(prompt.tokens_left for prompt in self.begun)
+
+    def enter(self, run: Run, tokens: int, done: Callable[[], None]) -> None:
+        self._entered += 1
+        place = (not run.delivered, self.worked + tokens, self._entered)
+        heappush(self.waiting, Prompt(place, run, tokens, done))
+        self._queued += tokens
+
+    def drop(self, run: Run) -> None:
+        """It is not to be computed here any more."""
+        self._queued -= sum(prompt.tokens for prompt in self.waiting if prompt.run is run)
+        self.waiting = [prompt for prompt in self.waiting if prompt.run is not run]
+        self.begun = [prompt for prompt in self.begun if prompt.run is not run]
+        heapify(self.waiting)
+
+    def next(self, begin: Callable[[Prompt], bool]) -> Prompt | None:
+        """What is computed now; `begin` tries to start one that waits, and tells whether it could."""
+        while self.waiting:
+            first = self.waiting[0]
+            if self.begun and min(self.begun) < first:
+                break
+            expected = first.tokens
+            if not begin(first):
+                break
+            heappop(self.waiting)
+            self._queued -= expected
+            self.begun.append(first)
+        return min(self.begun) if self.begun else None

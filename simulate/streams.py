@@ -1,0 +1,61 @@
+"""The streams of a node, as one batch that goes on by steps of equal length until it changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+
+from simulate.ask import Run
+
+NEAR = 1e-6
+"""Steps that rounding may leave."""
+
+
+class Streams:
+    """steps: made so far; context: tokens of all streams together, as of then."""
+
+    def __init__(self) -> None:
+        self.steps = self.context = 0.0
+        self._ends: list[tuple[float, int, Run, Callable[[], None]]] = []
+        self._joined = 0
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __contains__(self, run: Run) -> bool:
+        return any(each[2] is run for each in self._ends)
+
+    def join(self, run: Run, tokens: int, done: Callable[[], None]) -> None:
+        """So many more tokens, from the next step on."""
+        self._joined += 1
+        heappush(self._ends, (self.steps + tokens, self._joined, run, done))
+        self.context += run.length
+
+    def drop(self, run: Run) -> None:
+        self._ends = [each for each in self._ends if each[2] is not run]
+        heapify(self._ends)
+
+    def go_on(self, steps: float) -> None:
+        self.steps += steps
+        self.context += steps * len(self._ends)
+
+    @property
+    def next_end(self) -> float:
+        """Steps until the first one ends; there is one."""
+        return self._ends[0][0] - self.steps
+
+    def ended(self) -> Iterator[Callable[[], None]]:
+        """What those asked for that have all their tokens; they leave."""
+        while self._ends and self._ends[0][0] <= self.steps + NEAR:
+            _, _, run, done = heappop(self._ends)
+            self.context = max(0.0, self.context - run.ask.prompt_len - run.ask.output_len) if self._ends else 0.0
+            yield done
+
+    def break_off(self) -> list[Run]:
+        """All end here, with the tokens that they have."""
+        for end, _, run, _ in self._ends:
+            run.delivered = run.ask.output_len - math.ceil(end - self.steps - NEAR)
+        here = [each[2] for each in self._ends]
+        self._ends, self.context = [], 0.0
+        return here

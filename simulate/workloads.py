@@ -1,0 +1,192 @@
+"""Seeded traces of what clusters are asked for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from protocol.errors import ConfigError
+from protocol.hashing import HASH_BYTES
+from simulate.ask import Ask
+
+Piece = tuple[str, int]
+"""Text by what it is, and its tokens."""
+
+
+def hashes_of(pieces: Sequence[Piece], block_size: int) -> tuple[bytes, ...]:
+    """Of the full blocks of pieces one after the other: equal where all text up to their end is."""
+    found: list[bytes] = []
+    parent, part, room = b"", "", block_size
+    for name, tokens in pieces:
+        at = 0
+        while tokens - at >= room:
+            part += f"{name}:{at}+{room};"
+            at += room
+            parent = blake2b(parent + part.encode(), digest_size=HASH_BYTES).digest()
+            found.append(parent)
+            part, room = "", block_size
+        if at < tokens:
+            part += f"{name}:{at}+{tokens - at};"
+            room -= tokens - at
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a generator is to make: requests, how many arrive in a second, and how blocks are cut."""
+
+    count: int
+    rate: float
+    seed: int = 0
+    block_size: int = 64
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not self.rate > 0:
+            raise ConfigError("a trace has at least one request, and more than 0 a second", param="rate")
+
+
+class Writer:
+    """Collects a trace."""
+
+    def __init__(self, asked: Asked, name: str) -> None:
+        self.asked, self.rng = asked, random.Random(f"{asked.seed}/{name}")
+        self.trace: list[Ask] = []
+
+    @property
+    def full(self) -> bool:
+        return len(self.trace) >= self.asked.count
+
+    def times(self, rate: float) -> Iterator[float]:
+        """Arrivals at random."""
+        now = 0.0
+        while True:
+            now += self.rng.expovariate(rate)
+            yield now
+
+    def length(self, median: int, spread: float = 0.6, least: int = 8) -> int:
+        """Of a text: log-normal."""
+        return max(least, int(self.rng.lognormvariate(0.0, spread) * median))
+
+    def ask(self, at: float, prompt: Sequence[Piece], output: int, *, after: int = -1, session: str = "") -> Piece:
+        """Write one; returns its output as text."""
+        number = len(self.trace)
+        said = (f"out{number}", output)
+        hashes = hashes_of([*prompt, said], self.asked.block_size)
+        length = sum(tokens for _, tokens in prompt)
+        self.trace.append(Ask(number, at, length, output, hashes, after, session or f"s{number}"))
+        return said
+
+    def talk(self, at: float, context: list[Piece], turns: int, said: int, output: int, pause_s: float) -> None:
+        """A client that waits for each answer, then `pause_s` at random."""
+        session, after = f"s{len(self.trace)}", -1
+        for turn in range(turns):
+            context.append((f"{session}t{turn}", self.length(said)))
+            number = len(self.trace)
+            answer = self.ask(at, context, self.length(output, least=4), after=after, session=session)
+            context.append(answer)
+            at, after = self.rng.expovariate(1 / pause_s), number
+
+
+def low_sharing(asked: Asked) -> list[Ask]:
+    """Prompts of their own."""
+    writer = Writer(asked, "low")
+    for at in writer.times(asked.rate):
+        if writer.full:
+            return writer.trace
+        writer.ask(at, [(f"p{len(writer.trace)}", writer.length(1500))], writer.length(200))
+    return writer.trace
+
+
+def hot_prefix(asked: Asked) -> list[Ask]:
+    """One long system prompt for all."""
+    writer = Writer(asked, "hot")
+    for at in writer.times(asked.rate):
+        if writer.full:
+            return writer.trace
+        writer.ask(at, [("system", 6000), (f"p{len(writer.trace)}", writer.length(400))], writer.length(150))
+    return writer.trace
+
+
+def many_prefixes(asked: Asked) -> list[Ask]:
+    """Hundreds of long prefixes, some more liked than others: together more than any node holds."""
+    writer = Writer(asked, "many")
+    names = range(400)
+    weights = [1 / (1 + name) ** 0.6 for name in names]
+    for at in writer.times(asked.rate):
+        if writer.full:
+            return writer.trace
+        (name,) = writer.rng.choices(names, weights)
+        writer.ask(at, [(f"x{name}", 6016), (f"p{len(writer.trace)}", writer.length(300))], writer.length(100))
+    return writer.trace
+
+
+def chat(asked: Asked) -> list[Ask]:
+    """Conversations of several turns, of a few applications."""
+    return _talks(asked, "chat", turns=8, first=(10, 3000), said=1500, output=250, pause_s=5.0)
+
+
+def agents(asked: Asked) -> list[Ask]:
+    """Loops of tool calls: much comes back from tools, little is said, and soon."""
+    return _talks(asked, "agents", turns=15, first=(20, 4000), said=700, output=80, pause_s=1.5)
+
+
+def _talks(
+    asked: Asked, name: str, *, turns: int, first: tuple[int, int], said: int, output: int, pause_s: float
+) -> list[Ask]:
+    writer = Writer(asked, name)
+    for at in writer.times(asked.rate / turns):
+        if writer.full:
+            break
+        system = (f"app{writer.rng.randrange(first[0])}", first[1])
+        writer.talk(at, [system], writer.rng.randint(turns // 2, turns + turns // 2), said, output, pause_s)
+    return writer.trace
+
+
+def bursts(asked: Asked) -> list[Ask]:
+    """Two seconds in ten have six tenths of the requests, which share prefixes."""
+    writer = Writer(asked, "bursts")
+    now = 0.0
+    while not writer.full:
+        now += writer.rng.expovariate(asked.rate * (3.0 if now % 10 < 2 else 0.5))
+        prefix = f"b{writer.rng.randrange(30)}"
+        writer.ask(now, [(prefix, 2048), (f"p{len(writer.trace)}", writer.length(800))], writer.length(150))
+    return writer.trace
+
+
+def documents(asked: Asked) -> list[Ask]:
+    """Long documents, about each of which a few questions are asked within a minute."""
+    writer = Writer(asked, "documents")
+    questions = 4
+    for at in writer.times(asked.rate / questions):
+        if writer.full:
+            break
+        name, length = f"d{len(writer.trace)}", min(writer.length(24_000, 0.5), 80_000)
+        for _ in range(questions):
+            writer.ask(
+                at, [(name, length), (f"q{len(writer.trace)}", writer.length(60))], writer.length(200), session=name
+            )
+            at += writer.rng.expovariate(1 / 15)
+    return sorted(writer.trace, key=lambda ask: ask.at)
+
+
+def mixed_models(asked: Asked) -> list[Ask]:
+    """Two models, each on nodes of its own: agents for one, prompts of their own for the other."""
+    half = replace(asked, count=-(-asked.count // 2))
+    first = agents(replace(half, rate=asked.rate * 0.7))
+    others = [replace(ask, model="n") for ask in low_sharing(replace(half, rate=asked.rate * 0.3))]
+    moved = len(first)
+    return first + [replace(ask, number=ask.number + moved, session=f"n{ask.session}") for ask in others]
+
+
+WORKLOADS: Mapping[str, Callable[[Asked], list[Ask]]] = {
+    "low-sharing": low_sharing,
+    "hot-prefix": hot_prefix,
+    "many-prefixes": many_prefixes,
+    "chat": chat,
+    "agents": agents,
+    "bursts": bursts,
+    "documents": documents,
+    "mixed-models": mixed_models,
+}

@@ -1,0 +1,198 @@
+"""One trace through one cluster under one policy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from placement.place import CHUNK_TOKENS, HANDOFF_S
+from protocol.errors import ContextLengthExceeded
+from protocol.layout import blocks_for
+from simulate.ask import Ask, Run
+from simulate.clock import Clock, Deed
+from simulate.fleet import Fleet, Shape
+from simulate.node import Node
+from simulate.policy import Policy
+
+POLL_S = 0.5
+"""Between two looks of a router at the registry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A node dies, and a new process has its place `back_s` later. share: which one, as a share of the nodes of its
+    role."""
+
+    at: float
+    role: str
+    share: float
+    back_s: float = 30.0
+
+
+class World:
+    """`runs`: all requests that arrived, in the order of their arrival."""
+
+    def __init__(self, shape: Shape, policy: Policy, trace: Sequence[Ask], losses: Sequence[Loss] = ()) -> None:
+        self.clock = Clock()
+        self.fleet, self.policy = Fleet(shape, self.clock), policy
+        self.trace, self.losses = trace, losses
+        self.runs: list[Run] = []
+        self._left = len(trace)
+        self._waiting: deque[Run] = deque()
+        self._after: dict[int, list[Ask]] = {}
+        self._pumping = False
+
+    async def play(self) -> None:
+        """Until every request has ended."""
+        self.policy.enter(self.fleet)
+        await self.fleet.announce(list(self.fleet.nodes.values()))
+        await self.policy.poll()
+        clock = self.clock
+        for ask in self.trace:
+            if ask.after >= 0:
+                self._after.setdefault(ask.after, []).append(ask)
+            else:
+                clock.at(ask.at, self._arrival(ask))
+        for loss in self.losses:
+            clock.at(loss.at, lambda loss=loss: self._lose(loss))  # type: ignore[misc]
+        clock.soon(0.0, self.fleet.beat)
+        clock.soon(0.0, self.fleet.flush)
+        clock.soon(POLL_S, self._poll)
+        await clock.run(lambda: not self._left)
+
+    async def _poll(self) -> None:
+        await self.policy.poll()
+        self.clock.soon(POLL_S, self._poll)
+        await self._pump()
+
+    def _arrival(self, ask: Ask) -> Deed:
+        async def arrive() -> None:
+            run = Run(ask, self.clock.now)
+            self.runs.append(run)
+            self._waiting.append(run)
+            await self._pump()
+
+        return arrive
+
+    async def _pump(self) -> None:
+        """Place those that wait at the router, in their order, while there is room."""
+        if self._pumping:
+            return
+        self._pumping = True
+        while self._waiting:
+            run = self._waiting[0]
+            try:
+                choice = await self.policy.choose(run)
+            except ContextLengthExceeded:
+                self._waiting.popleft()
+                run.failed = True
+                self._end(run)
+                continue
+            if choice is None:
+                break
+            self._waiting.popleft()
+            run.prefill, run.decode = choice
+            self.policy.launched(run)
+            self._launch(run)
+        self._pumping = False
+
+    def _launch(self, run: Run) -> None:
+        prefill, decode, attempt = run.prefill, run.decode, run.attempt
+        assert decode is not None
+
+        def granted(here: int) -> None:
+            if run.attempt == attempt:
+                run.here = here
+                (prefill or decode).compute(run, computed)
+
+        def computed() -> None:
+            if run.attempt != attempt:
+                return
+            self._token(run)
+            self.policy.first_token(run)
+            (prefill or decode).keep(run, run.ask.hashes[: (run.length - 1) // decode.machine.block_size])
+            ships = prefill is not None and run.delivered < run.ask.output_len
+            self.clock.at(self._shipped(run) if ships else self.clock.now, landed)
+
+        def landed() -> None:
+            if run.attempt != attempt:
+                return
+            if prefill is not None:
+                prefill.give(run)
+            decode.keep(run, run.ask.hashes[: (run.length - 1) // decode.machine.block_size])
+            self.policy.decoding(run)
+            left = run.ask.output_len - run.delivered
+            if left > 0:
+                decode.join(run, left, ended)
+            else:
+                ended()
+
+        def ended() -> None:
+            if run.attempt == attempt:
+                self._finish(run)
+
+        decode.grant(run, granted)
+
+    def _token(self, run: Run) -> None:
+        run.delivered += 1
+        run.last_s = self.clock.now
+        if run.first_s < 0:
+            run.first_s = self.clock.now
+
+    def _shipped(self, run: Run) -> float:
+        """When the last block has arrived: blocks travel while later ones are computed, but those of the last chunk."""
+        prefill, decode = run.prefill, run.decode
+        assert prefill is not None
+        assert decode is not None
+        machine = decode.machine
+        blocks = max(0, blocks_for(run.length, machine.block_size) - run.here)
+        block_s = machine.block_bytes / machine.ship_bytes_per_s
+        free = max(run.begun_s, prefill.link_free, decode.link_free) + blocks * block_s
+        prefill.link_free = decode.link_free = free
+        last = min(blocks, blocks_for(CHUNK_TOKENS, machine.block_size))
+        return max(free, self.clock.now + last * block_s) + HANDOFF_S
+
+    def _finish(self, run: Run) -> None:
+        prefill, decode = run.prefill, run.decode
+        assert decode is not None
+        run.delivered, run.last_s = run.ask.output_len, self.clock.now
+        decode.keep(run, run.ask.hashes)
+        if prefill is not None and prefill.alive:
+            prefill.copy(run, run.ask.hashes)
+        decode.give(run)
+        self.policy.ended(run)
+        self._end(run)
+
+    def _end(self, run: Run) -> None:
+        self._left -= 1
+        for ask in self._after.pop(run.ask.number, ()):
+            self.clock.soon(ask.at, self._arrival(ask))
+        if self._waiting:
+            self.clock.soon(0.0, self._pump)
+
+    def _lose(self, loss: Loss) -> None:
+        """What was there begins again elsewhere, behind its delivered tokens."""
+        nodes = self.fleet.of(loss.role, self.fleet.shape.models[0])
+        node = nodes[int(loss.share * len(nodes))]
+        gone = node.die()
+        self.policy.lost(node)
+        under_way = [run for run in self.runs if node in (run.prefill, run.decode) and not self._over(run)]
+        for run in dict.fromkeys([*gone, *under_way]):
+            self._begin_again(run, node)
+        self.clock.soon(loss.back_s, node.live)
+        self.clock.soon(0.0, self._pump)
+
+    def _over(self, run: Run) -> bool:
+        return run.failed or run.delivered >= run.ask.output_len
+
+    def _begin_again(self, run: Run, lost: Node) -> None:
+        if run.prefill is lost and run.decode is not None and run in run.decode.streams:
+            return
+        for node in (run.prefill, run.decode):
+            if node is not None:  # a dead one, too: what was granted meanwhile went there
+                node.drop(run)
+        self.policy.ended(run)
+        run.attempt += 1
+        run.prefill = run.decode = None
+        self._waiting.appendleft(run)

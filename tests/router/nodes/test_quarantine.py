@@ -1,0 +1,90 @@
+"""Blocks that arrive corrupt again and again: their pair gets no more ships for long, whatever works in between."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fake_workers import PROMPT, Bench, collect, decode, expected, first_token, ids, prefill
+from waiting import until
+
+from protocol.messages import AttemptFailed, Deviation, StepFrame
+from router.nodes.quarantine import MOST, WITHIN_S, Quarantine
+from router.nodes.suspicion import Suspicion
+
+P1, P2, D1, D2 = ("p1", 1), ("p2", 1), ("d1", 1), ("d2", 1)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_pair_is_shut_at_the_third_corrupt_ship_and_open_again_after_its_time() -> None:
+    clock, begun = Clock(), []
+    quarantine = Quarantine(clock, lambda: begun.append(1))
+    for _ in range(MOST - 1):
+        quarantine.corrupt(P1, D1)
+        assert not quarantine
+    quarantine.corrupt(P1, D1)
+    quarantine.corrupt(P1, D1)
+    assert quarantine.shut() == {(P1, D1)}
+    assert len(begun) == 1
+    clock.now += WITHIN_S + 1
+    assert not quarantine.shut()
+    assert not quarantine
+    quarantine.corrupt(P1, D1)
+    assert not quarantine, "what was long ago does not count"
+
+
+def test_who_has_it_with_two_others_is_shut_for_all() -> None:
+    quarantine = Quarantine(Clock())
+    quarantine.corrupt(P1, D1)
+    quarantine.corrupt(P2, D1)
+    quarantine.corrupt(P2, D1)
+    assert quarantine.shut() == {(None, D1)}
+    other = Quarantine(Clock())
+    for node in (D1, D2, D2):
+        other.corrupt(P1, node)
+    assert other.shut() == {(P1, None)}
+
+
+def test_what_works_does_not_end_it() -> None:
+    suspicion = Suspicion(Clock())
+    for _ in range(MOST):
+        suspicion.pair_failed(P1, D1, surely=False)
+        suspicion.quarantine.corrupt(P1, D1)
+        suspicion.pair_works(P1, D1)
+    assert suspicion.any
+    assert suspicion.shut().pairs == {(P1, D1)}
+
+
+async def test_requests_over_a_corrupting_pair_are_right_and_then_go_elsewhere() -> None:
+    async def corrupting(worker: Any, request: Any) -> Any:
+        yield first_token(request.job)
+        await asyncio.sleep(0.01)
+        yield AttemptFailed(request.job.request_id, request.job.attempt, "blocks_corrupt", "scripted")
+
+    async with Bench([prefill(prefill_script=corrupting), decode()]) as bench:
+        for _ in range(MOST + 2):
+            assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+            bench.nodes.suspicion._pairs.forget((P1, D1))
+        assert bench.metrics.quarantines._value.get() == 1
+        tried = len(bench["p1"].prefills)
+        assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+        assert len(bench["p1"].prefills) == tried, "the decode node computes the prompt itself"
+
+
+async def test_requests_leave_a_node_whose_ships_are_not_what_others_compute() -> None:
+    async with Bench([prefill(), decode()]) as bench:
+        assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+        for number in range(MOST):
+            assert not bench.nodes.suspicion.quarantine
+            bench["d1"]._queues["router-test"].put_nowait(StepFrame(deviations=(Deviation(f"r{number}", P1),)))
+            await until(lambda count=number + 1: len(bench.nodes.suspicion.quarantine._seen) == count)
+        assert bench.nodes.suspicion.shut().pairs == {(P1, D1)}
+        tried = len(bench["p1"].prefills)
+        assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
+        assert len(bench["p1"].prefills) == tried

@@ -1,0 +1,81 @@
+"""Traces: generators by seed, and Mooncake's files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import ConfigError
+from simulate.mooncake import read_trace
+from simulate.workloads import WORKLOADS, Asked, hashes_of
+
+
+def test_hashes_are_equal_as_far_as_the_text_is() -> None:
+    one = hashes_of([("a", 40), ("b", 40)], 16)
+    other = hashes_of([("a", 40), ("c", 40)], 16)
+    assert len(one) == len(other) == 5
+    assert [x == y for x, y in zip(one, other, strict=True)] == [True, True, False, False, False]
+    assert hashes_of([("a", 15)], 16) == ()
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_seed_is_a_trace(name: str) -> None:
+    make = WORKLOADS[name]
+    asked = Asked(200, 20, 5)
+    trace = make(asked)
+    assert trace == make(asked)
+    assert trace != make(Asked(200, 20, 6))
+    assert 200 <= len(trace) < 300
+    numbers = [ask.number for ask in trace]
+    assert sorted(numbers) == list(range(len(trace)))
+    for ask in trace:
+        assert len(ask.hashes) == (ask.prompt_len + ask.output_len) // 64
+        assert ask.after < ask.number
+        assert ask.at >= 0
+
+
+def row(**changes: object) -> str:
+    known = {"timestamp": 1500, "input_length": 1100, "output_length": 30, "hash_ids": [1, 2, 3]}
+    return json.dumps({**known, **changes})
+
+
+def test_mooncakes_rows_become_requests(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join((row(), "", row(timestamp=3000, hash_ids=[1, 2, 9]))) + "\n")
+    first, second = read_trace(path, 64, speed=3.0)
+    assert (first.at, second.at) == (0.5, 1.0)
+    assert len(first.hashes) == (1100 + 30) // 64
+    assert first.hashes[:16] == second.hashes[:16]
+    assert first.hashes[16] != second.hashes[16]
+    assert len(read_trace(path, 64, most=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "line 1"),
+        ("[]", "line 1"),
+        (row(input_length=-1), "input_length must be from 1"),
+        (row(output_length="x"), "output_length"),
+        (row(timestamp=float("nan")), "timestamp"),
+        (row(hash_ids=[1]), "1 hash_ids are not those of 1100 tokens"),
+        (row(hash_ids=[-1, 2, 3]), "hash_ids"),
+        ("", "no requests"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, line: str, told: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError, match=told):
+        read_trace(path, 64)
+
+
+def test_a_file_that_is_not_there_and_blocks_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(tmp_path / "none", 64)
+    with pytest.raises(ConfigError, match="block_size must divide 512"):
+        read_trace(tmp_path / "none", 100)
+    with pytest.raises(ConfigError, match="more than 0"):
+        Asked(1, 0)
