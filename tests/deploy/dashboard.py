@@ -1,11 +1,11 @@
-"""The Grafana dashboard's queries, run without Grafana."""
+"""The Grafana dashboards' queries, run without Grafana."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -14,37 +14,57 @@ from protocol.metrics import RouterMetrics, WorkerMetrics
 from tests.deploy.binaries import ROOT
 from tests.deploy.prometheus import query
 
-DASHBOARD = ROOT / "deploy" / "monitoring" / "dashboard.json"
+DASHBOARDS = ROOT / "deploy" / "monitoring" / "dashboards"
 RATE_INTERVAL = "1m"
 _METRIC = re.compile(r"\bkvferry_\w+")
+_RATE = re.compile(r"\brate\(([^()\[\]]+)\[\$__rate_interval\]\)")
 
 
 @dataclass(frozen=True, slots=True)
 class PanelQuery:
     """One query as written: still with Grafana's variables."""
 
+    board: str
     panel: str
     expression: str
     legend: str
 
+    def promql(self, **chosen: str) -> str:
+        """What Grafana would send, with values of variables; without, of all that there is."""
+        text = self.expression.replace("$__rate_interval", RATE_INTERVAL)
+        for variable in ("cluster", "namespace", "model"):
+            text = text.replace(f"${variable}", chosen.get(variable, ".*"))
+        return text
+
     @property
-    def promql(self) -> str:
-        """What Grafana would send."""
-        return self.expression.replace("$__rate_interval", RATE_INTERVAL)
+    def totals(self) -> str:
+        """The same with what was counted since the processes started in place of each rate."""
+        return replace(self, expression=_RATE.sub(r"\1", self.expression)).promql()
 
 
-def load() -> dict[str, Any]:
-    dashboard: dict[str, Any] = json.loads(DASHBOARD.read_text())
-    return dashboard
+def load() -> dict[str, dict[str, Any]]:
+    """By name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(DASHBOARDS.glob("*.json"))}
 
 
 def panel_queries() -> list[PanelQuery]:
-    """Every query of every panel, in order."""
+    """Every query of every panel of every dashboard, in order."""
     return [
-        PanelQuery(panel["title"], target["expr"], target["legendFormat"])
-        for panel in load()["panels"]
+        PanelQuery(name, panel["title"], target["expr"], target["legendFormat"])
+        for name, board in load().items()
+        for panel in board["panels"]
         for target in panel.get("targets", ())
     ]
+
+
+def panel_query(board: str, panel: str, legend: str = "") -> PanelQuery:
+    """The one of that panel, with that legend where there are several."""
+    (found,) = [
+        item
+        for item in panel_queries()
+        if (item.board, item.panel) == (board, panel) and (not legend or item.legend == legend)
+    ]
+    return found
 
 
 def failing_queries(base_url: str) -> list[str]:
@@ -53,8 +73,8 @@ def failing_queries(base_url: str) -> list[str]:
     failing = []
     for item in panel_queries():
         try:
-            if not query(base_url, item.promql):
-                failing.append(f"{item.panel}: {item.promql}")
+            if not query(base_url, item.promql()):
+                failing.append(f"{item.panel}: {item.promql()}")
         except RuntimeError as error:
             failing.append(f"{item.panel}: {error}")
     return failing
@@ -69,6 +89,13 @@ def serving_router() -> RouterMetrics:
     """Those of a router that serves a model."""
     metrics = RouterMetrics()
     metrics.of("m")
+    return metrics
+
+
+def serving_node(role: str) -> WorkerMetrics:
+    """Those of a node of that model."""
+    metrics = WorkerMetrics(role)
+    metrics.registry.model_name = "m"
     return metrics
 
 

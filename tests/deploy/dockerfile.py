@@ -54,6 +54,13 @@ class Dockerfile:
         found = self.stages[-1].last("USER")
         return found.text if found else "root"
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What ENV sets in the image, but for PATH, which is the base's as well."""
+        found = [item.words for item in self.stages[-1].instructions if item.name == "ENV"]
+        pairs = dict(word.split("=", 1) for words in found for word in words)
+        return {name: value for name, value in pairs.items() if name != "PATH"}
+
     def of(self, name: str) -> list[Instruction]:
         return [item for stage in self.stages for item in stage.instructions if item.name == name]
 

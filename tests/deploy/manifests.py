@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,40 +16,64 @@ from tests.deploy.binaries import ROOT, kubectl_binary, need
 from tests.deploy.dockerfile import read_dockerfile
 
 Manifest = dict[str, Any]
+Objects = tuple[Manifest, ...]
 K8S = ROOT / "deploy" / "k8s"
 OVERLAYS = ("cpu", "gpu")
 PROCESSES = ("kvferry-router", "kvferry-prefill", "kvferry-decode")
 IMAGES = {"kvferry/router": "Dockerfile.router", "kvferry/worker": "Dockerfile.worker"}
+SECRET = "0" * 64
+"""What every Secret holds here, unless a test says otherwise."""
 
 
 @functools.cache
-def render(overlay: str) -> tuple[Manifest, ...]:
-    """All objects of an overlay. Skips the test where no kubectl can be had."""
+def render(overlay: str, *components: str) -> Objects:
+    """All objects of an overlay, with components on top. Skips the test where no kubectl can be had."""
     binary = need(kubectl_binary(), "kubectl")
-    folder = K8S / "overlays" / overlay
-    done = subprocess.run([binary, "kustomize", folder], capture_output=True, text=True, timeout=120)
+    with tempfile.TemporaryDirectory() as above:
+        folder = Path(above)
+        within = {"resources": [f"overlays/{overlay}"], "components": [f"components/{name}" for name in components]}
+        paths = {
+            kind: [os.path.relpath(K8S / name, folder.resolve()) for name in names] for kind, names in within.items()
+        }
+        frame = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", **paths}
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(frame))
+        source = folder if components else K8S / "overlays" / overlay
+        done = subprocess.run([binary, "kustomize", source], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return tuple(yaml.safe_load_all(done.stdout))
+    return tuple(yaml.load_all(done.stdout, yaml.CSafeLoader))
 
 
-def of_kind(objects: tuple[Manifest, ...], kind: str) -> dict[str, Manifest]:
+def of_kind(objects: Objects, kind: str) -> dict[str, Manifest]:
     """Objects of one kind by name."""
     return {item["metadata"]["name"]: item for item in objects if item["kind"] == kind}
 
 
-def pod_spec(overlay: str, deployment: str) -> Manifest:
-    spec: Manifest = of_kind(render(overlay), "Deployment")[deployment]["spec"]["template"]["spec"]
-    return spec
+def pod_specs(objects: Objects) -> dict[str, Manifest]:
+    """Those of all pods, whatever makes them, by its name."""
+    made = {name: item["spec"] for name, item in of_kind(objects, "Pod").items()}
+    for kind in ("Deployment", "Job"):
+        made |= {name: item["spec"]["template"]["spec"] for name, item in of_kind(objects, kind).items()}
+    return made
+
+
+def containers(spec: Manifest) -> list[Manifest]:
+    return [*spec.get("initContainers", ()), *spec["containers"]]
 
 
 def manifest_command(
     deployment: str, overlay: str = "cpu", fields: Mapping[str, str] | None = None
 ) -> tuple[list[str], dict[str, str]]:
+    """`container_command` of an overlay's Deployment."""
+    return container_command(render(overlay), deployment, fields)
+
+
+def container_command(
+    objects: Objects, deployment: str, fields: Mapping[str, str] | None = None
+) -> tuple[list[str], dict[str, str]]:
     """What the Deployment's container runs: argv as `["kvferry", "prefill", "--host=0.0.0.0", …]` and its whole
-    environment as the manifest gives it (ConfigMaps resolved, optional Secrets absent). `fields` are the pod's own
-    (`metadata.name`, `status.podIP`), which the kubelet would fill in."""
-    objects = render(overlay)
-    container = pod_spec(overlay, deployment)["containers"][0]
+    environment as the manifest gives it (ConfigMaps resolved, Secrets hold SECRET, optional ones are absent). `fields`
+    are the pod's own (`metadata.name`, `status.podIP`), which the kubelet would fill in."""
+    container = pod_specs(objects)[deployment]["containers"][0]
     given = {"metadata.name": f"{deployment}-0", "status.podIP": "127.0.0.1", **(fields or {})}
     env: dict[str, str] = {}
     for source in container.get("envFrom", ()):
@@ -65,8 +91,7 @@ def _value(entry: Manifest, fields: Mapping[str, str]) -> str | None:
     source = entry["valueFrom"]
     if "fieldRef" in source:
         return fields[source["fieldRef"]["fieldPath"]]
-    assert source["secretKeyRef"]["optional"], entry
-    return None
+    return None if source["secretKeyRef"].get("optional") else SECRET
 
 
 def _entrypoint(container: Manifest) -> list[str]:
@@ -78,5 +103,6 @@ def _entrypoint(container: Manifest) -> list[str]:
 
 
 def docker_file(image: str) -> Path:
-    """The Dockerfile of one of our images."""
-    return ROOT / "deploy" / "docker" / IMAGES[image.partition(":")[0]]
+    """The Dockerfile of one of our images, in whatever registry."""
+    name = "/".join(image.partition(":")[0].split("/")[-2:])
+    return ROOT / "deploy" / "docker" / IMAGES[name]

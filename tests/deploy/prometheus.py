@@ -7,7 +7,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,14 +48,17 @@ def wait_scraped(base_url: str, targets: int, scrapes: int = 3, timeout_s: float
 
 
 @contextmanager
-def running_prometheus(targets: Sequence[str], rules: Sequence[Path] = ()) -> Iterator[str]:
-    """Base URL of a Prometheus that scrapes `http://{target}/metrics` of each `host:port`; skips the test if there is
-    no binary. Its port is the kernel's choice, its data live in a folder of its own, and it ends with the block."""
+def running_prometheus(
+    targets: Sequence[str], rules: Sequence[Path] = (), labels: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Base URL of a Prometheus that scrapes `http://{target}/metrics` of each `host:port` and adds the labels; skips
+    the test if there is no binary. Its port is the kernel's choice, its data live in a folder of its own, and it ends
+    with the block."""
     binary = need(prometheus_binary(), "prometheus")
     with tempfile.TemporaryDirectory(prefix="kvferry-prometheus-") as folder:
         port = free_port("127.0.0.1", 0)
         config = Path(folder) / "prometheus.json"
-        config.write_text(json.dumps(_config(targets, rules)))
+        config.write_text(json.dumps(_config(targets, rules, labels or {})))
         with open(Path(folder) / "log", "w+") as log:
             server = subprocess.Popen(_command(binary, config, port), stdout=log, stderr=log)
             try:
@@ -71,11 +74,12 @@ def running_prometheus(targets: Sequence[str], rules: Sequence[Path] = ()) -> It
                     server.wait()
 
 
-def _config(targets: Sequence[str], rules: Sequence[Path]) -> dict[str, Any]:
+def _config(targets: Sequence[str], rules: Sequence[Path], labels: Mapping[str, str]) -> dict[str, Any]:
+    found = {"targets": list(targets), "labels": dict(labels)}
     return {
         "global": {"scrape_interval": SCRAPE_INTERVAL, "scrape_timeout": SCRAPE_INTERVAL, "evaluation_interval": "1s"},
         "rule_files": [str(path) for path in rules],
-        "scrape_configs": [{"job_name": "kvferry", "static_configs": [{"targets": list(targets)}]}],
+        "scrape_configs": [{"job_name": "kvferry", "static_configs": [found]}],
     }
 
 
@@ -85,6 +89,7 @@ def _command(binary: Path, config: Path, port: int) -> list[str]:
         f"--config.file={config}",
         f"--storage.tsdb.path={config.parent / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",
+        "--web.enable-remote-write-receiver",
         "--log.level=warn",
     ]
 

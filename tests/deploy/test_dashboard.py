@@ -1,29 +1,51 @@
-"""The dashboard: its queries name metrics that exist and find series; its panels tell what they show."""
+"""The dashboards: their queries name metrics that exist, find series and keep to what is chosen; panels tell what they
+show."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 from collections.abc import Iterator
 
 import pytest
+import yaml
 from prometheus_client import start_http_server
 
 from docs.dashboard import made
-from protocol.metrics import WorkerMetrics
+from docs.variables import of_models
 from tests.deploy import dashboard
-from tests.deploy.dashboard import failing_queries, known_names, metric_names, panel_queries, serving_router
+from tests.deploy.binaries import ROOT, kubectl_binary, need
+from tests.deploy.dashboard import (
+    DASHBOARDS,
+    failing_queries,
+    known_names,
+    metric_names,
+    panel_queries,
+    serving_node,
+    serving_router,
+)
 from tests.deploy.prometheus import query, running_prometheus, wait_scraped
 
-PANELS = [panel for panel in dashboard.load()["panels"] if panel["type"] != "row"]
+BOARDS = dashboard.load()
+PANELS = [
+    pytest.param(panel, id=f"{name}: {panel['title']}")
+    for name, board in BOARDS.items()
+    for panel in board["panels"]
+    if panel["type"] != "row"
+]
 UNITS = {"short", "s", "reqps", "percentunit", "Bps"}
+LABELS = {"cluster": "east", "namespace": "ns"}
 
 
 @pytest.fixture(scope="module")
 def idle_cluster() -> Iterator[str]:
     """A Prometheus that scrapes the metrics of a router, a prefill and a decode process that did nothing yet."""
-    sets = [serving_router(), WorkerMetrics("prefill"), WorkerMetrics("decode")]
+    sets = [serving_router(), serving_node("prefill"), serving_node("decode")]
     servers = [start_http_server(0, "127.0.0.1", metrics.registry) for metrics in sets]
     try:
-        with running_prometheus([f"127.0.0.1:{server.server_port}" for server, _ in servers]) as url:
+        targets = [f"127.0.0.1:{server.server_port}" for server, _ in servers]
+        with running_prometheus(targets, labels=LABELS) as url:
             wait_scraped(url, len(servers))
             yield url
     finally:
@@ -33,13 +55,15 @@ def idle_cluster() -> Iterator[str]:
             thread.join()
 
 
-def test_the_dashboard_is_what_its_description_makes() -> None:
-    assert dashboard.DASHBOARD.read_text() == made(), "run: make docs"
+def test_the_dashboards_are_what_their_descriptions_make() -> None:
+    files = made()
+    assert sorted(path.stem for path in files) == ["overview", "pools", "prefix-cache", "router", "transfers"]
+    assert {path: path.read_text() for path in DASHBOARDS.glob("*.json")} == files, "run: make docs"
 
 
-def test_every_metric_of_the_dashboard_exists() -> None:
+def test_every_metric_of_the_dashboards_exists() -> None:
     known = known_names()
-    assert len(panel_queries()) >= 40
+    assert len(panel_queries()) >= 60
     for item in panel_queries():
         names = metric_names(item.expression)
         assert names, item
@@ -52,55 +76,78 @@ def test_every_query_finds_a_series_before_the_first_request(idle_cluster: str) 
 
 def test_a_wrong_query_would_be_noticed(idle_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = [
-        dashboard.PanelQuery("empty", 'kvferry_nodes{role="prefil"}', ""),
-        dashboard.PanelQuery("invalid", "rate(kvferry_nodes", ""),
+        dashboard.PanelQuery("b", "empty", 'kvferry_nodes{role="prefil"}', ""),
+        dashboard.PanelQuery("b", "invalid", "rate(kvferry_nodes", ""),
     ]
     monkeypatch.setattr(dashboard, "panel_queries", lambda: broken)
     assert [line.partition(":")[0] for line in failing_queries(idle_cluster)] == ["empty", "invalid"]
 
 
+@pytest.mark.parametrize("variable", ["cluster", "namespace", "model"])
+def test_every_query_keeps_to_what_is_chosen(idle_cluster: str, variable: str) -> None:
+    right = {"model": "m", **LABELS}[variable]
+    for item in panel_queries():
+        concerned = variable != "model" or metric_names(item.expression) & of_models()
+        assert query(idle_cluster, item.promql(**{variable: right})), item
+        assert bool(query(idle_cluster, item.promql(**{variable: "another"}))) != bool(concerned), item
+
+
+def test_the_variables_find_their_values(idle_cluster: str) -> None:
+    found = {}
+    for item in BOARDS["overview"]["templating"]["list"]:
+        if item["type"] == "query":
+            parts = re.fullmatch(r"label_values\((.+), (\w+)\)", item["query"]["query"])
+            assert parts, item
+            series = query(idle_cluster, parts[1].replace("$cluster", ".*").replace("$namespace", ".*"))
+            found[item["name"]] = {each["metric"].get(parts[2]) for each in series}
+            assert (item["includeAll"], item["allValue"]) == (True, ".*")
+    assert found == {"cluster": {"east"}, "namespace": {"ns"}, "model": {"m"}}
+
+
 def test_series_that_share_a_panel_can_be_told_apart(idle_cluster: str) -> None:
     for item in panel_queries():
-        series = query(idle_cluster, item.promql)
-        labels = set().union(*(entry["metric"] for entry in series)) - {"__name__", "job"}
+        series = query(idle_cluster, item.promql())
+        labels = set().union(*(entry["metric"] for entry in series)) - {"__name__", "job", *LABELS}
         for label in labels:
             assert f"{{{{{label}}}}}" in item.legend, f"{item.panel}: {item.legend!r} does not show {label}"
 
 
-def test_both_sections_show_what_they_must() -> None:
-    sections: dict[str, set[str]] = {}
-    current: set[str] = set()
-    for panel in dashboard.load()["panels"]:
-        if panel["type"] == "row":
-            current = sections.setdefault(panel["title"], set())
-        for target in panel.get("targets", ()):
-            current |= metric_names(target["expr"])
-    overview, prefix = sections["Cluster overview"], sections["Prefix cache"]
+def test_dashboards_show_what_they_must() -> None:
+    shown: dict[str, set[str]] = {}
+    for item in panel_queries():
+        shown.setdefault(item.board, set()).update(metric_names(item.expression))
     assert {
         "kvferry_requests_total",
         "kvferry_time_to_first_token_seconds_bucket",
         "kvferry_inter_token_latency_seconds_bucket",
         "kvferry_requests_waiting",
-        "kvferry_requests_running",
         "kvferry_output_tokens_total",
         "kvferry_nodes",
-        "kvferry_kv_blocks",
-        "kvferry_ship_bytes_total",
-        "kvferry_ship_exposed_seconds_total",
-        "kvferry_ladder_rungs_total",
-        "kvferry_grants_total",
-    } <= overview
+        "kvferry_registry_up",
+    } <= shown["overview"]
     assert {
         "kvferry_prefix_cache_hits_tokens_total",
         "kvferry_prefix_cache_queries_tokens_total",
         "kvferry_predicted_reuse_tokens_total",
-        "kvferry_actual_reuse_tokens_total",
+        "kvferry_unpredicted_reuse_tokens_total",
+        "kvferry_reuse_miss_tokens_total",
         "kvferry_index_rows",
         "kvferry_kv_blocks_evicted_total",
-    } <= prefix
+    } <= shown["prefix-cache"]
+    assert {"kvferry_kv_blocks", "kvferry_kv_outlived_hold_seconds", "kvferry_requests_running"} <= shown["pools"]
+    assert {"kvferry_ship_bytes_total", "kvferry_ship_exposed_seconds_total", "kvferry_grants_total"} <= shown[
+        "transfers"
+    ]
+    assert {"kvferry_ladder_rungs_total", "kvferry_placements_total", "kvferry_requests_queued"} <= shown["router"]
 
 
-@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: str(panel["title"]))
+def test_no_panel_sets_misses_off_against_luck() -> None:
+    for item in panel_queries():
+        if "kvferry_actual_reuse_tokens_total" in metric_names(item.expression):
+            assert "kvferry_predicted" not in item.expression, item
+
+
+@pytest.mark.parametrize("panel", PANELS)
 def test_a_panel_says_what_it_shows_and_asks_the_chosen_datasource(panel: dict) -> None:
     assert panel["title"]
     assert panel["description"].endswith(".")
@@ -112,9 +159,12 @@ def test_a_panel_says_what_it_shows_and_asks_the_chosen_datasource(panel: dict) 
     assert panel["type"] == "stat" or all(target["legendFormat"] for target in panel["targets"])
 
 
-def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
-    panels = dashboard.load()["panels"]
+@pytest.mark.parametrize("name", BOARDS)
+def test_panels_have_ids_and_titles_of_their_own_and_do_not_overlap(name: str) -> None:
+    panels = BOARDS[name]["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
+    titles = [panel["title"] for panel in panels if panel["type"] != "row"]
+    assert len(set(titles)) == len(titles)
     cells: set[tuple[int, int]] = set()
     for panel in panels:
         grid = panel["gridPos"]
@@ -124,7 +174,37 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         cells |= own
 
 
-def test_the_datasource_is_a_variable_and_no_query_names_one() -> None:
-    board = dashboard.load()
-    assert [(item["name"], item["type"]) for item in board["templating"]["list"]] == [("datasource", "datasource")]
-    assert board["uid"] == "kvferry"
+@pytest.mark.parametrize("name", BOARDS)
+def test_a_dashboard_has_a_name_of_its_own_variables_and_links(name: str) -> None:
+    board = BOARDS[name]
+    assert board["uid"] == f"kvferry-{name}"
+    assert board["title"] == f"kvferry: {name.replace('-', ' ')}"
+    assert [item["name"] for item in board["templating"]["list"]] == ["datasource", "cluster", "namespace", "model"]
+    assert "kvferry" in board["tags"]
+    assert [(link["type"], link["tags"], link["includeVars"]) for link in board["links"]] == [
+        ("dashboards", ["kvferry"], True)
+    ]
+
+
+def test_runbooks_name_panels_that_there_are() -> None:
+    told = re.sub(r"\*\*.+?\*\*", "", (ROOT / "deploy" / "runbooks.md").read_text())
+    titles = {panel["title"] for board in BOARDS.values() for panel in board["panels"]}
+    titles |= {board["title"] for board in BOARDS.values()} | {name.replace("-", " ") for name in BOARDS}
+    named = {re.sub(r"\s+", " ", name) for name in re.findall(r"\*([^*]+)\*", told)}
+    assert len(named) > 15
+    assert named <= titles, named - titles
+
+
+def test_they_come_as_config_maps_of_what_grafana_imports() -> None:
+    command = [need(kubectl_binary(), "kubectl"), "kustomize", str(DASHBOARDS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = list(yaml.safe_load_all(done.stdout))
+    assert {item["kind"] for item in found} == {"ConfigMap"}
+    held = {}
+    for item in found:
+        assert item["metadata"]["labels"]["grafana_dashboard"] == "1"
+        ((file, content),) = item["data"].items()
+        assert item["metadata"]["name"] == f"kvferry-dashboard-{file.removeprefix('kvferry-').removesuffix('.json')}"
+        held[json.loads(content)["uid"] + ".json"] = file
+    assert sorted(held) == sorted(held.values()) == sorted(f"kvferry-{name}.json" for name in BOARDS)

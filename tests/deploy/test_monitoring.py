@@ -1,40 +1,28 @@
-"""Scrape configurations, alert rules and the adapter's rules, checked by promtool and a real Prometheus."""
+"""Scrape configurations and the adapter's rules, checked by promtool; what alerts do is in test_alerts.py."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import pytest
 import yaml
+from api_parts import Api, FakeCluster, says
 
-from tests.deploy.binaries import ROOT, need, promtool_binary
-from tests.deploy.dashboard import known_names, metric_names
 from tests.deploy.manifests import PROCESSES, of_kind, render
-
-MONITORING = ROOT / "deploy" / "monitoring"
-
-
-def promtool(*arguments: str | Path) -> str:
-    """Output of promtool, which must be content. The test is skipped where there is none."""
-    binary = need(promtool_binary(), "promtool")
-    done = subprocess.run([binary, *arguments], cwd=MONITORING, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.deploy.promtool import MONITORING, promtool
 
 
-def alerts() -> list[dict[str, Any]]:
-    groups = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
-    return [rule for group in groups for rule in group["rules"]]
-
-
-def test_the_local_configuration_is_valid_and_finds_its_files() -> None:
+async def test_the_local_configuration_is_valid_and_asks_its_router_for_the_nodes() -> None:
     assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
     job = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"][0]
-    patterns = [pattern for entry in job["file_sd_configs"] for pattern in entry["files"]]
-    assert [path for pattern in patterns for path in MONITORING.glob(pattern)]
+    (router,), (discovery,) = job["static_configs"][0]["targets"], job["http_sd_configs"]
+    asked = urlsplit(discovery["url"])
+    assert asked.netloc == router
+    answer = await Api(FakeCluster(says("x"))).http.get(asked.path)
+    assert answer.status_code == 200
+    assert isinstance(answer.json(), list)
 
 
 def test_the_kubernetes_configuration_scrapes_our_pods_once_and_names_them(tmp_path: Path) -> None:
@@ -72,42 +60,3 @@ def discovered(deployment: str, pod_ip: str) -> list[tuple[dict[str, Any], dict[
         (port, {f"__meta_kubernetes_{k}": v for k, v in {**meta, "pod_container_port_name": port["name"]}.items()})
         for port in ports
     ]
-
-
-def test_alert_rules_are_valid_and_fire_as_their_tests_say() -> None:
-    promtool("check", "rules", "alerts.yml")
-    assert "SUCCESS" in promtool("test", "rules", "alerts_test.yml")
-
-
-def test_every_metric_of_an_alert_exists() -> None:
-    known = known_names()
-    for rule in alerts():
-        names = metric_names(rule["expr"])
-        assert names <= known, f"{rule['alert']}: {names - known}"
-        assert names or rule["expr"].startswith("up{"), rule["alert"]
-
-
-@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: str(rule["alert"]))
-def test_an_alert_says_what_to_do(rule: dict[str, Any]) -> None:
-    assert rule["alert"].startswith("Kvferry")
-    assert rule["labels"]["severity"] in ("page", "ticket")
-    assert set(rule["annotations"]) == {"summary", "action"}
-    assert not rule["annotations"]["summary"].endswith(".")
-    assert rule["annotations"]["action"].endswith(".")
-
-
-def test_adapter_rules_are_valid_promql_over_metrics_that_exist(tmp_path: Path) -> None:
-    """The adapter fills its templates in like this for the pods of one namespace."""
-    rules = yaml.safe_load((MONITORING / "prometheus-adapter.yaml").read_text())["rules"]
-    known, filled = known_names(), []
-    for rule in rules:
-        series = rule["seriesQuery"].partition("{")[0]
-        assert series in known
-        expression = rule["metricsQuery"].replace("<<.Series>>", series)
-        expression = expression.replace("<<.LabelMatchers>>", 'namespace="kvferry",pod=~"a|b"')
-        expression = expression.replace("<<.GroupBy>>", "pod")
-        assert "<<" not in expression
-        filled.append({"record": rule["name"]["as"] + ":filled", "expr": expression})
-    path = tmp_path / "rules.yml"
-    path.write_text(yaml.safe_dump({"groups": [{"name": "adapter", "rules": filled}]}))
-    promtool("check", "rules", path)

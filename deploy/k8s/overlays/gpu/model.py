@@ -1,0 +1,118 @@
+"""A model on a volume, for the router's image: `fetch` brings it there, `wait` waits until it is whole.
+
+MODEL_DIR                        where it goes
+MODEL_REPOSITORY                 what of the hub, or s3://, gs:// or az:// with bucket and folder (see objects.py);
+                                 without it `wait` waits for a directory that has a config
+MODEL_REVISION                   branch, tag or commit of the hub
+MODEL_FILES                      patterns of the files wanted, with spaces between; empty: all
+HF_TOKEN, HF_ENDPOINT, AWS_…     as huggingface_hub and the clouds' tools know them
+
+A fetch that was broken off goes on where it was. The marker says which revision is whole: every file has its size, and
+those whose checksum the hub or the store knows have it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import objects
+
+MARKER = ".kvferry-complete"
+POLL_S, LINE_S = 2.0, 15.0
+
+
+def main(deed: str) -> int:
+    folder, repository = Path(os.environ["MODEL_DIR"]), os.environ.get("MODEL_REPOSITORY", "")
+    wanted = {"repository": repository, "revision": os.environ.get("MODEL_REVISION") or "main"}
+    patterns = os.environ.get("MODEL_FILES", "").split()
+    if deed == "wait":
+        return wait(folder, wanted)
+    try:
+        return fetch(folder, wanted, patterns)
+    except Exception as error:
+        say(f"cannot bring {repository} to {folder}: {type(error).__name__}: {error}")
+        return 1  # what came stays, and the Job tries again
+
+
+def fetch(folder: Path, wanted: dict[str, str], patterns: list[str]) -> int:
+    """Nothing to do where the marker says so: a Job that runs again asks no hub."""
+    if is_whole(folder, wanted):
+        return say(f"{folder} is whole already")
+    (folder / MARKER).unlink(missing_ok=True)
+    from_store = wanted["repository"].startswith(objects.SCHEMES)
+    commit, damaged = (from_objects if from_store else from_hub)(folder, wanted, patterns)
+    if damaged:
+        return 1
+    (folder / f"{MARKER}.new").write_text(json.dumps({**wanted, "commit": commit}))
+    os.replace(folder / f"{MARKER}.new", folder / MARKER)
+    return say(f"{folder} is whole: {size(folder) / 1e9:.1f} GB")
+
+
+def from_objects(folder: Path, wanted: dict[str, str], patterns: list[str]) -> tuple[str, int]:
+    version, damaged = objects.fetch(wanted["repository"], folder, patterns, say)
+    return str(version), int(damaged)
+
+
+def from_hub(folder: Path, wanted: dict[str, str], patterns: list[str]) -> tuple[str, int]:
+    """The commit that came, and how many of its files were damaged: those are removed."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.hf_api import RepoFolder
+
+    repository, revision = wanted["repository"], wanted["revision"]
+    commit = str(HfApi().model_info(repository, revision=revision).sha)
+    say(f"{repository} at {commit} into {folder}")
+    snapshot_download(repository, revision=commit, local_dir=folder, allow_patterns=patterns or None)
+    damaged = 0
+    for file in HfApi().list_repo_tree(repository, revision=commit, recursive=True):
+        path = folder / file.path
+        if isinstance(file, RepoFolder) or not path.is_file():
+            continue
+        if path.stat().st_size != file.size or (file.lfs and objects.digest(path, "sha256") != file.lfs.sha256):
+            damaged += 1
+            path.unlink()
+            say(f"{path} is not what the hub has; removed, to be fetched again")
+    return commit, damaged
+
+
+def wait(folder: Path, wanted: dict[str, str]) -> int:
+    told = -LINE_S
+    while not is_whole(folder, wanted):
+        if time.monotonic() - told >= LINE_S:
+            told = time.monotonic()
+            say(f"waiting for {wanted['repository'] or 'a model'} in {folder}: {size(folder) / 1e9:.1f} GB are there")
+        time.sleep(POLL_S)
+    return say(f"{folder} is whole")
+
+
+def is_whole(folder: Path, wanted: dict[str, str]) -> bool:
+    if not wanted["repository"]:
+        return (folder / "config.json").is_file()
+    try:
+        marker = json.loads((folder / MARKER).read_text())
+    except (OSError, ValueError):
+        return False
+    return {name: marker.get(name) for name in wanted} == wanted
+
+
+def size(folder: Path) -> int:
+    """Bytes, those of files under way too. Files may go while they are counted."""
+    found = 0
+    for path in folder.rglob("*"):
+        try:
+            found += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            continue
+    return found
+
+
+def say(text: str) -> int:
+    print(text, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,105 @@
+"""A model's files out of object storage (s3://, gs://, az://), for `model.py`: with obstore, which finds credentials as
+the clouds' own tools do (variables, a workload's identity, the machine's).
+
+A file that was broken off goes on where it was, while the store has the same version of it. What came is compared with
+SHA256SUMS, where the folder has such a file, or else with the MD5 that stores tell of files they took in one piece.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+SCHEMES = ("s3://", "gs://", "az://")
+SUMS = "SHA256SUMS"
+AT_ONCE, CHUNK = 4, 1 << 20
+"""Files under way, and bytes of one that are written at once."""
+Object = dict[str, Any]
+
+
+def fetch(url: str, folder: Path, patterns: list[str], say: Callable[[str], int]) -> tuple[str, int]:
+    """Bring what matches there. What names its version, and how many files were damaged: those are removed."""
+    import obstore
+    from obstore.store import from_url
+
+    store = from_url(url)
+    listed = {item["path"]: item for page in obstore.list(store) for item in page}
+    wanted = {name: item for name, item in listed.items() if name == SUMS or not patterns or matches(name, patterns)}
+    if not wanted.keys() - {SUMS}:
+        raise SystemExit(f"nothing at {url} matches {' '.join(patterns) or '*'}")
+    if outside := [name for name in wanted if ".." in name.split("/")]:
+        raise SystemExit(f"{url} has a file that would lie outside {folder}: {outside[0]}")
+    say(f"{len(wanted)} files of {sum(item['size'] for item in wanted.values()) / 1e9:.1f} GB from {url} into {folder}")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(lambda item: bring(obstore, store, item, folder), wanted.values()))
+    damaged = compare(folder, wanted, say)
+    return version(wanted.values()), damaged
+
+
+def matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def version(items: Iterable[Object]) -> str:
+    """Of all files together."""
+    rows = sorted([item["path"], item["e_tag"], item["size"]] for item in items)
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def bring(obstore: Any, store: Any, item: Object, folder: Path) -> None:
+    """One file. `.part` and `.tag` beside it are what came so far, and of which version."""
+    path = folder / item["path"]
+    part, tag = path.with_name(path.name + ".part"), path.with_name(path.name + ".tag")
+    said = json.dumps([item["e_tag"], item["size"]])
+    same = tag.is_file() and tag.read_text() == said
+    if same and path.is_file() and path.stat().st_size == item["size"]:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not same:
+        part.unlink(missing_ok=True)
+        tag.write_text(said)
+    with part.open("ab") as file:
+        if file.tell() < item["size"]:
+            options = {"range": {"offset": file.tell()}, "if_match": item["e_tag"]}
+            for chunk in obstore.get(store, item["path"], options=options).stream(min_chunk_size=CHUNK):
+                file.write(chunk)
+    os.replace(part, path)
+
+
+def compare(folder: Path, wanted: dict[str, Object], say: Callable[[str], int]) -> int:
+    """How many files are not what the store says; they are removed, to be fetched again."""
+    sums = read_sums(folder / SUMS) if SUMS in wanted else {}
+    damaged = unchecked = 0
+    for name, item in wanted.items():
+        path, md5 = folder / name, (item["e_tag"] or "").strip('"').lower()
+        if name in sums:
+            right = digest(path, "sha256") == sums[name]
+        elif re.fullmatch("[0-9a-f]{32}", md5) and not sums:
+            right = digest(path, "md5") == md5
+        else:
+            right, unchecked = True, unchecked + (name != SUMS)
+        if not right or path.stat().st_size != item["size"]:
+            damaged += 1
+            path.unlink()
+            say(f"{path} is not what the store has; removed, to be fetched again")
+    if unchecked:
+        say(f"{unchecked} files were compared by size alone: put {SUMS} beside them, as sha256sum writes it")
+    return damaged
+
+
+def read_sums(path: Path) -> dict[str, str]:
+    """Names and SHA-256, from lines as sha256sum writes them."""
+    rows = (line.split(maxsplit=1) for line in path.read_text().splitlines() if line.strip())
+    return {name.lstrip("*").removeprefix("./"): sha256.lower() for sha256, name in rows}
+
+
+def digest(path: Path, algorithm: str) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()

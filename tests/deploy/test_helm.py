@@ -1,0 +1,218 @@
+"""The chart: the same as the overlays with its own values, and what each switch does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from cluster_state import redis_url
+from docs import chart as made_docs
+from tests.deploy.charts import CHART, EXAMPLES, chart, plain, refusal
+from tests.deploy.installations import FULL
+from tests.deploy.manifests import PROCESSES, Manifest, Objects, of_kind, pod_specs, render
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+@pytest.mark.parametrize(("overlay", "examples"), [("cpu", ()), ("gpu", ("gpu",))])
+def test_the_chart_renders_what_the_overlay_is(overlay: str, examples: tuple[str, ...]) -> None:
+    expected, found = plain(render(overlay)), plain(chart(examples=examples))
+    assert found.keys() == expected.keys()
+    for name, item in expected.items():
+        assert found[name] == item, name
+
+
+def test_the_chart_renders_what_the_overlay_with_rdma_is() -> None:
+    expected, found = plain(render("gpu", "rdma")), plain(chart(examples=("gpu", "rdma")))
+    assert found == expected
+
+
+def test_a_difference_would_be_noticed() -> None:
+    expected = plain(render("cpu"))
+    for other, values in {
+        "Deployment kvferry-decode": {"decode": {"maxNumSeqs": 63}},
+        "Deployment kvferry-redis": {"redis": {"resources": {"limits": {"cpu": "2"}}}},
+        "NetworkPolicy kvferry-workers": {"networkPolicy": {"scrapers": []}},
+        "Deployment kvferry-router": {"router": {"podAnnotations": {"a": "b"}}},
+    }.items():
+        found = plain(chart(**values))
+        assert [name for name in expected if found[name] != expected[name]] == [other]
+
+
+def test_copies_and_table_are_fresh() -> None:
+    for source, copy in made_docs.copies():
+        assert copy.read_bytes() == source.read_bytes(), f"{copy.name}: run make docs"
+        assert not copy.is_symlink()
+    readme = made_docs.README.read_text()
+    assert made_docs.renew(readme) == readme, "run: make docs"
+    assert readme.count("| `decode.maxNumSeqs` | `64` | --max-num-seqs |") == 1
+
+
+def described(schema: Manifest, values: Any, name: str = "") -> None:
+    """Every value is in the schema and says what it is; nothing else is let in."""
+    assert schema["additionalProperties"] is False, name
+    assert values.keys() <= schema["properties"].keys(), name
+    for key, part in schema["properties"].items():
+        if "properties" in part and not part.get("maxProperties"):
+            described(part, values.get(key, {}), f"{name}{key}.")
+        else:
+            assert part.get("description"), f"{name}{key}"
+
+
+def test_every_value_is_described_and_of_its_type() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    described(SCHEMA, VALUES)
+    jsonschema.validate(VALUES, SCHEMA)
+    for path in EXAMPLES.glob("*.yaml"):
+        jsonschema.validate(yaml.safe_load(path.read_text()), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"decod": {}}, "decod"),
+        ({"decode": {"replica": 3}}, "replica"),
+        ({"decode": {"replicas": "three"}}, "replicas"),
+        ({"worker": {"ucxTransports": "rc"}}, "ucxTransports"),
+        ({"autoscaling": {"kind": "vpa"}}, "kind"),
+        ({"network": {"host": "127.0.0.1"}}, "host"),
+        ({"prefill": {"resources": {"limits": {"cpu": "two"}}}}, "cpu"),
+        ({"redis": {"enabled": False}}, "externalRedis.url"),
+        ({"redis": {"enabled": False}, "externalRedis": {"url": "redis://a:b@c"}}, "password"),
+        ({"redis": {"enabled": False}, "externalRedis": {"url": "redis://c/0?password=b"}}, "password"),
+        ({"redis": {"enabled": False}, "externalRedis": {"url": "redis://c", "urlSecret": {"name": "s"}}}, "one of"),
+        ({"model": {"fetch": {"enabled": True, "repository": "a/b"}}}, "model.volume.enabled"),
+        ({"model": {"volume": {"enabled": True}}}, "/models"),
+        ({"model": {"name": "/models/m", "volume": {"enabled": True}, "fetch": {"enabled": True}}}, "repository"),
+        ({"autoscaling": {"decode": {"enabled": True, "min": 0}}}, "autoscaling.decode.min"),
+        ({"autoscaling": {"decode": {"enabled": True, "min": 9, "max": 3}}}, "max 3"),
+        ({"httpRoute": {"enabled": True}}, "parentRefs"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(values: dict[str, Any], told: str) -> None:
+    assert told in refusal(**values)
+
+
+def names_within(value: Any) -> set[str]:
+    """Every text inside an object."""
+    if isinstance(value, dict):
+        return {text for each in value.items() for part in each for text in names_within(part)}
+    if isinstance(value, list):
+        return {text for each in value for text in names_within(each)}
+    return {value} if isinstance(value, str) else set()
+
+
+def test_two_releases_share_a_namespace() -> None:
+    """Nothing of one is called or selected like the other's, and no pod of one mounts what is the other's."""
+    one, other = chart("chat"), chart("code")
+    keys = [{(item["kind"], item["metadata"]["name"]) for item in objects} for objects in (one, other)]
+    assert not keys[0] & keys[1]
+    assert not [text for text in names_within(list(one)) if text.startswith("code-")]
+    for item in one:
+        selector = item["spec"].get("selector") if "spec" in item else None
+        if selector:
+            found = selector.get("matchLabels", selector)
+            assert found["app.kubernetes.io/instance"] == "chat"
+    for policy in of_kind(one, "NetworkPolicy").values():
+        for peer in names_of_pods(policy):
+            assert peer["app.kubernetes.io/instance"] == "chat"
+
+
+def names_of_pods(policy: Manifest) -> list[dict[str, str]]:
+    rules = policy["spec"].get("ingress", []) + policy["spec"].get("egress", [])
+    peers = [peer for rule in rules for peer in rule.get("from", []) + rule.get("to", [])]
+    own = [policy["spec"]["podSelector"]["matchLabels"]]
+    return own + [peer["podSelector"]["matchLabels"] for peer in peers if "podSelector" in peer]
+
+
+def test_a_long_release_has_names_that_services_may_have() -> None:
+    objects = chart("a-release-of-fifty-three-characters-which-is-the-most")
+    assert max(len(name) for name in of_kind(objects, "Service")) <= 63
+    assert len(of_kind(objects, "Deployment")) == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "url"),
+    [
+        ({}, "redis://kvferry@kvferry-redis:6379/0"),
+        (
+            {"redis": {"tls": {"secretName": "tls"}}},
+            "rediss://kvferry@kvferry-redis:6379/0?ssl_ca_certs=/run/kvferry/redis-ca/ca.crt",
+        ),
+        (
+            {
+                "redis": {"enabled": False},
+                "externalRedis": {"url": "rediss://u@r:6380/2?client_name=x", "caSecret": {"name": "ca"}},
+            },
+            "rediss://u@r:6380/2?client_name=x&ssl_ca_certs=/run/kvferry/redis-ca/ca.crt",
+        ),
+    ],
+)
+def test_urls_of_redis(values: dict[str, Any], url: str) -> None:
+    objects = chart(**values)
+    data = of_kind(objects, "ConfigMap")["kvferry-cluster"]["data"]
+    assert data["KVFERRY_REDIS_URL"] == url
+    plain_url = url.replace("?ssl_ca_certs", "&ssl_ca_certs").partition("&ssl_ca_certs")[0]
+    assert redis_url.read(plain_url).tls == url.startswith("rediss")
+    shared = not values.get("redis", {}).get("enabled", True)
+    assert data["KVFERRY_CLUSTER"] == ("kvferry.kvferry" if shared else "default")
+    assert ("kvferry-redis" in of_kind(objects, "Deployment")) != shared
+
+
+def test_a_url_in_a_secret_is_in_no_config_map() -> None:
+    objects = chart(redis={"enabled": False}, externalRedis={"urlSecret": {"name": "mine", "key": "url"}})
+    data = of_kind(objects, "ConfigMap")["kvferry-cluster"]["data"]
+    assert not {"KVFERRY_REDIS_URL", "KVFERRY_REDIS_PASSWORD_FILE"} & data.keys()
+    for name in PROCESSES:
+        env = {each["name"]: each for each in pod_specs(objects)[name]["containers"][0]["env"]}
+        assert env["KVFERRY_REDIS_URL"]["valueFrom"] == {"secretKeyRef": {"name": "mine", "key": "url"}}
+
+
+def test_secrets_are_made_where_none_is_named() -> None:
+    made = of_kind(chart(), "Secret")
+    assert made.keys() == {"kvferry-cluster-secret", "kvferry-redis"}
+    assert all(item["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for item in made.values())
+    named: Objects = chart(cluster={"secret": {"existingSecret": "a"}}, redis={"existingSecret": "b"})
+    assert not of_kind(named, "Secret")
+
+
+def test_settings_roll_the_pods_that_read_them() -> None:
+    before, after = chart(), chart(worker={"blockSize": 32})
+    for name in PROCESSES:
+        stamps = [
+            of_kind(each, "Deployment")[name]["spec"]["template"]["metadata"]["annotations"]["checksum/settings"]
+            for each in (before, after)
+        ]
+        assert stamps[0] != stamps[1]
+
+
+def test_another_version_of_the_chart_alone_rolls_no_pod() -> None:
+    for item in of_kind(chart(**FULL), "Deployment").values():
+        labels = item["spec"]["template"]["metadata"]["labels"]
+        assert labels["cost"] == "llm"
+        assert not {"helm.sh/chart", "app.kubernetes.io/version", "app.kubernetes.io/managed-by"} & labels.keys()
+
+
+def test_what_is_switched_on_reaches_every_pod() -> None:
+    specs = pod_specs(chart(**FULL))
+    for name in (*PROCESSES, "kvferry-redis"):
+        spec = specs[name]
+        assert [each["name"] for each in spec["containers"]][1:] == ["shipper"]
+        assert "before" in [each["name"] for each in spec["initContainers"]]
+        assert spec["priorityClassName"] == "production"
+        assert {"key": "llm", "operator": "Exists"} in spec["tolerations"]
+        assert "/more" in [mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]]
+        assert {"name": "TZ", "value": "UTC"} in spec["containers"][0]["env"]
+        assert spec["nodeSelector"] == {"pool": "llm"}
+        assert spec["imagePullSecrets"] == [{"name": "pull"}]
+    near = specs["kvferry-decode"]["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"][0]
+    assert near["podAffinityTerm"]["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "prefill"
+    assert specs["kvferry-prefill"]["affinity"] == {"nodeAffinity": {}}
+    for name in PROCESSES[1:]:
+        for kind in ("requests", "limits"):
+            assert specs[name]["containers"][0]["resources"][kind]["rdma/hca"] == 1

@@ -1,0 +1,175 @@
+"""What makes the workers' pods in place of Deployments, and what gateways may send to in place of a Service."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+
+from tests.deploy import crds
+from tests.deploy.charts import chart, refusal
+from tests.deploy.manifests import Manifest, Objects, of_kind, pod_specs
+from tests.deploy.test_pools import POOLS
+
+ROLES = ("prefill", "decode")
+KINDS = ("LeaderWorkerSet", "DisaggregatedSet", "LLMInferenceService")
+PICKED = {"enabled": True, "endpointPicker": {"name": "picker"}}
+GATE = {"enabled": True, "parentRefs": [{"name": "gate"}]}
+
+
+def installed(kind: str, **values: Any) -> Objects:
+    return chart(**{**values, "worker": {"workload": kind, **values.get("worker", {})}})
+
+
+def custom(objects: Objects) -> list[Manifest]:
+    return [item for item in objects if item["apiVersion"].partition("/")[0] in crds.GROUPS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scaling", ["hpa", "keda", "none"])
+def test_they_fit_their_schemas(kind: str, scaling: str) -> None:
+    for values in ({}, POOLS):
+        objects = installed(kind, **{**values, "autoscaling": {"kind": "none" if values else scaling}})
+        made = custom(objects)
+        assert len(made) == (2 if values else 1) * (2 if kind == "LeaderWorkerSet" else 1)
+        for item in made:
+            crds.check(item)
+        assert {
+            name for name in of_kind(objects, "Deployment") if "router" not in name and "redis" not in name
+        } == set()
+
+
+def test_crds_that_are_given_are_of_these_kinds() -> None:
+    if crds.FOLDER not in os.environ:
+        pytest.skip(
+            f"{crds.FOLDER} names no folder with the projects' own CRDs: only their description here is checked"
+        )
+    assert crds.SPECS.keys() <= crds.given().keys()
+
+
+def test_a_pool_of_routers_fits_and_the_route_names_it() -> None:
+    objects = chart(inferencePool=PICKED, httpRoute=GATE)
+    (pool,) = custom(objects)
+    crds.check(pool)
+    labels = pod_specs_labels(objects)["kvferry-router"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    (route,) = of_kind(objects, "HTTPRoute").values()
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert backend == {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "kvferry"}
+    (port,) = pool["spec"]["targetPorts"]
+    assert port["number"] == pod_specs(objects)["kvferry-router"]["containers"][0]["ports"][0]["containerPort"]
+
+
+def pod_specs_labels(objects: Objects) -> dict[str, dict[str, str]]:
+    return {
+        name: item["spec"]["template"]["metadata"]["labels"] for name, item in of_kind(objects, "Deployment").items()
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_field_would_be_noticed(kind: str) -> None:
+    for item in custom(installed(kind)):
+        wrong = copy.deepcopy(item)
+        wrong["spec"]["replica"] = 3
+        with pytest.raises(jsonschema.ValidationError):
+            crds.check(wrong)
+        wrong = copy.deepcopy(item)
+        next(crds.templates(wrong["spec"]))["spec"]["containers"][0]["imag"] = "x"
+        with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+            crds.check(wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_are_those_of_a_deployment(kind: str) -> None:
+    """Whatever makes them: but for the name that KServe wants, and the command that it would replace."""
+    expected = {
+        item["metadata"]["labels"]["app.kubernetes.io/component"]: item["spec"]["template"]
+        for item in of_kind(chart(), "Deployment").values()
+    }
+    found = [template for item in custom(installed(kind)) for template in crds.templates(item["spec"])]
+    assert len(found) == 2
+    for template in found:
+        role = template["metadata"]["labels"]["app.kubernetes.io/component"]
+        spec = template["spec"]
+        if kind == "LLMInferenceService":
+            assert spec["containers"][0].pop("name") == "main"
+            assert spec["containers"][0].pop("command") == ["tini", "--", "kvferry"]
+            spec["containers"][0]["name"] = role
+        assert template == expected[role]
+
+
+@pytest.mark.parametrize("scaling", ["hpa", "keda"])
+def test_autoscalers_find_what_they_scale(scaling: str) -> None:
+    kind = {"hpa": "HorizontalPodAutoscaler", "keda": "ScaledObject"}[scaling]
+    targets = {"LeaderWorkerSet": "LeaderWorkerSet", "DisaggregatedSet": "DisaggregatedSetRoleScaler"}
+    for workload, expected in targets.items():
+        objects = installed(workload, autoscaling={"kind": scaling})
+        for role in ROLES:
+            target = of_kind(objects, kind)[f"kvferry-{role}"]["spec"]["scaleTargetRef"]
+            assert (target["kind"], target["name"]) == (expected, f"kvferry-{role}")
+        for item in custom(objects):
+            roles = item["spec"].get("roles", [item])
+            assert all("replicas" not in each["spec"] for each in roles)
+            assert all(each.get("scaling", {"mode": "External"}) == {"mode": "External"} for each in roles)
+    objects = installed("LLMInferenceService", autoscaling={"kind": scaling})
+    assert of_kind(objects, kind).keys() == {"kvferry-router"}
+    (config,) = custom(objects)
+    assert (config["spec"]["replicas"], config["spec"]["prefill"]["replicas"]) == (2, 1)
+
+
+def test_a_set_that_cannot_recreate_says_so() -> None:
+    told = refusal(
+        worker={"workload": "LeaderWorkerSet"}, decode={"strategy": {"type": "Recreate", "rollingUpdate": None}}
+    )
+    assert "decode.strategy.type: a LeaderWorkerSet rolls" in told
+    assert "endpointPicker" in refusal(inferencePool={"enabled": True})
+
+
+def test_neighbours_are_preferred_in_the_order_of_nearness() -> None:
+    near = ["kubernetes.io/hostname", "example.com/rack", "topology.kubernetes.io/zone"]
+    for role, other in (ROLES, ROLES[::-1]):
+        spec = pod_specs(chart(worker={"nearEachOther": near}))[f"kvferry-{role}"]
+        terms = spec["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert [(each["weight"], each["podAffinityTerm"]["topologyKey"]) for each in terms] == [
+            (100, near[0]), (50, near[1]), (25, near[2]),
+        ]  # fmt: skip
+        labels = [each["podAffinityTerm"]["labelSelector"]["matchLabels"] for each in terms]
+        assert {each["app.kubernetes.io/component"] for each in labels} == {other}
+
+
+def test_machines_are_chosen_by_gpu_and_driver() -> None:
+    values = {"gpus": 1, "gpuNodes": {"products": ["H100", "H200"], "leastDriver": 580}, "nearEachOther": "rack"}
+    affinity = pod_specs(chart(worker=values))["kvferry-decode"]["affinity"]
+    assert "podAffinity" in affinity
+    terms = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    rows = [[(each["operator"], *each.get("values", ())) for each in term["matchExpressions"]] for term in terms]
+    assert rows == [[("In", "H100", "H200"), ("Gt", "579")], [("In", "H100", "H200"), ("DoesNotExist",)]]
+    assert "affinity" not in pod_specs(chart(worker={"gpuNodes": {"leastDriver": 580}}))["kvferry-decode"]
+    own = {"nodeAffinity": {}}
+    assert pod_specs(chart(worker={"gpus": 1}, decode={"affinity": own}))["kvferry-decode"]["affinity"] == own
+
+
+def test_a_priority_class_is_that_of_all_pods_that_name_none() -> None:
+    objects = chart(priorityClass={"create": True, "value": 7}, prefill={"priorityClassName": "low"})
+    (made,) = of_kind(objects, "PriorityClass").values()
+    kubernetes_validate.validate(made, "1.36", strict=True)
+    names = {name: spec.get("priorityClassName") for name, spec in pod_specs(objects).items()}
+    assert names == {
+        "kvferry-router": "kvferry", "kvferry-decode": "kvferry", "kvferry-redis": "kvferry",
+        "kvferry-prefill": "low", "kvferry-test": None,
+    }  # fmt: skip
+
+
+def test_devices_may_be_claimed() -> None:
+    claims = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}], "schedulerName": "kai"}
+    objects = chart(decode={**claims, "resources": {"claims": [{"name": "gpu"}]}})
+    decode = of_kind(objects, "Deployment")["kvferry-decode"]
+    kubernetes_validate.validate(decode, "1.36", strict=True)
+    spec = decode["spec"]["template"]["spec"]
+    assert spec["resourceClaims"] == claims["resourceClaims"]
+    assert spec["schedulerName"] == "kai"
+    assert spec["containers"][0]["resources"]["claims"] == [{"name": "gpu"}]
