@@ -138,7 +138,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Phase]:
         file.write_text("".join(entry(name, key) for name, key in keys.items()))
         port = servers.free_port()
         command = (*kvferry(), "serve", "--port", str(port), "--api-keys", str(file), *shlex.split(options.serve))
-        launch = Launch(command, "/ready", key=keys["steady"])
+        launch = Launch(command, "/ready?nodes=1", key=keys["steady"])
         with servers.running(launch, port, Path(folder) / "serve.log") as server:
             load = Load(
                 server.target, keys, options.steady, options.flood_shape, options.flood, options.pause, options.seconds

@@ -3,7 +3,7 @@
     python -m benchmarks.grammars [--steps 60] [--rounds 5]
 
 Steps are of the demo model on this machine, at batch 1 and 32, under a schema that goes on; steps with and without it
-alternate, and the medians are compared. The limit that kvferry sets itself is 10 % of a step.
+alternate, and medians and means are compared. The limit that kvferry sets itself is 10 % of a step.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from engine.engine import Engine
-from engine.events import Failed
+from engine.events import Failed, Generated
 from grammars.library import Library
 from grammars.seam import words_for
 from grammars.vocabulary import Vocabulary
@@ -105,22 +107,70 @@ def single_masks() -> None:
 
 
 def steps(count: int, rounds: int) -> None:
-    """Decode steps with and without a grammar, in turns."""
+    """Decode steps with and without a grammar, in turns, and what makes the difference."""
     settings = WorkerSettings(role="decode", kv_cache_gib=1.0, max_num_seqs=max(BATCHES))
     engine = assemble(settings).engine
-    rows = []
+    clock = Clock(engine)
+    rows, parts = [], []
     for batch in BATCHES:
         took: dict[bool, list[float]] = {False: [], True: []}
+        tokens = {False: 0, True: 0}
+        spent = {False: Counter[str](), True: Counter[str]()}
         for number in range(rounds):
             for bound in (False, True) if number % 2 else (True, False):
-                took[bound] += decode(engine, batch, count, bound, number)
-        free, masked = (statistics.median(took[bound]) * 1e3 for bound in (False, True))
-        rows.append([str(batch), f"{free:.2f}", f"{masked:.2f}", f"{100 * (masked / free - 1):+.1f} %"])
-    print(table(["batch", "step, ms", "with a grammar", "cost"], rows))
+                times, drawn = decode(engine, batch, count, bound, number, clock.spent.clear)
+                took[bound] += times
+                tokens[bound] += drawn
+                spent[bound].update(clock.spent)
+        free, masked = ([statistics.median(took[bound]) * 1e3, statistics.fmean(took[bound]) * 1e3] for bound in took)
+        cost = [f"{100 * (with_one / without - 1):+.1f} %" for with_one, without in zip(masked, free, strict=True)]
+        rows.append(
+            [str(batch), f"{free[0]:.2f}", f"{masked[0]:.2f}", *cost, f"{100 * tokens[True] / tokens[False]:.1f} %"]
+        )
+        each = {name: (spent[True][name] - spent[False][name]) / len(took[True]) * 1e3 for name in clock.parts}
+        parts.append([str(batch), *(f"{value:.3f}" for value in each.values())])
+    titles = ["batch", "step, ms", "with a grammar", "cost", "of the mean", "tokens drawn"]
+    print(table(titles, rows), "\n\nwhat a step has more with a grammar, ms:\n")
+    print(table(["batch", *clock.parts], parts))
 
 
-def decode(engine: Engine, batch: int, count: int, bound: bool, number: int) -> list[float]:
-    """Seconds of each step once all streams run."""
+class Clock:
+    """Seconds that an engine spends in what grammars need, by part."""
+
+    parts = ("library", "masks beside it", "drawing")
+
+    def __init__(self, engine: Engine) -> None:
+        self.spent: Counter[str] = Counter()
+        matcher = type(engine.runner.masks._compiler.compile(Grammar("json_object", "")))
+        for owner, name, part in (
+            (matcher, "mask", "library"),
+            (matcher, "accept", "library"),
+            (engine.runner.masks, "settle", "settle"),
+            (engine.runner.masks, "advance", "advance"),
+            (engine.runner.model.ops, "draw", "drawing"),
+        ):
+            self._time(owner, name, part)
+
+    def _time(self, owner: object, name: str, part: str) -> None:
+        inner = getattr(owner, name)
+
+        def timed(*arguments: Any) -> Any:
+            began, library = time.perf_counter(), self.spent["library"]
+            result = inner(*arguments)
+            seconds = time.perf_counter() - began
+            if part in ("settle", "advance"):
+                self.spent["masks beside it"] += seconds - (self.spent["library"] - library)
+            else:
+                self.spent[part] += seconds
+            return result
+
+        setattr(owner, name, timed)
+
+
+def decode(
+    engine: Engine, batch: int, count: int, bound: bool, number: int, begin: Callable[[], None]
+) -> tuple[list[float], int]:
+    """Seconds of each step once all streams run, and how many tokens these drew. begin: called before the first."""
     grammar = Grammar("json_schema", json.dumps(SCHEMAS["people"])) if bound else None
     names = [f"{batch}-{number}-{bound}-{i}" for i in range(batch)]
     for i, name in enumerate(names):
@@ -129,6 +179,8 @@ def decode(engine: Engine, batch: int, count: int, bound: bool, number: int) -> 
     while len(engine.roster.running) < batch or not all(r.output_len for r in engine.roster.running):
         engine.step() or time.sleep(0.001)
     times: list[float] = []
+    before = len(engine.events)
+    begin()
     for _ in range(count):
         began = time.perf_counter()
         while not engine.step():
@@ -138,8 +190,9 @@ def decode(engine: Engine, batch: int, count: int, bound: bool, number: int) -> 
     assert not failed, failed
     for name in names:
         engine.cancel(name, 0)
+    drawn = sum(isinstance(event, Generated) for event in engine.events[before:])
     engine.events.clear()
-    return times
+    return times, drawn
 
 
 if __name__ == "__main__":

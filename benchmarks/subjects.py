@@ -75,7 +75,7 @@ SUBJECTS = (
 def kvferry(subject: Subject, model: Path, installed: Installed, port: int) -> Launch:
     serve = (sys.executable, "-m", "cli.main", "serve", "--port", str(port), "--log-level", "warning")
     options = ("--threads", str(installed.threads), "--model", str(model), "--dtype", "bfloat16", *subject.args)
-    return Launch((*serve, *options), "/ready")
+    return Launch((*serve, *options), "/ready?nodes=1")
 
 
 def llama_cpp(subject: Subject, model: Path, installed: Installed, port: int) -> Launch:

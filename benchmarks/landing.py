@@ -1,0 +1,171 @@
+"""What a long prompt's blocks do to streams that run where they land: gaps between tokens of a decode node's engine,
+alone and while a ship arrives at full speed from another process, by turns.
+
+    python -m benchmarks.landing [--model smollm2] [--tokens 65536] [--streams 8] [--rounds 3]
+
+The blocks are as large as the model's own, and are there at once, as those of a prompt are that prefill had in its
+cache: otherwise it sends no faster than it computes. The goal: the 99th percentile stays within 1.5 times that of
+streams alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.ships import Fates, Memory, ship
+from engine.events import Generated
+from engine.loop import EngineLoop
+from kv_transfer.dock import Dock
+from kv_transfer.receiver import Receiver
+from kv_transfer.sender import Sender
+from kv_transfer.ucx import UcxLink
+from node.assembly import assemble
+from node.loaded import LINK_NICENESS
+from node.rates import warm_up
+from process.priority import give_way
+from protocol.link_messages import Commit
+from protocol.messages import DecodeTarget, Job
+from protocol.sampling import SamplingParams
+from protocol.settings import WorkerSettings
+from protocol.work import Generate
+
+POOL = 512
+"""Blocks of memory that a ship goes from and to, over and over: far more than caches hold."""
+PREFILL_NICENESS = 5
+TOKENS = 2000
+"""Of a stream; those that end are followed by others."""
+
+
+class Reused(Memory):
+    def block(self, block_id: int) -> Any:
+        return super().block(block_id % POOL)
+
+
+class Streams:
+    """The streams of an engine, and the gaps between their tokens."""
+
+    def __init__(self, model: str, count: int):
+        parts = assemble(WorkerSettings(role="decode", model=model, kv_cache_gib=1.0))
+        warm_up(parts.engine)
+        self.block_size = parts.engine.config.block_size
+        self.block_bytes = int(parts.kv[0].numel() * parts.kv.element_size())
+        self.gaps: list[float] = []
+        self._last: dict[str, float] = {}
+        self._loop = EngineLoop(parts.engine, self._heard)
+        self._loop.start()
+        for number in range(count):
+            self._begin(f"stream {number}")
+
+    def _begin(self, name: str) -> None:
+        prompt = tuple(random.Random(name).choices(range(1000), k=64))
+        params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+        job = Job(name, 0, prompt, len(prompt), Generate(params), "router")
+        self._loop.submit(lambda engine: engine.add(job))
+
+    def _heard(self, events: Sequence[Any]) -> None:
+        now = time.perf_counter()
+        for event in events:
+            if not isinstance(event, Generated):
+                continue
+            name = event.key[0]
+            if name in self._last:
+                self.gaps.append(now - self._last[name])
+            self._last[name] = now
+            if event.delta.finish_reason:
+                del self._last[name]
+                self._begin(f"{name}'")
+
+
+class Grants:
+    """Grants as many blocks as a job has."""
+
+    def __init__(self, block_size: int):
+        self.receiver: Receiver
+        self._block_size = block_size
+
+    def reserve(self, key: Any, job: Job) -> None:
+        self.receiver.granted(key, 0, range(len(job.token_ids) // self._block_size))
+
+    def ready(self, key: Any, commit: Commit) -> None: ...
+
+    def failed(self, key: Any, error: Exception) -> None:
+        raise error
+
+    def quiet(self, key: Any) -> None: ...
+
+
+def decode(pipe: Connection, model: str, count: int) -> None:
+    """Child: a decode node's engine and link; whenever asked it tells the gaps since it was asked last."""
+    streams = Streams(model, count)
+    link = UcxLink("127.0.0.1", prepare=lambda: give_way(LINK_NICENESS))
+    dock, grants = Dock(link, Reused(POOL, streams.block_bytes)), Grants(streams.block_size)
+    grants.receiver = Receiver(dock, grants, 1, "bench")
+    dock.start()
+    pipe.send((link.address, streams.block_size, streams.block_bytes))
+    while pipe.recv():
+        gaps, streams.gaps = streams.gaps, []
+        pipe.send(gaps)
+
+
+def percentile(gaps: Sequence[float], share: float) -> float:
+    """Milliseconds."""
+    return 1e3 * sorted(gaps)[min(len(gaps) - 1, int(share * len(gaps)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokens", type=int, default=65536, help="of the prompt whose blocks are shipped")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3, help="ships, each between two turns without")
+    asked = parser.parse_args()
+    ours, theirs = mp.get_context("spawn").Pipe()
+    child = mp.get_context("spawn").Process(target=decode, args=(theirs, asked.model, asked.streams), daemon=True)
+    child.start()
+    os.nice(PREFILL_NICENESS)
+    address, block_size, block_bytes = ours.recv()
+    blocks, fates = asked.tokens // block_size, Fates()
+    dock = Dock(UcxLink("127.0.0.1"), Reused(POOL, block_bytes))
+    sender = Sender(dock, fates)
+    dock.start()
+    target = DecodeTarget("decode", 1, address, "bench")
+
+    def gaps() -> list[float]:
+        ours.send(True)
+        return ours.recv()  # type: ignore[no-any-return]
+
+    try:
+        ship(sender, fates, target, POOL, block_size)
+        took, alone, landing = [], [], []
+        for _ in range(asked.rounds):
+            gaps()
+            time.sleep(max([3.0, *took]))
+            alone.append(gaps())
+            took.append(ship(sender, fates, target, blocks, block_size))
+            landing.append(gaps())
+    finally:
+        dock.stop()
+        child.kill()
+        child.join()
+    print(f"{blocks} blocks of {block_bytes >> 10} KiB took {statistics.median(took):.1f} s")
+    print("| streams | tokens | p50 ms | p95 ms | p99 ms | longest ms |\n| --- | --- | --- | --- | --- | --- |")
+    for what, rounds in (("alone", alone), ("while blocks land", landing)):
+        every = [gap for gaps in rounds for gap in gaps]
+        figures = " | ".join(f"{percentile(every, share):.0f}" for share in (0.5, 0.95, 0.99, 1.0))
+        print(f"| {what} | {len(every)} | {figures} |")
+    ratio = statistics.median(
+        percentile(ship_gaps, 0.99) / percentile(own, 0.99) for own, ship_gaps in zip(alone, landing, strict=True)
+    )
+    print(f"p99 is {ratio:.2f} times that of streams alone")
+
+
+if __name__ == "__main__":
+    main()

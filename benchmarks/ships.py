@@ -1,0 +1,164 @@
+"""What checksums cost a ship: whole ships between two processes over the real link, verified and not, interleaved.
+
+    python -m benchmarks.ships [--ships 40] [--mib 64]
+
+A ship's time is from its first block to decode's acknowledgement. The goal: verified ships keep 80 % of the bandwidth
+of those that are not. The tenth that were fastest tell more where others use the machine, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import queue
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from kv_transfer.dock import Dock
+from kv_transfer.receiver import Receiver
+from kv_transfer.sender import Sender
+from kv_transfer.ucx import UcxLink
+from protocol.link_messages import Commit
+from protocol.messages import DecodeTarget, Job, TokenDelta
+from protocol.sampling import SamplingParams
+from protocol.work import Generate
+
+BLOCK_BYTES = (48 << 10, 360 << 10, 1 << 20)
+LIMIT_S = 60.0
+
+
+class Memory:
+    """Blocks with random bytes, all of them touched."""
+
+    def __init__(self, blocks: int, size: int):
+        self._blocks = np.random.default_rng(0).integers(0, 256, (blocks, size), dtype=np.uint8)
+
+    def block(self, block_id: int) -> Any:
+        return self._blocks[block_id]
+
+
+class Grants:
+    """Grants everything at once."""
+
+    def __init__(self, blocks: int):
+        self.receiver: Receiver
+        self._blocks = blocks
+
+    def reserve(self, key: Any, job: Job) -> None:
+        self.receiver.granted(key, 0, range(self._blocks))
+
+    def ready(self, key: Any, commit: Commit) -> None: ...
+
+    def failed(self, key: Any, error: Exception) -> None:
+        raise error
+
+    def quiet(self, key: Any) -> None: ...
+
+
+class Fates:
+    """What becomes of the ships offered."""
+
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def granted(self, transfer: int, first_block: int) -> None:
+        self.told.put("granted")
+
+    def done(self, transfer: int, stats: Any) -> None:
+        self.told.put("done")
+
+    def failed(self, transfer: int, error: Exception) -> None:
+        self.told.put(error)
+
+    def quiet(self, transfer: int) -> None:
+        self.told.put("quiet")
+
+    def expect(self, news: str) -> None:
+        """Wait for it. Raises what came instead."""
+        if (told := self.told.get(timeout=LIMIT_S)) != news:
+            raise RuntimeError(f"{told!r} came instead of {news}")
+
+
+def receive(pipe: Connection, blocks: int, size: int, verify: float) -> None:
+    """Child: a decode node's side, until anything comes over the pipe."""
+    link = UcxLink("127.0.0.1")
+    dock, grants = Dock(link, Memory(blocks, size), verify=verify), Grants(blocks)
+    grants.receiver = Receiver(dock, grants, 1, "bench")
+    dock.start()
+    pipe.send(link.address)
+    pipe.recv()
+    dock.stop()
+
+
+@contextmanager
+def shipping(blocks: int, size: int, verify: float) -> Iterator[Callable[[], float]]:
+    """A call that ships all blocks to a process of its own; the seconds that took."""
+    ours, theirs = mp.get_context("spawn").Pipe()
+    child = mp.get_context("spawn").Process(target=receive, args=(theirs, blocks, size, verify), daemon=True)
+    child.start()
+    fates = Fates()
+    dock = Dock(UcxLink("127.0.0.1"), Memory(blocks, size), verify=verify)
+    sender = Sender(dock, fates)
+    dock.start()
+    try:
+        target = DecodeTarget("decode", 1, ours.recv(), "bench")
+        yield lambda: ship(sender, fates, target, blocks)
+    finally:
+        dock.stop()
+        child.kill()
+        child.join()
+
+
+def ship(sender: Sender, fates: Fates, target: DecodeTarget, blocks: int, block_size: int = 16) -> float:
+    """Seconds from the first block to the acknowledgement."""
+    tokens = tuple(range(blocks * block_size))
+    transfer = sender.offer(target, Job("request", 1, tokens, len(tokens), Generate(SamplingParams()), "router"))
+    fates.expect("granted")
+    began = time.perf_counter()
+    sender.ship(transfer, [(index, index) for index in range(blocks)])
+    sender.commit(transfer, TokenDelta("request", 1, 0, (7,)))
+    fates.expect("done")
+    taken = time.perf_counter() - began
+    fates.expect("quiet")
+    return taken
+
+
+def compare(blocks: int, size: int, ships: int) -> list[tuple[float, float]]:
+    """Seconds of ships without and with checksums, who goes first by turns; the first of each do not count."""
+    with shipping(blocks, size, 0.0) as plain, shipping(blocks, size, 1.0) as checked:
+        taken = []
+        for number in range(ships + 2):
+            if number % 2:
+                verified = checked()
+                taken.append((plain(), verified))
+            else:
+                taken.append((plain(), checked()))
+    return taken[2:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ships", type=int, default=40, help="of each kind and size")
+    parser.add_argument("--mib", type=int, default=64, help="size of a ship")
+    asked = parser.parse_args()
+    print("| block | unverified GB/s | verified GB/s | verified / unverified | of the best tenth |")
+    print("| --- | --- | --- | --- | --- |")
+    for size in BLOCK_BYTES:
+        blocks = (asked.mib << 20) // size
+        taken = compare(blocks, size, asked.ships)
+        plain, verified = (blocks * size / statistics.median(times) / 1e9 for times in zip(*taken, strict=True))
+        ratio = statistics.median(without / checked for without, checked in taken)
+        best = [sorted(times)[len(times) // 10] for times in zip(*taken, strict=True)]
+        print(
+            f"| {size >> 10} KiB | {plain:.2f} | {verified:.2f} | {ratio:.2f} | {best[0] / best[1]:.2f} |", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()

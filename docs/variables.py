@@ -1,0 +1,82 @@
+"""What a reader of the dashboards may choose, and how every query keeps to it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+from protocol.metrics import RouterMetrics, WorkerMetrics
+
+Json = dict[str, Any]
+ALL = {"selected": True, "text": ["All"], "value": ["$__all"]}
+
+
+def _of_labels(name: str, label: str, query: str) -> Json:
+    """A variable with the values of a label; of all of them, and of series that lack it, unless one is chosen."""
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": {"type": "prometheus", "uid": "${datasource}"},
+        "query": {"query": query, "refId": f"{name} values", "qryType": 1},
+        "definition": query,
+        "current": ALL,
+        "includeAll": True,
+        "allValue": ".*",
+        "multi": True,
+        "refresh": 2,
+        "sort": 1,
+        "hide": 0,
+        "regex": "",
+        "options": [],
+    }
+
+
+VARIABLES: list[Json] = [
+    {
+        "name": "datasource",
+        "label": "Data source",
+        "type": "datasource",
+        "query": "prometheus",
+        "current": {},
+        "hide": 0,
+        "includeAll": False,
+        "multi": False,
+        "refresh": 1,
+        "regex": "",
+        "options": [],
+    },
+    _of_labels("cluster", "Cluster", "label_values(kvferry_registry_up, cluster)"),
+    _of_labels("namespace", "Namespace", 'label_values(kvferry_registry_up{cluster=~"$cluster"}, namespace)'),
+    _of_labels(
+        "model",
+        "Model",
+        'label_values(kvferry_prompt_tokens_total{cluster=~"$cluster", namespace=~"$namespace"}, model_name)',
+    ),
+]
+_EVERYWHERE = ('cluster=~"$cluster"', 'namespace=~"$namespace"')
+_OF_MODEL = 'model_name=~"$model"'
+_SERIES = re.compile(r"\b(kvferry_\w+)(?:\{([^}]*)\})?")
+
+
+def scoped(query: str) -> str:
+    """The query of the chosen cluster, namespace and, where metrics tell it, model alone."""
+
+    def narrowed(found: re.Match[str]) -> str:
+        own = (found[2],) if found[2] else ()
+        model = (_OF_MODEL,) if found[1] in of_models() else ()
+        return f"{found[1]}{{{', '.join((*own, *_EVERYWHERE, *model))}}}"
+
+    return _SERIES.sub(narrowed, query)
+
+
+@functools.cache
+def of_models() -> frozenset[str]:
+    """Names of the samples that carry a model's name."""
+    router, node = RouterMetrics(), WorkerMetrics("decode")
+    router.of("m")
+    node.registry.model_name = "m"
+    registries = (router.registry, node.registry)
+    samples = (sample for registry in registries for family in registry.collect() for sample in family.samples)
+    return frozenset(sample.name for sample in samples if "model_name" in sample.labels)
