@@ -2,16 +2,30 @@
 # make test      linters, then all tests; arguments of pytest: make test PYTEST_ARGS="-k router"
 # make test-clients  install other people's clients, each into an environment of its own, and run their checks
 # make test-schemas  the demo model under a thousand random schemas: every output validates (an hour on two cores)
+# make fuzz      damaged and changed model files, ten thousand of them: each is read, or refused in plain words
+# make fuzz-api  ten thousand hostile requests and as many damaged messages: make fuzz-api SEED=7
 # make test-avx512  the CPU kernels' tests with AVX-512, BF16 and VNNI emulated, on a processor without them
+# make test-asan, make test-tsan  the CPU kernels' tests under GCC's sanitizers: of addresses and undefined behaviour, of threads
+# make simulate-protocol  the protocol on a virtual clock, schedules by their seeds: make simulate-protocol SEEDS=100000 FIRST=0
+# make chaos     real processes under load and a seeded plan of faults: make chaos MINUTES=20 SEED=1 NETWORK=1 (cuts; root)
+# make soak      hours of load with few faults, watching memory, descriptors, threads and books: make soak HOURS=8
+# make redis-faults  what befalls Redis, and how soon requests go to the nodes that hold their prefixes again
 # make lint      format, style and types only
-# make docs      renew what is generated: the README's tables from the code, the dashboard from its description
+# make docs      renew what is generated: the README's tables from the code, the dashboard from its description, the chart's copies
 # make bench     measure kvferry and every installed peer, interleaved: make bench ARGS="--vllm-python /venv/bin/python"
 # make bench-accuracy  perplexity and greedy agreement of each weight format against transformers in float32
 # make bench-router  measure the router alone, in front of mock nodes: CPU per request and per token
 # make bench-grammars  measure what grammars cost: compiling, masks, and steps with and without them
 # make bench-cpu measure the CPU kernels against the limits of this machine and against PyTorch
+# make bench-ships  what checksums cost ships between two processes over the link
+# make bench-landing  what the blocks of a long prompt do to the streams of the decode node where they land
+# make bench-fetching  what a prefix on another node is worth: prompts fetched from there, against computing them
 # make bench-embed  embeddings a second, against one batch of transformers
 # make bench-gpu measure the kernels on the GPU of this machine
+# make images    both images for this machine; all platforms into a registry: make images PUSH=1 REGISTRY=ghcr.io/me/
+# make lock      renew what the images install; the newest that fits: make lock ARGS=--upgrade (also needs torch's CPU index)
+# make test-images  install what the images install, as they do, measure it, and serve from it; where a Docker engine answers, in it, too
+# make test-deploy  the chart, overlays, alerts, dashboards, scaling and images' lists, and rollouts of the processes they start
 # make clean     remove the virtual environment and all caches
 #
 # TORCH is what pip is asked for: a version this tree is tested with; any from 2.11 on works. Choose another build by, say,
@@ -37,11 +51,21 @@ TESTED  := '.[$(EXTRA),test]'
 BENCHED := '.[$(EXTRA),bench]'
 EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.py kernels/test_cpu_quantised.py \
   kernels/test_cpu_step.py kernels/test_int8_cache.py kernels/test_batch_invariance.py kernels/test_draw.py engine/test_models_packed.py)
+NATIVE_TESTS := $(filter-out tests/kernels/test_batch_invariance.py tests/engine/%,$(EMULATED_TESTS))
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
+MINUTES ?= 20
+HOURS   ?= 8
+SEED    ?= 1
+SEEDS   ?= 10000
+FIRST   ?= 0
+CHAOS   := PYTHONPATH=tests $(BIN)/python -m chaos --seed $(SEED) $(if $(NETWORK),--network)
+
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients test-schemas test-avx512 lint docs bench bench-accuracy bench-grammars bench-router bench-cpu \
-  bench-embed bench-gpu clean FORCE
+.PHONY: help serve test test-clients test-schemas fuzz fuzz-api test-avx512 test-asan test-tsan simulate-protocol chaos soak \
+  redis-faults lint docs bench bench-accuracy bench-grammars \
+  bench-router bench-cpu bench-ships bench-landing bench-fetching bench-embed bench-gpu images lock test-deploy test-images \
+  clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -60,13 +84,51 @@ test-clients: $(VENV)/test.done $(VENV)/model.done
 test-schemas: $(VENV)/test.done $(VENV)/model.done
 	KVFERRY_TEST_SCHEMAS=1000 $(BIN)/python -m pytest -s tests/grammars/test_random_schemas.py
 
-# An environment that holds the emulated build and sees all else of the first one but its editable kvferry.
+fuzz: $(VENV)/test.done
+	KVFERRY_TEST_MUTANTS=10000 KVFERRY_TEST_MUTANTS_FROM=$$(date +%s) $(BIN)/python -m pytest -s tests/model_files/test_fuzzed_files.py
+
+fuzz-api: $(VENV)/test.done $(VENV)/model.done
+	KVFERRY_TEST_HOSTILE=10000 KVFERRY_TEST_MUTATIONS=4000 KVFERRY_TEST_EXAMPLES=100 KVFERRY_TEST_SEED=$(SEED) $(BIN)/python -m pytest -s \
+	  tests/router/test_hostile_requests.py tests/router/api/test_described_truth.py tests/protocol/test_mutated_messages.py tests/router/nodes/test_hostile_nodes.py
+
+# An environment of that name that holds a build with a definition and sees all else of the first one but its editable
+# kvferry: $(call built,name,definition)
+define built
+	$(PYTHON) -m venv --without-pip $(VENV)/$(1)
+	$(BIN)/python -c 'import sysconfig as s; print(s.get_path("purelib"))' > "$$(echo $(VENV)/$(1)/lib/*/site-packages)/others.pth"
+	$(BIN)/uv pip install --quiet --no-deps --reinstall-package kvferry --python $(VENV)/$(1)/bin/python -C cmake.define.$(2) .
+endef
+
 test-avx512: $(VENV)/test.done
-	$(PYTHON) -m venv --without-pip $(VENV)/avx512
-	$(BIN)/python -c 'import sysconfig as s; print(s.get_path("purelib"))' > "$$(echo $(VENV)/avx512/lib/*/site-packages)/others.pth"
-	$(BIN)/uv pip install --quiet --no-deps --reinstall-package kvferry --python $(VENV)/avx512/bin/python \
-	  -C cmake.define.KVFERRY_EMULATED=$(CURDIR)/tests/kernels/avx512.h .
+	$(call built,avx512,KVFERRY_EMULATED=$(CURDIR)/tests/kernels/avx512.h)
 	$(VENV)/avx512/bin/python -P -m pytest -k "avx512 or packed" $(EMULATED_TESTS)
+
+# Python is not built with the sanitizers, so their runtimes come first; it leaks by design. Six minutes to compile.
+sanitized = LD_PRELOAD="$$(g++ -print-file-name=lib$(1).so) $$(g++ -print-file-name=libstdc++.so)" $(2) \
+  $(VENV)/$(1)/bin/python -P -m pytest -s
+COMMA := ,
+
+test-asan: $(VENV)/test.done
+	$(call built,asan,KVFERRY_SANITIZE=address$(COMMA)undefined)
+	$(call sanitized,asan,ASAN_OPTIONS=detect_leaks=0) $(NATIVE_TESTS)
+
+# One instruction set is as good as another. PyTorch stays on one thread: OpenMP, which is not built with the sanitizer,
+# orders its threads in ways that are not seen.
+test-tsan: $(VENV)/test.done
+	$(call built,tsan,KVFERRY_SANITIZE=thread)
+	$(call sanitized,tsan,OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1) -k portable $(NATIVE_TESTS)
+
+simulate-protocol: $(VENV)/test.done
+	PYTHONPATH=tests $(BIN)/python -m virtual --seeds $(SEEDS) --first $(FIRST) $(ARGS)
+
+chaos: $(VENV)/test.done
+	$(CHAOS) --minutes $(MINUTES) $(ARGS)
+
+soak: $(VENV)/test.done
+	$(CHAOS) --hours $(HOURS) $(ARGS)
+
+redis-faults: $(VENV)/test.done
+	PYTHONPATH=tests $(BIN)/python -m redis_faults
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff format --check .
@@ -76,6 +138,7 @@ lint: $(VENV)/test.done
 docs: $(VENV)/test.done
 	$(BIN)/python -m docs.tables README.md
 	$(BIN)/python -m docs.dashboard
+	$(BIN)/python -m docs.chart
 
 bench: $(VENV)/bench.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.serving $(ARGS)
@@ -92,11 +155,42 @@ bench-grammars: $(VENV)/bench.done $(VENV)/model.done
 bench-cpu: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python benchmarks/cpu_kernels.py $(ARGS)
 
+bench-ships: $(VENV)/test.done
+	$(BIN)/python -m benchmarks.ships $(ARGS)
+
+bench-landing: $(VENV)/test.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.landing $(ARGS)
+
+bench-fetching: $(VENV)/test.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.fetching $(ARGS)
+
 bench-embed: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.embedding $(ARGS)
 
 bench-gpu: $(VENV)/test.done
 	$(BIN)/python benchmarks/gpu_kernels.py $(ARGS)
+	$(BIN)/python benchmarks/gpu_checksums.py
+
+# What a machine keeps for itself has no list of parts; what is pushed has one for each platform, and the times of the
+# commit. REGISTRY, TAG, BASE, DEBIAN_SNAPSHOT, DEMO_MODEL, TORCH_INDEX_URL and SOURCE go to deploy/docker/bake.json as
+# they are given.
+IMAGES ?= default
+
+images:
+	VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) \
+	REVISION=$$(git rev-parse HEAD) SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+	docker buildx bake -f deploy/docker/bake.json $(IMAGES) $(ARGS) \
+	  $(if $(PUSH),--set '*.output=type=registry$(COMMA)rewrite-timestamp=true',--load --set '*.platform=local' --sbom=false --provenance=false)
+
+lock: $(VENV)/test.done
+	UV=$(BIN)/uv deploy/docker/lock $(ARGS)
+
+# KVFERRY_TEST_CRDS=FOLDER holds a folder of CRDs (YAML) of projects that are in no package: LWS, KServe, InferencePool.
+test-deploy: $(VENV)/test.done $(VENV)/model.done
+	$(BIN)/python -m pytest tests/deploy tests/cluster/test_manifests_live.py tests/cluster/test_rollouts.py $(PYTEST_ARGS)
+
+test-images: $(VENV)/test.done
+	$(BIN)/python -m pytest -m images tests/deploy $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

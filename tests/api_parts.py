@@ -15,17 +15,23 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
+from cluster_state.memory_store import MemoryStore
 from cluster_state.responses import MemoryResponses, ResponseStore
 from placement.capacity import Capacity
 from protocol.adapters import ChangeAdapter
 from protocol.errors import KvferryError
-from protocol.messages import Reuse, TokenLogprobs
+from protocol.lease import NodeLease
+from protocol.messages import TokenLogprobs
 from protocol.metrics import RouterMetrics
+from protocol.reuse import Reuse
 from protocol.settings import RouterSettings
 from protocol.work import Generate
 from router.api.app import create_app
 from router.api.pool import Pools, pool_of
 from router.batch.batches import Batches
+from router.dashboard.board import Board
+from router.journey.cluster import RouterCluster
+from router.journey.held import Held
 from router.journey.spec import Cluster, ClusterInfo, Fork, Output, RequestSpec, Route
 from router.tenants.tenancy import Tenancy
 from router.text.load import load_text_model
@@ -50,6 +56,7 @@ class FakeJourney:
         self.route: Route | None = None
         self.fork: Fork | None = None
         self.cancelled = asyncio.Event()
+        self.enough = False
         self.yielded = 0
         self._outputs, self._route, self._gap_s = outputs, route, gap_s
 
@@ -64,7 +71,8 @@ class FakeJourney:
             self.yielded += 1
             yield output
 
-    async def cancel(self) -> None:
+    async def cancel(self, *, enough: bool = False) -> None:
+        self.enough = enough
         self.cancelled.set()
 
 
@@ -90,14 +98,22 @@ class FakeCluster:
         self.journeys: list[FakeJourney] = []
         self.adapters = FakeAdapters()
         self.refusal: KvferryError | None = None
-        self.is_ready = True
+        self.is_ready, self.lacks = True, ""
+        self.nodes: list[NodeLease] = []
         self.takes = Capacity()
+        self.held = Held()
 
     def info(self) -> ClusterInfo:
         return ClusterInfo("demo", self.max_model_len, 16, "f" * 32)
 
     def capacity(self) -> Capacity:
         return self.takes
+
+    def leases(self) -> list[NodeLease]:
+        return self.nodes
+
+    def trouble(self) -> str:
+        return self.lacks
 
     def ready(self) -> dict[str, int]:
         return {"prefill": 0, "decode": int(self.is_ready)}
@@ -121,11 +137,11 @@ def says(text: str, *, finish: str = "stop", per_output: int = 1) -> Script:
 def outputs_for(
     spec: RequestSpec, token_ids: Sequence[int], *, finish: str = "stop", per_output: int = 1
 ) -> list[Output]:
-    """Outputs a node would send: cut at max_tokens, ended by the end-of-sequence token when `finish` is stop. Work that
-    generates nothing gets a vector of one number."""
+    """Outputs a node would send: cut at max_tokens, ended by the end-of-sequence token unless `finish` is length. Work
+    that generates nothing gets a vector of one number."""
     if not isinstance(spec.work, Generate):
         return [Output((), finish_reason="stop", vector=struct.pack("<f", 1.0))]
-    ids = [*token_ids, EOS] if finish == "stop" else list(token_ids)
+    ids = list(token_ids) if finish == "length" else [*token_ids, EOS]
     if len(ids) > spec.params.max_tokens:
         ids, finish = ids[: spec.params.max_tokens], "length"
     outputs = []
@@ -137,7 +153,7 @@ def outputs_for(
                 part,
                 logprobs=logprobs_of(part, spec.params.logprobs),
                 finish_reason=finish if last else None,
-                stop_token=EOS if last and finish == "stop" else None,
+                stop_token=EOS if last and finish != "length" else None,
                 prompt_logprobs=prompt_logprobs_of(spec) if start == 0 else None,
             )
         )
@@ -168,12 +184,18 @@ def app_of(
     settings: RouterSettings | None = None,
     kept: ResponseStore | None = None,
     batches: Batches | None = None,
+    board: Board | None = None,
 ) -> ASGIApp:
     """A single model, served by this cluster."""
     settings = settings or RouterSettings()
     tenancy = Tenancy(settings)
     pools = Pools(pool_of(text, cluster, metrics, settings, tenancy))
-    return create_app(settings, pools, metrics, tenancy, kept, batches)
+    return create_app(settings, pools, metrics, tenancy, kept, batches, board or unwatched(metrics))
+
+
+def unwatched(metrics: RouterMetrics) -> Board:
+    """Of a cluster without nodes."""
+    return Board(RouterCluster(MemoryStore(), MemoryStore(), metrics), metrics)
 
 
 class Api:

@@ -20,7 +20,7 @@ from waiting import until
 from cluster_state.memory_store import MemoryStore
 from model_files.naming import ModelName
 from protocol.adapters import AdapterName, ChangeAdapter
-from protocol.errors import KvferryError
+from protocol.errors import KvferryError, StreamGone, TransferFailed
 from protocol.lease import Load, NodeLease
 from protocol.messages import (
     AttemptFailed,
@@ -28,13 +28,15 @@ from protocol.messages import (
     FirstToken,
     GenerateRequest,
     Job,
+    MoveRequest,
     PrefillRequest,
-    Reuse,
+    Pulse,
     ShipDone,
     StepFrame,
     TokenDelta,
 )
 from protocol.metrics import RouterMetrics
+from protocol.reuse import Missed, Reuse
 from protocol.sampling import SamplingParams
 from protocol.wire import pack, unpack
 from protocol.work import Generate
@@ -49,6 +51,7 @@ BLOCK = 4
 PROMPT = tuple(range(100, 164))
 CRASH = "crash"
 SILENCE = "silence"
+DEADLY = 666
 Answer = AsyncIterator[Any]
 FAIL_S = 0.1
 """From a prefill's first token to a decode node's report that its blocks did not come: the token is out by then."""
@@ -82,7 +85,9 @@ class _Server(uvicorn.Server):
 @dataclass
 class FakeWorker:
     """`prefill_script(worker, request)` yields the answer's messages, or CRASH (the process dies), or SILENCE (it
-    hangs). A decode node crashes after `crash_after` deltas, and answers attempts with `refusal` if there is one."""
+    hangs). A decode node crashes after `crash_after` deltas, and answers attempts with `refusal` if there is one. A
+    prompt that begins with the token DEADLY crashes whoever runs it, a decode node after a moment. Streams are handed
+    over after `move_wait_s`, which is told `move_lag_s` later, unless `move_refusals` has an answer."""
 
     node_id: str
     role: str
@@ -98,20 +103,29 @@ class FakeWorker:
     prefills: list[PrefillRequest] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     cancels: list[CancelRequest] = field(default_factory=list)
+    seen: list[int] = field(default_factory=list)
+    moves: list[MoveRequest] = field(default_factory=list)
+    move_refusals: list[KvferryError] = field(default_factory=list)
+    move_wait_s: float = 0.0
+    move_lag_s: float = 0.0
+    pulse: Pulse | None = None
     store: MemoryStore | None = None
 
     async def start(self) -> None:
         self._queues: dict[str, asyncio.Queue[StepFrame | None]] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._dropped: dict[str, int] = {}
+        self._made: dict[str, int] = {}
         self._deltas = 0
         self._open = 0
         routes = [
             HttpRoute("/attempts/prefill", self._prefill, methods=["POST"]),
             HttpRoute("/attempts/generate", self._generate, methods=["POST"]),
             HttpRoute("/attempts/cancel", self._cancel, methods=["POST"]),
+            HttpRoute("/attempts/move", self._move, methods=["POST"]),
             HttpRoute("/adapters", self._change_adapter, methods=["POST"]),
             HttpRoute("/streams/{router}", self._stream),
+            HttpRoute("/streams/{router}/seen", self._seen, methods=["POST"]),
         ]
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
@@ -169,6 +183,10 @@ class FakeWorker:
             await asyncio.sleep(FAIL_S)
             queue.put_nowait(StepFrame(failed=(AttemptFailed(job.request_id, job.attempt, code, "scripted"),)))
             return
+        if job.token_ids[0] == DEADLY:
+            await asyncio.sleep(FAIL_S)
+            self.crash()
+            return
         tokens = list(job.token_ids) + expected(job.token_ids, index - (len(job.token_ids) - job.prompt_len))
         while index < job.params.max_tokens:
             await asyncio.sleep(self.step_s)
@@ -177,6 +195,7 @@ class FakeWorker:
             delta = TokenDelta(job.request_id, job.attempt, index, (tokens[-1],), finish_reason=reason, reuse=reuse)
             queue.put_nowait(StepFrame((delta,)))
             index, reuse = index + 1, None
+            self._made[job.request_id] = index
             self._deltas += 1
             if self.crash_after is not None and self._deltas >= self.crash_after:
                 await asyncio.sleep(self.step_s)
@@ -214,7 +233,7 @@ class FakeWorker:
         job = message.job
         total = len(job.token_ids)
         reused = min(8, total - 1)
-        self.decode(job, total - job.prompt_len, Reuse(total, 0, reused, 0, total - reused))
+        self.decode(job, total - job.prompt_len, Reuse(total, 0, reused, 0, total - reused, evicted(job, reused)))
         return Response(status_code=202)
 
     async def _cancel(self, request: Request) -> Response:
@@ -225,6 +244,27 @@ class FakeWorker:
         task = self._running.get(message.request_id)
         if task and int(task.get_name()) <= message.attempt:
             task.cancel()
+        return Response(status_code=202)
+
+    async def _move(self, request: Request) -> Response:
+        message = unpack(await request.body())
+        assert isinstance(message, MoveRequest)
+        self.moves.append(message)
+        await asyncio.sleep(self.move_wait_s)
+        if self.move_refusals:
+            return _error(self.move_refusals.pop(0))
+        task = self._running.get(message.request_id)
+        if task is None:
+            return _error(TransferFailed("it does not stream here"))
+        task.cancel()
+        job, made = (
+            next(job for job in self.jobs if job.request_id == message.request_id),
+            self._made[message.request_id],
+        )
+        self.peers[message.target.node_id].decode(replace(job, attempt=message.later), made)
+        await asyncio.sleep(self.move_lag_s)
+        moved = AttemptFailed(message.request_id, message.attempt, "moved", "scripted", message.later)
+        self._queues[job.router_id].put_nowait(StepFrame(failed=(moved,)))
         return Response(status_code=202)
 
     async def _change_adapter(self, request: Request) -> Response:
@@ -240,7 +280,16 @@ class FakeWorker:
         await self.store.announce(self.lease)
         return Response(status_code=202)
 
+    async def _seen(self, request: Request) -> Response:
+        self.seen.append(unpack(await request.body()).number)
+        return Response(status_code=202)
+
     async def _stream(self, request: Request) -> Response:
+        """Nothing is kept: a stream that broke cannot go on."""
+        if self.frozen:
+            await asyncio.sleep(60)
+        if "after" in request.query_params:
+            return _error(StreamGone("scripted"))
         queue: asyncio.Queue[StepFrame | None] = asyncio.Queue()
         self._queues[request.path_params["router"]] = queue
 
@@ -251,7 +300,7 @@ class FakeWorker:
                     async with asyncio.timeout(0.2):
                         frame = await queue.get()
                 except TimeoutError:
-                    frame = StepFrame()
+                    frame = StepFrame(pulse=self.pulse)
                 if frame is None:
                     return
                 if self.frozen:
@@ -269,12 +318,17 @@ def _error(error: KvferryError) -> Response:
     return JSONResponse(error.body(), error.status)
 
 
+def evicted(job: Job, reused: int) -> Missed:
+    """Of a node that dropped all that was predicted beyond what it reused."""
+    return (("evicted", job.predicted[0] - reused),) if job.predicted[0] > reused else ()
+
+
 def first_token(job: Job, reused: int = 16) -> FirstToken:
     total = len(job.token_ids)
     reused = min(reused, total - 1)
     reason = "length" if job.params.max_tokens == total - job.prompt_len + 1 else None
     token = next_token(job.token_ids)
-    reuse = Reuse(total, reused, 0, 0, total - reused)
+    reuse = Reuse(total, reused, 0, 0, total - reused, evicted(job, reused))
     delta = TokenDelta(job.request_id, job.attempt, total - job.prompt_len, (token,), None, reason, None, reuse)
     return FirstToken(delta, 0.001, 0.002)
 
@@ -300,14 +354,24 @@ class Bench:
         patience_s: float = 1.0,
         silence_s: float = 3.0,
         model: ModelName = ModelName("m"),  # noqa: B008 - frozen
+        clock: Callable[[], float] = time.monotonic,
+        buddies: bool = True,
+        fetch: bool = True,
     ) -> None:
         self.workers = {worker.node_id: worker for worker in workers}
         self.store = MemoryStore(lease_s=1e9)
         self.metrics = RouterMetrics()
         self.nodes = NodeTable(self.store, self.metrics, poll_s=0.02, grace_s=0.3)
-        self.client = NodeClient("router-test", connect_s=0.5, silence_s=silence_s)
+        self.client = NodeClient("router-test", connect_s=0.5, silence_s=silence_s, clock=clock)
         self.all = RouterCluster(
-            self.store, self.store, self.metrics, nodes=self.nodes, client=self.client, patience_s=patience_s
+            self.store,
+            self.store,
+            self.metrics,
+            nodes=self.nodes,
+            client=self.client,
+            patience_s=patience_s,
+            buddies=buddies,
+            fetch=fetch,
         )
         self.cluster = self.all.pool(model)
 
@@ -326,11 +390,7 @@ class Bench:
         for worker in list(self.workers.values()):
             await self.add(worker)
         await self.all.open()
-        decodes = sum(
-            worker.role == "decode" and worker.lease.model == self.cluster.group.name.own
-            for worker in self.workers.values()
-        )
-        await until(lambda: len(self.cluster.able("decode")) == decodes)
+        await until(lambda: all(entry.open for entry in self.nodes.entries.values()))
         return self
 
     async def __aexit__(self, *error: object) -> None:

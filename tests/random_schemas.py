@@ -3,6 +3,8 @@ can be satisfied, by outputs of some dozens of tokens."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +33,17 @@ UNSUPPORTED: tuple[dict[str, Any], ...] = (
     {"$ref": "https://example.com/schema.json"},
 )
 """Each has a keyword that no grammar enforces."""
+
+
+def random_schemas(count: int) -> list[dict[str, Any]]:
+    """The first `count` that differ in more than their title."""
+    found: dict[str, dict[str, Any]] = {}
+    for seed in itertools.count():
+        if len(found) == count:
+            return list(found.values())
+        schema = random_schema(seed)
+        found.setdefault(json.dumps({**schema, "title": ""}, sort_keys=True), schema)
+    raise AssertionError
 
 
 def random_schema(seed: int) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class SchemaRuns:
 
     def _job(self, run: Run, temperature: float) -> Job:
         prompt = (
-            f"<|im_start|>user\nSome JSON, please, as {json.dumps(run.schema)[:400]}<|im_end|>\n<|im_start|>assistant\n"
+            f"<|im_start|>user\nSome JSON, please, as {json.dumps(run.schema)[:120]}<|im_end|>\n<|im_start|>assistant\n"
         )
         ids = tuple(self.tokenizer.library.encode(prompt, add_special_tokens=False).ids)
         params = SamplingParams(

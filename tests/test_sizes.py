@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,12 @@ def too_large(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("folder", FLOORS)
 def test_files_and_classes_stay_small(folder: str) -> None:
     assert [found for path in modules(folder) for found in too_large(path)] == []
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by it: a second one, in whatever folder, ends the whole run while tests are collected."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, files in names.items() if files > 1] == []
 
 
 def test_what_is_too_large_is_found(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,9 +30,11 @@ from protocol.messages import (
     AttemptFailed,
     CancelRequest,
     DecodeTarget,
+    Deviation,
     GenerateRequest,
     Job,
     PrefillRequest,
+    Seen,
     StepFrame,
     TokenDelta,
 )
@@ -98,6 +101,7 @@ class Worker:
     async def lose_link(self) -> None:
         """Every connection breaks, as when the process dies, and none comes again."""
         self.link_lost = True
+        self.loaded.unwatch()
         await asyncio.to_thread(self.loaded.link.stop)
 
     async def settle(self) -> None:
@@ -123,11 +127,22 @@ class Worker:
 
     def _remains(self) -> object:
         engine, service = self.engine, self.service
-        tables = [engine.lent.ships, engine.lent.grants, engine.roster._attempts]
+        tables = [engine.lent.ships, engine.lent.grants, engine.moving._lent, engine.roster._attempts]
+        tables += [engine.copies._lent, engine.copies._landing]
+        tables += [service._fetches._waiting, service._fetches._open, service._fetches._coming]
+        tables += [service._fetches._asker.transfers, service._supplies._giving]
+        tables += [{} if self.link_lost else service._fetches._arrivals._open]
         if isinstance(service, PrefillService):
-            tables += [service._answers, service._ships._offers, {} if self.link_lost else service._ships.sender._ships]
+            tables += [
+                service._answers,
+                service._ships._offers,
+                {} if self.link_lost else service._ships.sender.transfers,
+            ]
         else:
-            tables += [{} if self.link_lost else service._grants.receiver._grants]
+            tables += [
+                {} if self.link_lost else service._grants.receiver.transfers,
+                service._buddies._making,
+            ]
         return self.loaded.engine.busy or service.busy() or any(tables)
 
 
@@ -172,11 +187,14 @@ class Router:
         self.prefill, self.decode, self.name = prefill, decode, name
         self.deltas: list[TokenDelta] = []
         self.failed: list[AttemptFailed] = []
+        self.deviations: list[Deviation] = []
         self.frames = 0
         self._http = httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S)
+        self.seen = 0
         self._stream: asyncio.Task[None] | None = None
 
     async def connect(self) -> None:
+        self.frames = 0
         self._stream = asyncio.create_task(self._read_stream())
         await until(lambda: self.frames)
 
@@ -229,7 +247,9 @@ class Router:
 
     async def _read_stream(self) -> None:
         url = f"{self.decode.node.face.url}/streams/{self.name}"
-        async with self._http.stream("GET", url) as response:
+        asked = {"epoch": self.decode.target.epoch}
+        acknowledged = time.monotonic()
+        async with self._http.stream("GET", url, params=asked) as response:
             reader = FrameReader()
             async for data in response.aiter_raw():
                 for frame in reader.feed(data):
@@ -237,20 +257,26 @@ class Router:
                     self.frames += 1
                     self.deltas += frame.deltas
                     self.failed += frame.failed
+                    self.deviations += frame.deviations
+                    self.seen = frame.number
+                if time.monotonic() > acknowledged + 1.0:
+                    acknowledged = time.monotonic()
+                    await self._http.post(f"{url}/seen", content=pack(Seen(self.seen)))
 
 
 @contextlib.asynccontextmanager
 async def worker(
     role: str, engine: Engine, *, store: MemoryStore | None = None, state: str = "ready", **settings: Any
 ) -> AsyncIterator[Worker]:
-    """A node of its own registry, once it is in this state; ended with SIGINT."""
+    """A node of its own registry, once it is in this state; ended with SIGINT. It drains though it is the last one."""
+    settings.setdefault("respawned", True)
     layout = ToyModel.info.layout(ToyModel.dtype, engine.config.block_size)
     kv: torch.Tensor = engine.runner.kv
     parts = Assembled(engine, kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
     stop = Stop()
     with (
         patch.object(node_module, "assemble", lambda settings, progress: parts),
-        patch.object(node_module, "RedisStore", lambda url, cluster: store or MemoryStore()),
+        patch.object(node_module, "RedisStore", lambda url, cluster, **options: store or MemoryStore()),
     ):
         node = Node(WorkerSettings(role=role, **settings), SERVICES[role])
         run = asyncio.create_task(node.run(stop))

@@ -16,7 +16,7 @@ from router.text.load import load_text_model
 NEW_TOKENS = 16
 TIE = 1e-4
 """Logits this close may be decided either way."""
-LENGTHS = [round(10 * 40 ** (i / 45)) for i in range(46)] + [700, 1024, 2000, 3000]
+LENGTHS = [round(10 * 40 ** (i / 29)) for i in range(30)] + [700, 2000]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Answer:
 
 @cache
 def prompts() -> tuple[tuple[int, ...], ...]:
-    """50 prompts of 10 to 3,000 tokens of English prose."""
+    """32 prompts of 10 to 2,000 tokens of English prose."""
     text = "\n".join(topics[name] for name in sorted(topics))
     ids = load_text_model(RouterSettings()).encode(text[:400_000])
     rng = random.Random(0)

@@ -49,24 +49,51 @@ def stream(
     return made
 
 
+def at(count: int, deed: Callable[[str], object]) -> Callable[[int, str], None]:
+    """Done once, to the node that decodes the stream, when so many tokens are out."""
+    done: list[str] = []
+
+    def on_token(made: int, route: str) -> None:
+        if made >= count and not done:
+            done.append(next(word for word in route.split() if word.startswith("decode=")).removeprefix("decode="))
+            deed(done[0])
+
+    return on_token
+
+
 def test_kill_9_of_the_decode_process_mid_stream(cluster: LocalCluster) -> None:
     undisturbed = stream(cluster, prompt(1), 60)
     assert len(undisturbed) == 60
     killed: list[str] = []
 
-    def kill(count: int, route: str) -> None:
-        if count >= 20 and not killed:
-            node_id = next(word for word in route.split() if word.startswith("decode=")).removeprefix("decode=")
-            killed.append(node_id)
-            for process in cluster.children("decode"):
-                if node_id in " ".join(process.cmdline()):
-                    process.kill()
+    def kill(node_id: str) -> None:
+        killed.append(node_id)
+        cluster.worker(node_id).kill()
 
-    assert stream(cluster, prompt(1), 60, kill) == undisturbed
+    assert stream(cluster, prompt(1), 60, at(20, kill)) == undisturbed
     assert killed
     assert value(scrape(cluster.url), "kvferry_ladder_rungs_total") >= 1
     wait_for(lambda: len(cluster.worker_urls("decode")) == 2, 60)
     wait_for(lambda: value(scrape(cluster.url), "kvferry_nodes", role="decode", state="ready") == 2, 20)
+    cluster.settle()
+
+
+def test_kill_9_after_a_long_output_computes_little_of_it_again(cluster: LocalCluster) -> None:
+    """Its blocks were copied to the prefill node meanwhile, and travel from there."""
+    kept = value(scrape(cluster.worker_urls("prefill")[0]), "kvferry_copy_blocks_total", way="kept")
+    recovered = scrape(cluster.url)
+    made = stream(cluster, prompt(9), 260, at(240, lambda node_id: cluster.worker(node_id).kill()))
+    now = scrape(cluster.url)
+    cached, computed = (
+        value(now, "kvferry_recovered_tokens_total", source=source)
+        - value(recovered, "kvferry_recovered_tokens_total", source=source)
+        for source in ("cached", "computed")
+    )
+    assert cached + computed >= 120 + 240
+    assert computed <= 200, "without copies it is 240"
+    assert value(scrape(cluster.worker_urls("prefill")[0]), "kvferry_copy_blocks_total", way="kept") >= kept + 8
+    wait_for(lambda: value(scrape(cluster.url), "kvferry_nodes", role="decode", state="ready") == 2, 60)
+    assert stream(cluster, prompt(9), 260) == made
     cluster.settle()
 
 

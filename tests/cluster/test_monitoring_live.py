@@ -1,33 +1,175 @@
-"""The dashboard against a live cluster scraped by a real Prometheus: every panel's query finds a series."""
+"""The dashboards against a live cluster scraped by a real Prometheus: every query finds a series, and what they show is
+what the client counted itself."""
 
 from __future__ import annotations
 
+import json
 import random
-from concurrent.futures import ThreadPoolExecutor
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
+import httpx
 import pytest
-from local_cluster import MODEL, LocalCluster
+from local_cluster import MODEL, LocalCluster, local_cluster
 
-from tests.deploy.dashboard import failing_queries, panel_queries
+from tests.deploy.dashboard import failing_queries, panel_query
 from tests.deploy.prometheus import query, running_prometheus, wait_for, wait_scraped
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+ROUTE = re.compile(r"prefill=(\S+) decode=(\S+) reused=(\d+) computed=(\d+)")
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-def test_every_panel_has_data_and_the_hit_rate_is_real(cluster: LocalCluster) -> None:
-    workers = [*cluster.worker_urls("prefill"), *cluster.worker_urls("decode")]
-    targets = [url.removeprefix("http://") for url in (cluster.url, *workers)]
-    prompt = random.Random(99).choices(range(1000, 40000), k=320)
-    with running_prometheus(targets) as base_url:
-        wait_scraped(base_url, len(targets))
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda tail: ask(cluster, [*prompt, tail]), range(5, 11)))
-        hits = 'sum(kvferry_prefix_cache_hits_tokens_total{role="prefill"}) > 0'
-        assert wait_for(base_url, hits), "prefix hits were not scraped"
-        assert failing_queries(base_url) == []
-        assert query(base_url, "sum(kvferry_kv_blocks) == sum(kvferry_kv_pool_blocks)")
-    assert len(panel_queries()) > 20
+@dataclass(frozen=True)
+class Asked:
+    """A request as its client saw it. remote: its header says that a prefill node computed the prompt."""
+
+    endpoint: str
+    status: int
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+    remote: bool = False
 
 
-def ask(cluster: LocalCluster, prompt: list[int]) -> None:
-    cluster.client.completions.create(model=MODEL, prompt=prompt, max_tokens=4)
+@dataclass
+class Watched:
+    """A cluster that nobody else asked anything, what was asked of it, and the Prometheus that saw it all."""
+
+    url: str
+    asked: list[Asked]
+
+    def total(self, what: str, **where: object) -> int:
+        return sum(getattr(one, what) for one in self.served(**where))
+
+    def served(self, **where: object) -> list[Asked]:
+        answered = [one for one in self.asked if one.status == 200]
+        return [one for one in answered if all(getattr(one, name) == value for name, value in where.items())]
+
+    def shown(self, board: str, panel: str, legend: str = "") -> dict[Any, float]:
+        """What a panel shows since the cluster started, by its labels' values in order of their names; what is zero is
+        left out."""
+        found = query(self.url, panel_query(board, panel, legend).totals)
+        by_labels = {tuple(value for _, value in sorted(each["metric"].items())): each["value"][1] for each in found}
+        return {labels: float(figure) for labels, figure in by_labels.items() if float(figure)}
+
+    def figure(self, board: str, panel: str, legend: str = "") -> float:
+        return self.shown(board, panel, legend).get((), 0.0)
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[Watched]:
+    with local_cluster("--prefill", "1", "--decode", "1") as cluster:
+        workers = [*cluster.worker_urls("prefill"), *cluster.worker_urls("decode")]
+        targets = [url.removeprefix("http://") for url in (cluster.url, *workers)]
+        with running_prometheus(targets) as url:
+            wait_scraped(url, len(targets))
+            asked = list(ask_all(cluster))
+            cluster.settle()
+            wait_for(url, f"count(timestamp(up) > {time.time()}) == {len(targets)}")
+            yield Watched(url, asked)
+
+
+def ask_all(cluster: LocalCluster) -> Iterator[Asked]:
+    """Prompts that share prefixes, one after the other, a stream, and two mistakes."""
+    draw = random.Random(99)
+    prefix = draw.choices(range(1000, 40000), k=320)
+    with httpx.Client(base_url=cluster.url, timeout=120) as client:
+        for tail in range(5, 11):
+            yield ask(client, COMPLETIONS, {"prompt": [*prefix, *draw.choices(range(1000, 40000), k=8 * tail)]})
+        yield ask(client, COMPLETIONS, {"prompt": prefix[:100]})
+        messages = [{"role": "user", "content": "Count to three."}]
+        yield stream(client, {"messages": messages, "stream_options": {"include_usage": True}})
+        yield ask(client, COMPLETIONS, {"prompt": prefix, "temperature": 9})
+        yield ask(client, COMPLETIONS, {"prompt": prefix, "model": "nobody's"})
+
+
+def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> Asked:
+    answer = client.post(path, json={"model": MODEL, "max_tokens": 6, **body})
+    if answer.status_code != 200:
+        return Asked(path, answer.status_code)
+    return told(path, answer.headers["x-kvferry-route"], answer.json()["usage"])
+
+
+def stream(client: httpx.Client, body: dict[str, Any]) -> Asked:
+    usage = None
+    with client.stream("POST", CHAT, json={"model": MODEL, "max_tokens": 6, "stream": True, **body}) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                usage = json.loads(line[6:]).get("usage") or usage
+        assert usage is not None
+        return told(CHAT, answer.headers["x-kvferry-route"], usage)
+
+
+def told(path: str, header: str, usage: dict[str, Any]) -> Asked:
+    route = ROUTE.fullmatch(header)
+    assert route, header
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert (cached, usage["prompt_tokens"]) == (int(route[3]), int(route[3]) + int(route[4]))
+    return Asked(path, 200, usage["prompt_tokens"], cached, usage["completion_tokens"], route[1] != "none")
+
+
+def test_every_query_finds_a_series(watched: Watched) -> None:
+    assert failing_queries(watched.url) == []
+
+
+def test_requests_are_those_that_were_sent(watched: Watched) -> None:
+    statuses, endpoints = (Counter((str(getattr(one, of)),) for one in watched.asked) for of in ("status", "endpoint"))
+    assert len(watched.served()) == 8
+    assert watched.shown("overview", "Requests by status") == statuses
+    assert watched.shown("router", "Requests by endpoint") == endpoints
+    assert watched.figure("overview", "Requests") == len(watched.asked)
+    assert watched.figure("overview", "In progress") == 0
+
+
+def test_tokens_are_those_that_the_client_counted(watched: Watched) -> None:
+    prompt, cached, output = (watched.total(what) for what in ("prompt", "cached", "output"))
+    assert cached > 4 * 300
+    assert watched.figure("overview", "Output") == output
+    assert watched.shown("overview", "Output by model") == {(MODEL,): output}
+    for board in ("overview", "prefix-cache"):
+        sources = watched.shown(board, "Prompt tokens by source")
+        assert sum(sources.values()) == prompt
+        assert sources[("computed",)] == prompt - cached
+        assert watched.figure(board, "Prompt tokens reused") == pytest.approx(cached / prompt, abs=1e-12)
+    by_kind = {("cached",): cached, ("output",): output, ("prompt",): prompt}
+    assert watched.shown("router", "Tokens by tenant") == by_kind, "the tenant without a name has no label"
+
+
+def test_predictions_misses_and_luck_add_up_to_what_the_client_was_told(watched: Watched) -> None:
+    board, panel = "prefix-cache", "Predictions and what came of them"
+    predicted, missed, luck, reused = (
+        watched.figure(board, panel, legend) for legend in ("predicted", "missed", "beyond prediction", "reused")
+    )
+    assert reused == watched.total("cached")
+    assert predicted + luck == reused + missed
+    assert predicted > 0
+    assert sum(watched.shown(board, "Misses by reason").values()) == missed
+    assert sum(watched.shown(board, "Miss ratio by reason").values()) == pytest.approx(missed / predicted, abs=1e-12)
+    assert watched.figure(board, "Predicted reuse that failed") == pytest.approx(missed / predicted, abs=1e-12)
+
+
+def test_nodes_did_what_the_client_was_told(watched: Watched) -> None:
+    remote, local = len(watched.served(remote=True)), len(watched.served(remote=False))
+    shown = {("local",): local, ("remote",): remote}
+    assert watched.shown("router", "Placements") == {kind: count for kind, count in shown.items() if count}
+    assert watched.shown("router", "Ladder rungs") == {}
+    assert watched.shown("transfers", "Ships") == {("done",): remote}
+    assert watched.shown("transfers", "Grants") == {("granted",): remote}
+    computed = watched.total("prompt", remote=True) - watched.total("cached", remote=True)
+    assert watched.shown("pools", "Tokens computed")[("prefill", "prefill")] == computed
+    looked_up = watched.shown("prefix-cache", "Prefix queries and hits", "{{role}} looked up")
+    assert looked_up[("prefill",)] == watched.total("prompt", remote=True)
+    found = watched.shown("prefix-cache", "Prefix queries and hits", "{{role}} found")
+    assert found[("prefill",)] == watched.total("cached", remote=True)
+
+
+def test_books_balance_and_nothing_is_left(watched: Watched) -> None:
+    assert watched.figure("pools", "Blocks") > 0
+    assert watched.figure("pools", "Out of balance") == 0
+    assert watched.figure("pools", "In use") == 0
+    assert watched.shown("pools", "Held beyond their cause") == {}

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
-from oracle import NEW_TOKENS, answers, prompts
+from oracle import LENGTHS, NEW_TOKENS, answers, prompts
 
 from engine.engine import Engine
 from engine.events import Generated
@@ -38,7 +38,10 @@ def make_engine(budget: int, *, caching: bool = True, blocks: int = 1200) -> Eng
 
 
 def run(
-    engine: Engine, params: SamplingParams, each_step: Callable[[int], None] = lambda step: None, count: int = 50
+    engine: Engine,
+    params: SamplingParams,
+    each_step: Callable[[int], None] = lambda step: None,
+    count: int = len(LENGTHS),
 ) -> list[list[int]]:
     for i, prompt in enumerate(prompts()[:count]):
         engine.add(Job(f"r{i}", 0, prompt, len(prompt), Generate(params), "router"))
@@ -59,7 +62,7 @@ def run(
 def preempting(engine: Engine) -> Callable[[int], None]:
     def sometimes(step: int) -> None:
         running = engine.roster.running
-        if step % 7 == 0 and running and step < 300:
+        if step % 13 == 0 and running and step < 300:
             engine.scheduler.preempt(running[step % len(running)])
 
     return sometimes
@@ -81,7 +84,7 @@ def test_local_cached_and_sampled_tokens() -> None:
     check(run(engine, GREEDY), "local")
     hits = engine.pool.cached_blocks
     check(run(engine, GREEDY), "cached")
-    assert hits > 500
+    assert hits > 300
     assert run(engine, SAMPLED, count=12) == sampled_locally(), "sampled text differs when the prompt is cached"
     other = make_engine(37, caching=False)
     made = run(other, SAMPLED, preempting(other), count=12)
@@ -92,7 +95,7 @@ def test_local_cached_and_sampled_tokens() -> None:
 def test_other_chunks_with_preemption() -> None:
     engine = make_engine(101, caching=False)
     check(run(engine, GREEDY, preempting(engine)), "preempted, in chunks of 101")
-    assert engine.scheduler.preempted_total > 10
+    assert engine.scheduler.preempted_total > 5
 
 
 @pytest.fixture(scope="module")
@@ -120,5 +123,5 @@ def test_disaggregated_tokens_over_ucx(float32_cluster: LocalCluster) -> None:
         check(list(pool.map(lambda prompt: ask(prompt, GREEDY), prompts())), "disaggregated")
         assert list(pool.map(lambda prompt: ask(prompt, SAMPLED), prompts()[:12])) == sampled_locally()
     router = scrape(float32_cluster.url)
-    assert value(router, "kvferry_placements_total", kind="remote") >= 40
+    assert value(router, "kvferry_placements_total", kind="remote") >= 25
     float32_cluster.settle()

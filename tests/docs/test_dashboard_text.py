@@ -9,12 +9,21 @@ import pytest
 
 from docs.dashboard import dashboard, legend, promql, text
 
+CHOSEN = 'cluster=~"$cluster", namespace=~"$namespace"'
+
 
 @pytest.mark.parametrize(
     ("short", "long", "shown"),
     [
         ("sum by (role, state) (x)", "sum by (role, state) (x)", "{{role}} {{state}}"),
         ('rate(x{role="a"}) / rate(y)', 'rate(x{role="a"}[$__rate_interval]) / rate(y[$__rate_interval])', ""),
+        ("sum(kvferry_nodes)", f"sum(kvferry_nodes{{{CHOSEN}}})", ""),
+        ('kvferry_kv_blocks{state="free"}', f'kvferry_kv_blocks{{state="free", {CHOSEN}, model_name=~"$model"}}', ""),
+        (
+            "rate(kvferry_output_tokens_total)",
+            f'rate(kvferry_output_tokens_total{{{CHOSEN}, model_name=~"$model"}}[$__rate_interval])',
+            "",
+        ),
         ("p95(x)", "histogram_quantile(0.95, sum by (le) (rate(x_bucket[$__rate_interval])))", ""),
         ("p50 by role(x)", "histogram_quantile(0.5, sum by (role, le) (rate(x_bucket[$__rate_interval])))", "{{role}}"),
     ],
@@ -25,7 +34,7 @@ def test_short_queries(short: str, long: str, shown: str) -> None:
 
 
 def panels(**kinds: Any) -> list[dict[str, Any]]:
-    made = dashboard({"title": "t", "sections": {"first": kinds, "second": kinds}})
+    made = dashboard("name", {"title": "t", "sections": {"first": kinds, "second": kinds}})
     assert json.loads(text(made)) == made
     found: list[dict[str, Any]] = made["panels"]
     return found

@@ -1,0 +1,41 @@
+"""What of a run is worth looking into: its longest pauses and its errors, each with the faults before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from chaos.load import Asked
+from chaos.report import FELT_S, Run
+
+
+def to_look_into(run: Run, count: int = 8) -> dict[str, list[dict[str, Any]]]:
+    """The longest pauses and the errors, each with the faults that began in the 12 s before its end."""
+    own = [asked for asked in run.stormy.asked if not asked.router]
+    errors = [asked for asked in own if asked.error]
+    streamed = sorted((asked for asked in own if asked.pause), key=lambda a: -a.pause[1])
+    return {
+        "pauses": _with_faults(run, streamed[:count], lambda a: a.pause),
+        "errors": _with_faults(run, errors[:30], lambda a: (a.began, a.ended - a.began)),
+    }
+
+
+def _with_faults(
+    run: Run, chosen: Sequence[Asked], when: Callable[[Asked], tuple[float, float]]
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "request": asked.which,
+            "at_s": round(when(asked)[0] - run.began, 2),
+            "seconds": round(when(asked)[1], 2),
+            "route": asked.route,
+            "error": asked.error,
+            "faults": [
+                f"{done.at - run.began:.1f} {done.fault.kind} {done.fault.target} "
+                f"{done.fault.seconds} {done.fault.number}"
+                for done in run.done
+                if when(asked)[0] - FELT_S < done.at < sum(when(asked))
+            ],
+        }
+        for asked in chosen
+    ]

@@ -1,0 +1,42 @@
+"""Mistakes that moves of streams might have."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+from virtual.mistake import Mutant, mutant
+
+from engine.moving import Move, Moving
+from engine.ports import SHIP
+from router.journey.succession import Succession
+
+
+@mutant("is sent, but not held")
+def moving_blocks_not_held() -> Mutant:
+    """A move's full blocks are held by its stream alone, which may end."""
+
+    def begin(moving: Moving, *asked: Any) -> Move:
+        move = real(moving, *asked)
+        moving._pool.release(("ship", move.transfer), SHIP, moving._lent[move.transfer])
+        moving._lent[move.transfer] = []
+        return move
+
+    real = Moving.begin
+    return patch.object(Moving, "begin", begin)
+
+
+@mutant("blocks of moves are held by nobody")
+def moved_but_never_let_go() -> Mutant:
+    """What was sent from for a move is held for good."""
+    return patch.object(Moving, "quiet", lambda moving, transfer: None)
+
+
+@mutant("booked")
+def heir_left_open() -> Mutant:
+    """A move that failed leaves its heir where it was to go."""
+
+    def end(succession: Succession) -> None:
+        succession._heir = None
+
+    return patch.object(Succession, "end", end)

@@ -1,0 +1,180 @@
+"""A node: the real engine, dock, role, streams and membership in one process on the virtual clock. What `node.loaded`
+joins with threads, a UCX link and an HTTP server, is joined here without them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from later_checksums import LaterChecksums
+from virtual.arithmetic import BLOCK_SIZE, FINGERPRINT, INFO, Arithmetic, make_engine
+from virtual.clock import Process
+from virtual.links import LateLink, VirtualLink
+from virtual.registry import Reached
+from virtual.server import Routes, Served
+
+from decode_worker.service import DecodeService
+from engine.engine import Engine
+from engine.loop import EngineLoop
+from kv_transfer.dock import Dock
+from kv_transfer.window import Window
+from node.membership import Membership, new_epoch
+from node.news import News
+from node.outflow import Outflow
+from node.rates import RateMeter
+from node.service import Base
+from node.streams import RouterStreams
+from prefill_worker.service import PrefillService
+from process.awake import LoopClock
+from protocol.errors import Draining
+from protocol.lease import NodeLease, Rates
+from protocol.messages import Pulse
+from protocol.metrics import WorkerMetrics
+from protocol.settings import WorkerSettings
+
+SERVICES: dict[str, Any] = {"prefill": PrefillService, "decode": DecodeService}
+METRICS = {role: WorkerMetrics(role) for role in SERVICES}
+BLOCK_BYTES = 16
+
+
+class PumpedEngine(EngineLoop):
+    """The engine's thread as events of its process: a turn, then what it took. slow_s: of the next turn alone."""
+
+    def __init__(self, engine: Engine, process: Process, on_events: Any, delay_s: Callable[[], float], step_s: float):
+        super().__init__(engine, on_events)
+        self.slow_s = 0.0
+        self._process, self._delay_s, self._step_s, self._armed = process, delay_s, step_s, False
+
+    def submit(self, call: Callable[[Engine], None]) -> None:
+        self._inbox.append(call)
+        self._arm(self._delay_s())
+
+    def _arm(self, delay_s: float) -> None:
+        if not self._armed:
+            self._armed = True
+            self._process.soon(delay_s, self._pump)
+
+    def _pump(self) -> None:
+        """Commands, a step, news; what comes meanwhile waits for the next."""
+        calls = list(self._inbox)
+        self._inbox.clear()
+        self._engine.leaving.forget()
+        ran = self._turn(calls)
+        self._armed, slow_s, self.slow_s = False, self.slow_s, 0.0
+        if self._inbox or (ran and self._engine.has_work()):
+            self._arm(slow_s + self._step_s + self._delay_s())
+
+
+class VirtualNode:
+    """One process of a node, from `start` to its death."""
+
+    def __init__(self, world: Any, process: Process, role: str, port: int, shape: Any) -> None:
+        self.world, self.process, self.role, self.port, self.shape = world, process, role, port, shape
+        self.name = f"{role}-{port}"
+        self.store = Reached(world.store, world.weather)
+        self.joined = self.ready = self.leaving = self.draining = False
+
+    async def start(self) -> None:
+        self.epoch = await new_epoch(self.store, self.name)
+        self._join()
+        self.joined = True
+        await self.membership.join()
+        self.ready = True
+
+    def _join(self) -> None:
+        world, process, shape = self.world, self.process, self.shape
+        delay_s, loop = world.weather.delay_s, world.loop
+        self.engine = make_engine(shape.blocks[self.role], shape.budget, shape.seqs)
+        runner: Arithmetic = self.engine.runner
+        holds, cancel, runner.blame = self.engine.pool.holds, self.engine.cancel, world.blame
+        self.engine.cancel = lambda request_id, upto: (runner.left.update({request_id: upto}), cancel(request_id, upto))
+        self.inner = VirtualLink(world.network, f"10.0.0.1:{self.port}", process, runner, holds)
+        self.link = LateLink(self.inner, world.faults)
+        self.dock = Dock(
+            self.link, runner, verify=shape.verify, checksums=LaterChecksums(self.link.submit),
+            window=Window(shape.window * BLOCK_BYTES), clock=loop.time,
+        )  # fmt: skip
+        self.loop_engine = PumpedEngine(
+            self.engine, process, lambda events: news.take(events), delay_s, shape.step_s[self.role]
+        )
+        clock, routes, self.rates = LoopClock(), Routes(), RateMeter(Rates(5000.0, shape.step_s["decode"], 1e8))
+        self.streams = RouterStreams(self.epoch, Pulse, lambda router: self.service.router_lost(router), clock)
+        self.streams.mount(routes)
+        parts = SimpleNamespace(
+            fingerprint=FINGERPRINT, layout=SimpleNamespace(block_bytes=BLOCK_BYTES, block_size=BLOCK_SIZE)
+        )
+        self.service = SERVICES[self.role](
+            Base(
+                settings=WorkerSettings(role=self.role), epoch=self.epoch, app=routes, metrics=METRICS[self.role],
+                parts=parts, engine=self.loop_engine, dock=self.dock, rates=self.rates, outflow=Outflow(),
+                streams=self.streams,
+                require_ready=self.require_ready, call_soon=self.call_soon,
+            )
+        )  # fmt: skip
+        self.membership = Membership(self.store, self.lease, self.engine.pool.findable, METRICS[self.role])
+        news = News(self.service, METRICS[self.role], self.rates, self.membership.note, self.call_soon)
+        clock.start()
+        world.wires.listen(process, "10.0.0.1", self.port, lambda: Served(process, routes))
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """On the loop, in order."""
+        lanes = self.world.lanes
+        lanes.post(("loop", self.process.name), self.process, call, late_s=self.world.weather.loop_s())
+
+    def lease(self) -> NodeLease:
+        return NodeLease(
+            self.name, self.role, self.epoch, "draining" if self.draining else "ready",
+            f"http://10.0.0.1:{self.port}", self.inner.address,
+            FINGERPRINT, INFO.name, 200, self.engine.config.block_size, BLOCK_BYTES, self.loop_engine.load,
+            self.rates.rates, max_num_seqs=self.shape.seqs,
+        )  # fmt: skip
+
+    def require_ready(self) -> None:
+        if self.draining:
+            raise Draining(f"{self.name} is draining")
+
+    async def drain(self) -> None:
+        """As `node.loaded` does it, with all the time in the world: until nothing is under way here."""
+        await self.membership.relief(lambda: not self.world.healed and self.streams.followed)
+        self.draining = True
+        await self.membership.announce()
+        while self.loop_engine.busy or self.service.busy():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        if self.role == "decode" and self.engine.moving:
+            self.world.blame(f"{self.process.name}: blocks of moves are held by nobody")
+        await self.membership.leave()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.world.wires.kill(self.process)
+        if self.joined:
+            self.inner.kill()
+
+    def remains(self) -> list[str]:
+        """What is left here of requests that ended."""
+        if not self.ready:
+            return [f"{self.process.name} is not ready"]
+        engine, service = self.engine, self.service
+        tables = {
+            "drain": self.draining,
+            "requests": list(engine.roster), "ships": engine.lent.ships, "grants": engine.lent.grants,
+            "attempts": engine.roster._attempts, "commands": self.loop_engine._inbox,
+            "fetches": service._fetches._waiting, "asked": service._fetches._asker.transfers._all,
+            "coming": service._fetches._coming, "given": service._supplies._giving,
+            "arrivals": service._fetches._arrivals._open,
+            "copies sent": engine.copies._lent, "copies landing": engine.copies._landing,
+            "held blocks": engine.pool.num_blocks - engine.pool.available,
+        }  # fmt: skip
+        if self.role == "prefill":
+            tables |= {
+                "answers": service._answers, "offers": service._ships._offers,
+                "transfers": list(service._ships.sender.transfers._all),
+            }  # fmt: skip
+        else:
+            tables |= {
+                "transfers": list(service._grants.receiver.transfers._all), "departures": service._departures._open,
+                "moves": engine.moving._open, "offers": list(service._departures.sender.transfers._all),
+            }  # fmt: skip
+        return [f"{self.process.name}: {what}: {left}" for what, left in tables.items() if left]

@@ -1,0 +1,36 @@
+"""The registry as one process reaches it: late by the weather, away now and then."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from virtual.weather import Weather
+
+from cluster_state.memory_store import MemoryStore
+from protocol.errors import RegistryUnavailable
+
+ASKED_S = 0.5
+"""What a question to a registry that is away takes."""
+
+
+class Reached:
+    """Every call of the store, from one process."""
+
+    def __init__(self, store: MemoryStore, weather: Weather) -> None:
+        self._store, self._weather, self.away = store, weather, False
+        self.foreign = store.foreign
+
+    def __getattr__(self, name: str) -> Any:
+        asked = getattr(self._store, name)
+
+        async def call(*args: Any) -> Any:
+            await asyncio.sleep(self._weather.delay_s())
+            if self.away:
+                await asyncio.sleep(ASKED_S)
+                raise RegistryUnavailable("cut off")
+            answer = await asked(*args)
+            await asyncio.sleep(self._weather.delay_s())
+            return answer
+
+        return call
