@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,15 +47,15 @@ class Node:
 
 
 @contextmanager
-def nodes(model: str, folder: Path, *options: str) -> Iterator[list[Node]]:
-    """Two prefill processes, the one that asks and the one that holds, with a Valkey of their own; ended at exit.
+def nodes(model: str, folder: Path, *options: str, names: Sequence[str] = NODES) -> Iterator[list[Node]]:
+    """Prefill processes, as a rule the one that asks and the one that holds, with a Valkey of their own; ended at exit.
     Raises TimeoutError if they do not start."""
     with ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey:
         url = f"redis://127.0.0.1:{valkey.port}/0"
         command = [*kvferry(), "prefill", "--model", model, "--redis-url", url, "--log-level", "error", *options]
-        running = [subprocess.Popen([*command, "--node-id", name]) for name in NODES]
+        running = [subprocess.Popen([*command, "--node-id", name]) for name in names]
         try:
-            yield [Node(*pair) for pair in zip(asyncio.run(_leases(url)), running, strict=True)]
+            yield [Node(*pair) for pair in zip(asyncio.run(_leases(url, len(names))), running, strict=True)]
         finally:
             for process in running:
                 process.send_signal(signal.SIGCONT)
@@ -64,11 +64,11 @@ def nodes(model: str, folder: Path, *options: str) -> Iterator[list[Node]]:
                 process.wait()
 
 
-async def _leases(url: str) -> list[NodeLease]:
+async def _leases(url: str, count: int) -> list[NodeLease]:
     store = RedisStore(url, "default")
     try:
         async with asyncio.timeout(START_S):
-            while len(leases := await store.nodes()) < len(NODES):  # noqa: ASYNC110
+            while len(leases := await store.nodes()) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         return sorted(leases, key=lambda lease: lease.node_id)
     finally:

@@ -25,6 +25,7 @@ from node.copies import Keeper
 from node.fetches import Fetches
 from node.service import Base
 from node.supplies import Supplies
+from node.tiers import Tiers
 from process.http import read_message
 from protocol.errors import Moved
 from protocol.messages import (
@@ -51,6 +52,7 @@ class DecodeService:
         self._departures = Departures(base)
         self._buddies = Buddies(base, self._departures.sender)
         self._fetches = Fetches(base, arrivals)
+        self._tiers = Tiers(base, self._fetches)
         self._supplies = Supplies(base, self._departures.sender)
         base.dock.start()
         base.app.post("/attempts/generate", status_code=202)(self.post_generate)
@@ -62,7 +64,7 @@ class DecodeService:
         self._base.require_ready()
         job = (await read_message(request, GenerateRequest)).job
         self._spans.begin(job)
-        self._base.engine.submit(lambda engine: self._fetches.add(engine, job))
+        self._base.engine.submit(lambda engine: self._tiers.add(engine, job))
 
     async def post_move(self, request: Request) -> None:
         """Hand a stream over to another decode node; answered when that is done, or with why it stays."""
@@ -87,6 +89,7 @@ class DecodeService:
         self._departures.take(events)
         self._buddies.take(events)
         self._fetches.take(events)
+        self._tiers.take(events)
 
     def to_routers(self, events: Sequence[Event]) -> None:
         """What the engine made for one router goes out as one frame."""

@@ -51,11 +51,12 @@ class Absences:
         runs: list[tuple[str, int]] = []
         for index in range(start // block_size, (until - 1) // block_size + 1):
             tokens = min(until, (index + 1) * block_size) - max(start, index * block_size)
-            reason = self._reason(hashes[index]) if index < len(hashes) else "unknown"
+            reason = self.reason(hashes[index]) if index < len(hashes) else "unknown"
             if runs and runs[-1][0] == reason:
                 tokens += runs.pop()[1]
             runs.append((reason, tokens))
         return tuple(runs)
 
-    def _reason(self, block_hash: bytes) -> str:
+    def reason(self, block_hash: bytes) -> str:
+        """As `note` has them, or unknown."""
         return self._young.get(block_hash) or self._old.get(block_hash) or "unknown"

@@ -228,6 +228,20 @@ class BlockPool:
             anew.changed(block_id, parent, by)
 
 
+def chain_of(pool: BlockPool, block_hash: bytes) -> list[tuple[bytes, int]]:
+    """(hash, block id) from the first block of its sequence to this one; none if it is not here."""
+    found, block_id = [], pool._by_hash.get(block_hash)
+    while block_id is not None:
+        found.append((pool._blocks[block_id].hash or b"", block_id))
+        block_id = pool._blocks[block_id].parent
+    return found[::-1]
+
+
+def is_findable(pool: BlockPool, block_hash: bytes) -> bool:
+    """From any thread."""
+    return block_hash in pool._by_hash
+
+
 def _note(block_hash: bytes, done: dict[bytes, None], undone: dict[bytes, None]) -> None:
     """Record a change, or cancel it against its opposite."""
     if block_hash in undone:

@@ -92,8 +92,13 @@ class Fetches:
             engine.add(job, **how)
             return
         engine.add(job, awaits=(Awaits.FETCH,), **how)
+        self.begin(engine, job)
+
+    def begin(self, engine: Engine, job: Job) -> None:
+        """An attempt that awaits a fetch has what this node can bring of its prompt itself."""
         request = engine.roster.find(key_of(job))
-        if request is not None and Awaits.FETCH in request.awaits and request.key not in self._waiting:
+        awaited = request is not None and Awaits.FETCH in request.awaits and request.key not in self._waiting
+        if request is not None and awaited and job.holder is not None:
             self._waiting[request.key] = fetching = Fetching(request, job.holder)
             self._next(engine, fetching)
 

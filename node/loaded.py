@@ -22,6 +22,7 @@ from model_files.naming import split_names
 from node.adapters import NodeAdapters
 from node.assembly import Assembled
 from node.face import Face
+from node.findable import Findable
 from node.membership import LAST_WORD_S, Membership
 from node.news import News, set_load_gauges
 from node.outflow import Outflow
@@ -74,7 +75,7 @@ class Loaded:
             self._enter_thread,
             lambda fault: self._break(),
         )
-        self.link = self._make_link()
+        self._findable, self.link = Findable(settings, parts), self._make_link()
         self._streams = RouterStreams(
             epoch, lambda: self.vitals.pulse, lambda router: self.service.router_lost(router), self._clock
         )
@@ -91,6 +92,7 @@ class Loaded:
                 rates=self._rates,
                 outflow=self._outflow,
                 streams=self._streams,
+                tier=self._findable.tier,
                 require_ready=self.require_ready,
                 call_soon=self.call_soon,
             )
@@ -102,13 +104,11 @@ class Loaded:
         budget = parts.engine.config.limits.max_num_batched_tokens
         self.vitals = Vitals(self.engine, self.link, self._clock, budget, self._rates)
         self._watchdog = Watchdog(
-            self.vitals,
-            self._break,
-            last_resort or (lambda fault: None),
-            of_process=last_resort is not None,
+            self.vitals, self._break, last_resort or (lambda fault: None), of_process=last_resort is not None
         )
-        self._membership = Membership(store, self.lease, parts.engine.pool.findable, metrics)
-        news = News(self.service, metrics, self._rates, self._membership.note, self.call_soon)
+        self._membership = Membership(store, self.lease, self._findable.all, metrics)
+        self._findable.tell = self._membership.note
+        news = News(self.service, metrics, self._rates, self._findable.note, self.call_soon)
         self.engine.start()
         self._clock.start()
         self._watchdog.start()
@@ -187,6 +187,7 @@ class Loaded:
         await asyncio.sleep(0)
         self._streams.stop()
         self.service.stop()
+        self._findable.close()
         await self._membership.close()
 
     def unwatch(self) -> None:
@@ -204,13 +205,13 @@ class Loaded:
         set_load_gauges(self._metrics, self.engine.load, self.engine.outlived_s())
         set_scaling_gauges(self._metrics.scaling, self._settings, self.engine.load, self._rates, self.engine.waits_s)
         self._membership.set_gauges()
+        self._metrics.tiers.bytes.set(self._findable.bytes)
 
     def _busy(self) -> bool:
         return self.engine.busy or self.service.busy()
 
     def _make_link(self) -> UcxLink:
-        settings = self._settings
-        checksums = ALGORITHM if settings.verify_checksums else "off"
+        settings, checksums = self._settings, ALGORITHM if self._settings.verify_checksums else "off"
         return UcxLink(
             self._face.host,
             settings.link_port,

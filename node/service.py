@@ -12,6 +12,7 @@ from engine.events import Event
 from engine.loop import EngineLoop
 from kv_transfer.dock import Dock
 from kv_transfer.ports import ShipStats
+from kv_transfer.tiers.disk import DiskTier
 from node.assembly import Assembled
 from node.outflow import Outflow
 from node.rates import RateMeter
@@ -60,6 +61,7 @@ class Base:
     rates: RateMeter
     outflow: Outflow
     streams: RouterStreams
+    tier: DiskTier | None
     require_ready: Callable[[], None]
     call_soon: Callable[[Callable[[], None]], None]
 

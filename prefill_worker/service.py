@@ -24,6 +24,7 @@ from node.fetches import Fetches
 from node.frames import FrameResponse
 from node.service import Base
 from node.supplies import Supplies
+from node.tiers import Tiers
 from prefill_worker.ships import Ships
 from process.http import read_message
 from process.tracing import TRACER, Span
@@ -53,7 +54,8 @@ class PrefillService:
         arrivals = Arrivals(base)
         self._keeper = Keeper(base, arrivals)
         self._fetches = Fetches(base, arrivals)
-        self._ships = Ships(base, self._fetches, self._shipped, self._broke)
+        self._tiers = Tiers(base, self._fetches)
+        self._ships = Ships(base, self._tiers, self._shipped, self._broke)
         self._supplies = Supplies(base, self._ships.sender)
         base.dock.start()
         base.app.post("/attempts/prefill")(self.post_prefill)
@@ -89,6 +91,7 @@ class PrefillService:
     def to_link(self, events: Sequence[Event]) -> None:
         self._ships.take(events)
         self._fetches.take(events)
+        self._tiers.take(events)
 
     def to_routers(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -111,7 +114,7 @@ class PrefillService:
         span = TRACER.start("prefill", job.trace, attempt=job.attempt)
         answer = self._answers[key_of(job)] = Answer(job, span)
         if message.target is None:
-            self._base.engine.submit(lambda engine: self._fetches.add(engine, job, prefill_only=True))
+            self._base.engine.submit(lambda engine: self._tiers.add(engine, job, prefill_only=True))
         else:
             answer.transfer = self._ships.offer(message.target, job)
         return answer

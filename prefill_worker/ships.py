@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from engine.events import Computed, Event, Generated
 from kv_transfer.ports import ShipStats
 from kv_transfer.sender import Sender
-from node.fetches import Fetches
 from node.service import Base, ship_outcome
+from node.tiers import Tiers
 from protocol.errors import KvferryError
 from protocol.messages import DecodeTarget, Job
 
@@ -34,11 +34,11 @@ class Ships:
     def __init__(
         self,
         base: Base,
-        fetches: Fetches,
+        tiers: Tiers,
         on_done: Callable[[Job, int, ShipStats], None],
         on_failed: Callable[[Job, int, KvferryError], None],
     ) -> None:
-        self._base, self._fetches, self._on_done, self._on_failed = base, fetches, on_done, on_failed
+        self._base, self._tiers, self._on_done, self._on_failed = base, tiers, on_done, on_failed
         self._lock = threading.Lock()
         self._offers: dict[int, Offer] = {}
         self.sender = Sender(base.dock, self, grant_timeout=base.settings.grant_timeout)
@@ -83,7 +83,7 @@ class Ships:
         if offer is not None:
             job = offer.job
             self._base.engine.submit(
-                lambda engine: self._fetches.add(
+                lambda engine: self._tiers.add(
                     engine, job, transfer=transfer, first_block=first_block, prefill_only=True
                 )
             )

@@ -18,6 +18,7 @@ from protocol.loop_metrics import LoopMetrics
 from protocol.model_metrics import ModelMetrics, ModelRegistry
 from protocol.reuse_metrics import ReuseMetrics
 from protocol.scaling_metrics import NodeScaling, RouterScaling
+from protocol.tier_metrics import TierMetrics
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
@@ -196,8 +197,7 @@ class WorkerMetrics:
         self.evictions = counter("kvferry_kv_blocks_evicted", "Cached blocks evicted.")
         self.ships = counters(
             "kvferry_ships",
-            "Ships ended, by outcome: done, aborted (the request ended or was cancelled), failed, corrupt (a checksum "
-            "was wrong).",
+            "Ships ended, by outcome: done, aborted (the request ended), failed, corrupt (a checksum was wrong).",
             "outcome",
             labels.SHIP_OUTCOMES,
         )
@@ -233,6 +233,7 @@ class WorkerMetrics:
             labels.COPY_WAYS,
         )
         self.fetches = FetchMetrics(role, r)
+        self.tiers = TierMetrics(role, r)
         self.canary = CanaryMetrics(role, r)
         self.scaling = NodeScaling(role, r)
         self.account_violations = counter("kvferry_account_violations", "Prompts whose account was wrong: a bug.")

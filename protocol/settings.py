@@ -179,6 +179,12 @@ class WorkerSettings(CommonSettings):
         0.0, "size of the KV pool in GiB; 0: 1 GiB on a CPU, 80 % of free memory on a GPU", least=0
     )
     kv_blocks: int = setting(0, "number of KV blocks; overrides --kv-cache-gib when not 0", least=0)
+    kv_disk_path: str = setting(
+        "",
+        "directory below which blocks are kept that leave the pool, also over restarts; empty: none. Who reads it, "
+        "reads what clients sent",
+    )
+    kv_disk_gib: float = setting(10.0, "GiB of such blocks that each node keeps at most", least=0.001)
     max_model_len: int = setting(0, "longest prompt plus output in tokens; 0: the model's own limit", least=0)
     max_num_seqs: int = setting(64, "requests generating at once", least=1)
     itl_target_ms: float = setting(

@@ -129,6 +129,7 @@ class Worker:
         engine, service = self.engine, self.service
         tables = [engine.lent.ships, engine.lent.grants, engine.moving._lent, engine.roster._attempts]
         tables += [engine.copies._lent, engine.copies._landing]
+        tables += [service._tiers._waiting, service._tiers._coming]
         tables += [service._fetches._waiting, service._fetches._open, service._fetches._coming]
         tables += [service._fetches._asker.transfers, service._supplies._giving]
         tables += [{} if self.link_lost else service._fetches._arrivals._open]

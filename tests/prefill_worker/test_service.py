@@ -53,6 +53,7 @@ def service_on(app: FastAPI, engine: Engine) -> PrefillService:
         engine=engine,
         dock=Dock(LoopbackNetwork().link("here:1"), PoolMemory(torch.zeros(2, 4))),
         require_ready=lambda: None,
+        tier=None,
         call_soon=lambda call: call(),
     )
     return PrefillService(base)

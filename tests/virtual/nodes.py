@@ -109,7 +109,7 @@ class VirtualNode:
             Base(
                 settings=WorkerSettings(role=self.role), epoch=self.epoch, app=routes, metrics=METRICS[self.role],
                 parts=parts, engine=self.loop_engine, dock=self.dock, rates=self.rates, outflow=Outflow(),
-                streams=self.streams,
+                streams=self.streams, tier=None,
                 require_ready=self.require_ready, call_soon=self.call_soon,
             )
         )  # fmt: skip

@@ -1,0 +1,104 @@
+"""What a prefix on disk is worth: the time to the first token of prompts that a node computes, and of the same prompts
+once they left its pool and are read from its disk. One prefill process.
+
+    python -m benchmarks.tiers [--model smollm2] [--tokens 256 512 1024 2048 4096] [--rounds 5] [--path DIR]
+
+A prompt is computed, pushed out of a small pool by others, and asked for again. Medians of the rounds, in milliseconds;
+before them, what the disk gives to reads through the system's cache and past it (O_DIRECT), 4 MiB at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+
+from benchmarks.fetching import ANSWER_S, Asked, Node, nodes
+
+PIECE, PIECES = 4 << 20, 64
+OTHERS = 3
+"""Prompts between the two of a kind; the pool has room for two and a half."""
+
+
+def gib_per_s(path: Path, flags: int) -> float:
+    """Of reading a file of zeros that was just written."""
+    file = os.open(path, os.O_RDONLY | flags)
+    buffer = mmap.mmap(-1, PIECE)
+    began = time.perf_counter()
+    try:
+        for _ in range(PIECES):
+            os.readv(file, [buffer])
+    finally:
+        os.close(file)
+    return PIECE * PIECES / (time.perf_counter() - began) / 2**30
+
+
+def raw(folder: Path) -> tuple[float, float]:
+    """GiB a second through the system's cache and past it; 0.0 where the file system refuses that."""
+    path = folder / "zeros"
+    with path.open("wb") as file:
+        for _ in range(PIECES):
+            file.write(bytes(PIECE))
+        os.fsync(file.fileno())
+    try:
+        return gib_per_s(path, 0), gib_per_s(path, os.O_DIRECT)
+    except OSError:
+        return gib_per_s(path, 0), 0.0
+    finally:
+        path.unlink()
+
+
+def compare(asked: Asked, node: Node, tokens: int, rounds: int) -> tuple[float, float, int]:
+    """Median seconds of computing and of reading, and tokens that were read; the first round does not count."""
+    computed, read, brought = [], [], 0
+    for number in range(rounds + 1):
+        seed = 1000 * number
+        took_s, first = asked.first(node, tokens, seed)
+        computed.append(took_s)
+        for other in range(1, OTHERS + 1):
+            time.sleep(0.5)  # what is new is written
+            asked.first(node, tokens, seed + other)
+        took_s, again = asked.first(node, tokens, seed)
+        if again.token_ids != first.token_ids:
+            raise RuntimeError("what was read gives another token than what was computed")
+        assert again.reuse is not None
+        read.append(took_s)
+        brought = again.reuse.reused_prefill
+    return statistics.median(computed[1:]), statistics.median(read[1:]), brought
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="of the node")
+    parser.add_argument("--path", help="directory on the disk in question")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.path) as folder:
+        cached, direct = raw(Path(folder))
+        print(f"reads of the disk: {cached:.1f} GiB/s through the system's cache, {direct:.1f} past it\n")
+        print("| prompt | computed | read | of it from disk | times as fast |")
+        print("| ---: | ---: | ---: | ---: | ---: |")
+        for tokens in given.tokens:
+            place = Path(folder) / str(tokens)
+            place.mkdir()
+            blocks = ("--kv-blocks", str(5 * tokens // 32), "--max-model-len", str(tokens + 64))
+            options = (*blocks, "--threads", str(given.threads), "--kv-disk-path", str(place))
+            with (
+                nodes(given.model, place, *options, names=("node",)) as (node,),
+                httpx.Client(trust_env=False, timeout=ANSWER_S) as client,
+            ):
+                computed_s, read_s, brought = compare(Asked(client, 1000), node, tokens, given.rounds)
+            figures = f"{1e3 * computed_s:.0f} ms | {1e3 * read_s:.0f} ms | {brought / tokens:.0%}"
+            print(f"| {tokens} | {figures} | {computed_s / read_s:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

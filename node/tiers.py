@@ -1,0 +1,250 @@
+"""Blocks of prompts that a slower memory of this node has: a request is AWAITING them where reading takes less time
+than computing, and computes what does not come in time.
+
+New blocks are written as soon as they are computed, or have arrived, from where they lie; they are held meanwhile. So
+what the pool evicts, or a restart loses, is there already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.block_pool import chain_of
+from engine.engine import Engine
+from engine.events import BlocksChanged, Event, Failed
+from engine.request import Key, Request, key_of
+from engine.roster import expect
+from engine.states import Awaits
+from kv_transfer.tiers.disk import DiskTier, open_disk
+from node.assembly import Assembled
+from node.fetches import Fetches
+from node.service import Base
+from protocol.errors import ConfigError, GrantRefused, KvferryError
+from protocol.messages import Job
+from protocol.settings import WorkerSettings
+
+log = logging.getLogger("kvferry.node")
+
+GIB = 1024**3
+PIECE = 256
+"""Blocks of one read."""
+TURNS = 4
+"""Reads that a request awaits beyond those that its blocks are worth: what came may be evicted at once."""
+LEAST_S, SLOWNESS = 1.0, 2.0
+"""A read has so many seconds, or so many times as long as computing would take, if that is more."""
+GATHER_S = 0.2
+"""Between two looks for new blocks to be written."""
+ENOUGH, PATIENCE_S = 8, 5.0
+"""New blocks of a chain that are written at once; fewer may become more for so long, as those of a stream do."""
+
+
+def open_tier(
+    settings: WorkerSettings, parts: Assembled, dropped: Callable[[Collection[bytes]], None]
+) -> DiskTier | None:
+    """As the settings want it. Raises ConfigError. dropped: as DiskTier has it."""
+    if not settings.kv_disk_path:
+        return None
+    if not settings.enable_prefix_caching or parts.engine.config.limits.whole:
+        raise ConfigError("nothing is cached here that could be kept on disk", param="kv_disk_path")
+    if parts.kv.device.type != "cpu":
+        raise ConfigError("kv_disk_path keeps blocks of pools on a CPU only, as yet", param="kv_disk_path")
+    size, began = int(settings.kv_disk_gib * GIB), time.monotonic()
+    block_bytes = parts.layout.block_bytes
+    tier = open_disk(settings.kv_disk_path, settings.role, size, parts.fingerprint, block_bytes, dropped=dropped)
+    found, took = len(tier.hashes()), time.monotonic() - began
+    log.info("%d blocks (%.2f GiB) found in %s in %.1f s", found, tier.used / GIB, tier.directory, took)
+    return tier
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """A request that awaits blocks, after so many reads."""
+
+    request: Request
+    job: Job
+    turns: int = 0
+
+
+class Tiers:
+    """Between a node's service and its engine. On the engine thread, but for what says otherwise."""
+
+    def __init__(self, base: Base, fetches: Fetches) -> None:
+        self._base, self._fetches, self._tier = base, fetches, base.tier
+        self._numbers = itertools.count(1)
+        self._waiting: dict[Key, Reading] = {}
+        self._coming: dict[bytes, tuple[Hashable, list[Reading]]] = {}
+        self._late: set[Hashable] = set()
+        self._fresh: dict[bytes, float] = {}
+        self._gathering = False
+
+    def add(self, engine: Engine, job: Job, **how: Any) -> None:
+        """`Fetches.add`, once what is on disk of its prompt has been read."""
+        if self._tier is None or not self._tier.used:
+            self._fetches.add(engine, job, **how)
+            return
+        awaits = (Awaits.TIER,) if job.holder is None else (Awaits.TIER, Awaits.FETCH)
+        engine.add(job, awaits=awaits, **how)
+        request = engine.roster.find(key_of(job))
+        if request is not None and Awaits.TIER in request.awaits and request.key not in self._waiting:
+            self._waiting[request.key] = reading = Reading(request, job)
+            self._next(engine, reading)
+
+    def take(self, events: Sequence[Event]) -> None:
+        """New blocks are to be written, wrong ones are not to be found; who ended awaits nothing."""
+        for event in events:
+            if isinstance(event, Failed):
+                self._waiting.pop(event.key, None)
+            elif isinstance(event, BlocksChanged) and self._tier is not None:
+                self._changed(self._tier, event)
+
+    def _changed(self, tier: DiskTier, event: BlocksChanged) -> None:
+        absences = self._base.parts.engine.pool.absences
+        tier.drop([each for each in event.removed if each in tier and absences.reason(each) == "retracted"])
+        self._fresh.update(dict.fromkeys(event.stored, time.monotonic()))
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """For new blocks, soon."""
+        if self._fresh and not self._gathering:
+            self._gathering = True
+            self._base.call_soon(lambda: self._later(GATHER_S, self._gather))
+
+    def _later(self, seconds: float, call: Callable[[Engine], None]) -> None:
+        """On the asyncio loop: on the engine thread after so many seconds."""
+        asyncio.get_running_loop().call_later(seconds, lambda: self._base.engine.submit(call))
+
+    # Reading.
+
+    def _next(self, engine: Engine, reading: Reading) -> None:
+        """Read what is still missing, await it with others, or let the request go on."""
+        request = reading.request
+        assert self._tier is not None
+        if self._gone(engine, reading):
+            return
+        hashes = request.reusable_hashes
+        here = len(engine.pool.match(hashes))
+        count = self._tier.run(hashes[here : here + PIECE])
+        reading.turns += 1
+        if not self._worth(count, request.block_size) or reading.turns > TURNS + len(hashes) // PIECE:
+            self._go_on(engine, reading)
+        elif coming := self._coming.get(hashes[here]):
+            coming[1].append(reading)
+        else:
+            self._read(engine, reading, hashes[: here + count], hashes[here])
+
+    def _worth(self, blocks: int, block_size: int) -> bool:
+        assert self._tier is not None
+        return bool(blocks) and not self._late and self._tier.seconds(blocks) < self._computed_s(blocks * block_size)
+
+    def _read(self, engine: Engine, reading: Reading, hashes: Sequence[bytes], missing: bytes) -> None:
+        grant: Hashable = ("tier", next(self._numbers))
+        tier, memory = self._tier, self._base.dock.path.memory
+        assert tier is not None
+        try:
+            here, block_ids = engine.copies.reserve(grant, hashes, len(hashes))
+        except GrantRefused:
+            self._go_on(engine, reading)
+            return
+        self._coming[missing] = (grant, [reading])
+        began, done = time.monotonic(), self._base.engine.submit
+
+        def came(error: KvferryError | None) -> None:
+            done(lambda engine: self._came(engine, grant, missing, len(block_ids), time.monotonic() - began, error))
+
+        if not tier.read(hashes[here:], [memory.block(each) for each in block_ids], came):
+            self._ended(engine, grant, missing, "refused")
+            return
+        patience_s = max(LEAST_S, SLOWNESS * self._computed_s(len(block_ids) * reading.request.block_size))
+        self._base.call_soon(lambda: self._later(patience_s, lambda engine: self._overdue(engine, grant, missing)))
+
+    def _came(
+        self, engine: Engine, grant: Hashable, missing: bytes, blocks: int, seconds: float, error: KvferryError | None
+    ) -> None:
+        metrics = self._base.metrics.tiers
+        self._late.discard(grant)
+        if error is not None:
+            self._ended(engine, grant, missing, "failed")
+            return
+        metrics.blocks["read"].inc(blocks)
+        metrics.seconds.inc(seconds)
+        engine.copies.land(grant)
+        engine.stepper.report_blocks()
+        self._told(engine, grant, missing, "done", self._next)
+
+    def _ended(self, engine: Engine, grant: Hashable, missing: bytes, outcome: str) -> None:
+        engine.copies.quiet(grant)
+        self._told(engine, grant, missing, outcome, self._go_on)
+
+    def _overdue(self, engine: Engine, grant: Hashable, missing: bytes) -> None:
+        """The disk is slow, or hangs: nothing is read until it has answered. Its blocks stay held until then."""
+        if self._coming.get(missing, (None, []))[0] == grant:
+            self._late.add(grant)
+            self._told(engine, grant, missing, "late", self._go_on)
+
+    def _told(
+        self, engine: Engine, grant: Hashable, missing: bytes, outcome: str, go: Callable[[Engine, Reading], None]
+    ) -> None:
+        """The read has ended so, for all that await it; nothing if they know already."""
+        if self._coming.get(missing, (None, []))[0] == grant:
+            _, waiting = self._coming.pop(missing)
+            self._base.metrics.tiers.reads[outcome].inc()
+            for reading in waiting:
+                go(engine, reading)
+
+    def _gone(self, engine: Engine, reading: Reading) -> bool:
+        key = reading.request.key
+        return self._waiting.get(key) is not reading or engine.roster.find(key) is not reading.request
+
+    def _go_on(self, engine: Engine, reading: Reading) -> None:
+        """What has not come is fetched from a peer, or computed."""
+        request = reading.request
+        if self._gone(engine, reading):
+            return
+        del self._waiting[request.key]
+        if reading.turns > 1:
+            found = len(engine.pool.match(request.reusable_hashes)) * request.block_size
+            expect(engine.roster, request, len(request.token_ids) - found)
+        self._fetches.begin(engine, reading.job)
+        engine.resume(request.key, Awaits.TIER)
+
+    def _computed_s(self, tokens: int) -> float:
+        return tokens / max(self._base.rates.rates.prefill_tokens_per_s, 1.0)
+
+    # Writing.
+
+    def _gather(self, engine: Engine) -> None:
+        """Whole chains are held, so that a block never leaves before those behind it."""
+        tier, self._gathering = self._tier, False
+        assert tier is not None
+        fresh, self._fresh = self._fresh, {}
+        for block_hash in list(reversed(fresh)):
+            if block_hash not in fresh:
+                continue
+            chain = chain_of(engine.pool, block_hash)
+            new = [(each, block_id) for each, block_id in chain if each in fresh and each not in tier]
+            since = [fresh.pop(each) for each, _ in chain if each in fresh]
+            if new and len(new) < ENOUGH and min(since) > time.monotonic() - PATIENCE_S:
+                self._fresh.update(dict.fromkeys((each for each, _ in new), min(since)))
+            elif new:
+                self._write(engine, tier, [block_id for _, block_id in chain], new)
+        self._look_again()
+
+    def _write(self, engine: Engine, tier: DiskTier, chain: list[int], new: list[tuple[bytes, int]]) -> None:
+        transfer = -next(self._numbers)
+        ways = self._base.metrics.tiers.blocks
+
+        def done(written: int) -> None:
+            ways["written"].inc(written)
+            ways["lost"].inc(len(new) - written)
+            self._base.engine.submit(lambda engine: engine.copies.returned(transfer))
+
+        engine.copies.give(transfer, chain)
+        blocks = [self._base.dock.path.memory.block(block_id) for _, block_id in new]
+        if not tier.write([each for each, _ in new], blocks, done):
+            done(0)

@@ -1,0 +1,48 @@
+"""A real process with a random model: what it computed is on disk when it is killed, and the one that follows reads it
+and computes the same."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+from local_cluster import idle, scrape, value
+from tiny_checkpoints import VOCAB, save_checkpoint
+from waiting import wait_for
+
+from benchmarks.fetching import Asked, nodes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TOKENS, BLOCK = 1900, 16
+BLOCKS = TOKENS // BLOCK
+
+
+def test_a_killed_node_finds_its_blocks_again(tmp_path: Path) -> None:
+    model: Path = save_checkpoint(tmp_path / "ckpt", "LlamaConfig", max_position_embeddings=2048)
+    options = ("--dtype", "float32", "--kv-blocks", "600", "--threads", "1", "--kv-disk-path", str(tmp_path / "kept"))
+    answers = []
+    for start in ("first", "second"):
+        folder = tmp_path / start
+        folder.mkdir()
+        with (
+            nodes(str(model), folder, *options, names=("prefill",)) as (node,),
+            httpx.Client(trust_env=False, timeout=60) as client,
+        ):
+            url = node.lease.http_url
+            answers.append(Asked(client, VOCAB).first(node, TOKENS, 1)[1])
+            ways = {"first": "written", "second": "read"}
+            wait_for(lambda: value(scrape(url), "kvferry_tier_blocks_total", way=ways[start]) == BLOCKS, 20)  # noqa: B023
+            wait_for(lambda: idle(scrape(url)), 20)  # noqa: B023
+            assert value(scrape(url), "kvferry_tier_bytes") > BLOCKS * node.lease.block_bytes
+            assert value(scrape(url), "kvferry_account_violations_total") == 0
+            node.process.send_signal(signal.SIGKILL)
+            node.process.wait()
+    before, after = answers
+    assert before.token_ids == after.token_ids
+    assert before.reuse is not None
+    assert before.reuse.computed == TOKENS
+    assert after.reuse is not None
+    assert (after.reuse.reused_prefill, after.reuse.computed) == (BLOCKS * BLOCK, TOKENS % BLOCK)

@@ -1,0 +1,271 @@
+"""What leaves a node's pool is read from its disk, over real HTTP and UCX, and what befalls the disk costs no more than
+computing."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_fetches import FULL, LENGTH, prompt
+from toy import expected, make_engine, make_job
+from waiting import until
+from worker_pair import Router, Worker, worker
+
+from kv_transfer.tiers import files
+from node import tiers
+from node.tiers import open_tier
+from protocol.errors import ConfigError
+from protocol.settings import WorkerSettings
+
+POOL = 40
+"""Blocks: three prompts fill it, with what a read must leave available."""
+
+
+@contextlib.asynccontextmanager
+async def cluster(path: Path, blocks: int = POOL) -> AsyncIterator[Router]:
+    """A decode node without a disk, and a prefill node that keeps its blocks there."""
+    kept = {"kv_disk_path": str(path), "kv_disk_gib": 1.0}
+    async with worker("prefill", make_engine(blocks), **kept) as prefill, worker("decode", make_engine(100)) as decode:
+        router = Router(prefill, decode, "router")
+        await router.connect()
+        try:
+            yield router
+        finally:
+            await router.close()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine makes no read late."""
+    monkeypatch.setattr(tiers, "LEAST_S", 30.0)
+
+
+@pytest.fixture(autouse=True)
+def slow_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy's prompts take less time than any disk."""
+    monkeypatch.setattr(tiers.Tiers, "_computed_s", lambda self, tokens: tokens * 1.0)
+
+
+async def ask(router: Router, name: str, seed: int) -> Any:
+    """How much of the prompt was reused and computed; its token is right."""
+    (first, *_) = await router.post_prefill(make_job(name, prompt(seed), 1)).ended()
+    assert list(first.delta.token_ids) == expected(prompt(seed), 1)
+    assert first.delta.reuse.balanced
+    return first.delta.reuse
+
+
+def reads(node: Worker, outcome: str) -> float:
+    return float(node.node.metrics.tiers.reads[outcome]._value.get())
+
+
+def count(node: Worker, way: str) -> float:
+    return float(node.node.metrics.tiers.blocks[way]._value.get())
+
+
+def tier_of(node: Worker) -> Any:
+    return node.service._tiers._tier
+
+
+async def fill(router: Router, first: int = 1, prompts: int = 5) -> None:
+    """Other prompts push those before them out of the pool."""
+    for seed in range(first, first + prompts):
+        before = count(router.prefill, "written")
+        await ask(router, f"other-{seed}", seed)
+        await until(lambda before=before: count(router.prefill, "written") == before + FULL)  # type: ignore[misc]
+
+
+async def evicted(router: Router) -> None:
+    """The first prompt was computed, written, and has left the pool."""
+    await ask(router, "before", 0)
+    await until(lambda: count(router.prefill, "written") == FULL)
+    await fill(router)
+    assert count(router.prefill, "read") == 0
+
+
+async def settle(router: Router) -> None:
+    for node in (router.prefill, router.decode):
+        await node.settle()
+
+
+async def test_a_prompt_that_left_the_pool_is_read_and_not_computed(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as router:
+        await evicted(router)
+        reuse = await ask(router, "again", 0)
+        assert (reuse.reused_prefill, reuse.computed) == (FULL * 4, LENGTH - FULL * 4)
+        assert (reads(router.prefill, "done"), count(router.prefill, "read")) == (1, FULL)
+        await ask(router, "here", 0)
+        assert reads(router.prefill, "done") == 1
+        await settle(router)
+
+
+async def test_a_restart_finds_what_the_one_before_it_computed(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as router:
+        await ask(router, "before", 0)
+        await until(lambda: count(router.prefill, "written") == FULL)
+    async with cluster(tmp_path) as router:
+        assert len(tier_of(router.prefill).hashes()) == FULL
+        assert (await ask(router, "again", 0)).reused_prefill == FULL * 4
+        await settle(router)
+
+
+async def test_the_rest_of_a_prompt_is_shipped_as_ever(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as router:
+        await evicted(router)
+        asked = make_job("again", [*prompt(0), *prompt(9)], 6)
+        first, shipped = await router.post_prefill(asked, router.decode.target).ended()
+        assert first.delta.reuse.reused_prefill == FULL * 4
+        assert shipped.blocks == 2 * LENGTH // 4
+        await until(lambda: router.finished("again"))
+        assert [*first.delta.token_ids, *router.tokens("again")] == expected(list(asked.token_ids), 6)
+        await settle(router)
+
+
+async def test_requests_that_lack_the_same_blocks_await_one_read(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as router:
+        await evicted(router)
+        with hung(router.prefill) as go:
+            answers = [router.post_prefill(make_job(f"again-{n}", prompt(0), 1)) for n in range(3)]
+            await until(lambda: len(router.prefill.service._tiers._waiting) == 3)
+            go.set()
+            for answer in answers:
+                (first, *_) = await answer.ended()
+                assert first.delta.reuse.reused_prefill == FULL * 4
+        assert reads(router.prefill, "done") == 1
+        await settle(router)
+
+
+@contextlib.contextmanager
+def hung(node: Worker) -> Iterator[threading.Event]:
+    """Its disk answers no read until the event is set."""
+    go, really = threading.Event(), files.read
+
+    def read(*how: Any) -> None:
+        go.wait(20)
+        really(*how)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(files, "read", read)
+        try:
+            yield go
+        finally:
+            go.set()
+
+
+async def test_a_disk_that_hangs_is_not_waited_for_and_not_asked_again_until_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster(tmp_path) as router:
+        await evicted(router)
+        monkeypatch.setattr(tiers, "LEAST_S", 0.05)
+        monkeypatch.setattr(tiers, "SLOWNESS", 0.0)
+        with hung(router.prefill) as go:
+            assert (await ask(router, "again", 0)).computed == LENGTH
+            assert reads(router.prefill, "late") == 1
+            assert (await ask(router, "another", 1)).computed == LENGTH
+            assert reads(router.prefill, "late") == 1
+            go.set()
+        await settle(router)
+        monkeypatch.setattr(tiers, "LEAST_S", 30.0)
+        await fill(router, 10)
+        assert (await ask(router, "read", 0)).reused_prefill == FULL * 4
+        await settle(router)
+
+
+async def test_a_file_that_is_wrong_is_computed_again_and_announced_no_more(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as router:
+        await evicted(router)
+        for path in tier_of(router.prefill).directory.glob("*.kv"):
+            path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+        told: list[Any] = []
+        router.prefill.loaded._findable.tell = lambda stored, removed: told.extend(removed)
+        assert (await ask(router, "again", 0)).computed == LENGTH
+        assert (reads(router.prefill, "failed"), len(told)) == (1, FULL)
+        await settle(router)
+
+
+async def test_a_request_that_ends_while_its_blocks_are_read_leaves_nothing(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as router:
+        await evicted(router)
+        with hung(router.prefill) as go:
+            job = make_job("again", prompt(0), 1)
+            answer = router.post_prefill(job)
+            await until(lambda: router.prefill.service._tiers._waiting)
+            await router.cancel(job, router.prefill)
+            (failed,) = await answer.ended()
+            assert failed.code == "cancelled"
+            go.set()
+        await settle(router)
+        assert router.prefill.engine.roster.waiting_tokens == 0
+        assert (await ask(router, "later", 0)).reused_prefill == FULL * 4
+
+
+async def test_where_computing_is_quicker_nothing_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(tmp_path) as router:
+        await evicted(router)
+        monkeypatch.setattr(tiers.Tiers, "_computed_s", lambda self, tokens: 0.0)
+        assert (await ask(router, "again", 0)).computed == LENGTH
+        assert count(router.prefill, "read") == 0
+        await settle(router)
+
+
+async def test_others_are_told_of_blocks_until_the_disk_has_lost_them_too(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as router:
+        told: list[bytes] = []
+        findable = router.prefill.loaded._findable
+        findable.tell = lambda stored, removed: told.extend(removed)
+        await evicted(router)
+        assert router.prefill.engine.pool.evicted_total
+        assert told == []
+        everything = set(findable.all())
+        assert len(everything) == 6 * FULL
+        gone = next(iter(everything - set(router.prefill.engine.pool.findable())))
+        tier_of(router.prefill).drop([gone])
+        assert gone in told
+        assert gone not in findable.all()
+        assert not set(told) & set(router.prefill.engine.pool.findable())
+        await settle(router)
+
+
+async def test_what_is_retracted_is_not_read_either(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as router:
+        await ask(router, "before", 0)
+        await until(lambda: count(router.prefill, "written") == FULL)
+        pool = router.prefill.engine.pool
+        router.prefill.loaded.engine.submit(
+            lambda engine: (pool.forget([0, *range(POOL)]), engine.stepper.report_blocks())
+        )
+        await until(lambda: not tier_of(router.prefill).hashes())
+        assert (await ask(router, "again", 0)).computed == LENGTH
+        await settle(router)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"enable_prefix_caching": False}, "nothing is cached"),
+        ({"kv_disk_path": "/proc/nowhere"}, "cannot keep blocks"),
+    ],
+)
+async def test_what_cannot_be_kept_is_refused_at_the_start(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
+    async with worker("prefill", make_engine()) as node:
+        wanted = WorkerSettings(**{"role": "prefill", "kv_disk_path": str(tmp_path), **settings})
+        with pytest.raises(ConfigError, match=why) as raised:
+            open_tier(wanted, node.loaded.parts, lambda hashes: None)
+        assert raised.value.param == "kv_disk_path"
+        assert open_tier(WorkerSettings(role="prefill"), node.loaded.parts, lambda hashes: None) is None
+
+
+async def test_few_new_blocks_are_written_when_no_more_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(tmp_path) as router:
+        (first, *_) = await router.post_prefill(make_job("short", prompt(0)[:20], 1)).ended()
+        assert first.delta.reuse.computed == 20
+        await until(lambda: router.prefill.service._tiers._fresh)
+        assert count(router.prefill, "written") == 0
+        monkeypatch.setattr(tiers, "PATIENCE_S", 0.0)
+        await until(lambda: count(router.prefill, "written") == 5)
+        assert not router.prefill.service._tiers._fresh
+        await settle(router)
