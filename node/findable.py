@@ -20,7 +20,7 @@ class Findable:
         self.tier: DiskTier | None = open_tier(settings, parts, self._dropped)
 
     @property
-    def bytes(self) -> int:
+    def kept_bytes(self) -> int:
         """That the slower memory takes."""
         return self.tier.used if self.tier else 0
 

@@ -205,7 +205,7 @@ class Loaded:
         set_load_gauges(self._metrics, self.engine.load, self.engine.outlived_s())
         set_scaling_gauges(self._metrics.scaling, self._settings, self.engine.load, self._rates, self.engine.waits_s)
         self._membership.set_gauges()
-        self._metrics.tiers.bytes.set(self._findable.bytes)
+        self._metrics.tiers.bytes.set(self._findable.kept_bytes)
 
     def _busy(self) -> bool:
         return self.engine.busy or self.service.busy()
