@@ -1,13 +1,9 @@
 """Blocks of prompts that a slower memory of this node has: a request is AWAITING them where reading takes less time
 than computing, and computes what does not come in time.
-
-New blocks are written as soon as they are computed, or have arrived, from where they lie; they are held meanwhile. So
-what the pool evicts, or a restart loses, is there already.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import time
@@ -15,7 +11,6 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.block_pool import chain_of
 from engine.engine import Engine
 from engine.events import BlocksChanged, Event, Failed
 from engine.request import Key, Request, key_of
@@ -25,6 +20,7 @@ from kv_transfer.tiers.disk import DiskTier, open_disk
 from node.assembly import Assembled
 from node.fetches import Fetches
 from node.service import Base
+from node.tier_writes import TierWrites, later
 from protocol.errors import ConfigError, GrantRefused, KvferryError
 from protocol.messages import Job
 from protocol.settings import WorkerSettings
@@ -38,10 +34,6 @@ TURNS = 4
 """Reads that a request awaits beyond those that its blocks are worth: what came may be evicted at once."""
 LEAST_S, SLOWNESS = 1.0, 2.0
 """A read has so many seconds, or so many times as long as computing would take, if that is more."""
-GATHER_S = 0.2
-"""Between two looks for new blocks to be written."""
-ENOUGH, PATIENCE_S = 8, 5.0
-"""New blocks of a chain that are written at once; fewer may become more for so long, as those of a stream do."""
 
 
 def open_tier(
@@ -80,8 +72,7 @@ class Tiers:
         self._waiting: dict[Key, Reading] = {}
         self._coming: dict[bytes, tuple[Hashable, list[Reading]]] = {}
         self._late: set[Hashable] = set()
-        self._fresh: dict[bytes, float] = {}
-        self._gathering = False
+        self._writes = TierWrites(base, base.tier) if base.tier is not None else None
 
     def add(self, engine: Engine, job: Job, **how: Any) -> None:
         """`Fetches.add`, once what is on disk of its prompt has been read."""
@@ -96,30 +87,12 @@ class Tiers:
             self._next(engine, reading)
 
     def take(self, events: Sequence[Event]) -> None:
-        """New blocks are to be written, wrong ones are not to be found; who ended awaits nothing."""
+        """Who ended awaits nothing; new blocks are written."""
         for event in events:
             if isinstance(event, Failed):
                 self._waiting.pop(event.key, None)
-            elif isinstance(event, BlocksChanged) and self._tier is not None:
-                self._changed(self._tier, event)
-
-    def _changed(self, tier: DiskTier, event: BlocksChanged) -> None:
-        absences = self._base.parts.engine.pool.absences
-        tier.drop([each for each in event.removed if each in tier and absences.reason(each) == "retracted"])
-        self._fresh.update(dict.fromkeys(event.stored, time.monotonic()))
-        self._look_again()
-
-    def _look_again(self) -> None:
-        """For new blocks, soon."""
-        if self._fresh and not self._gathering:
-            self._gathering = True
-            self._base.call_soon(lambda: self._later(GATHER_S, self._gather))
-
-    def _later(self, seconds: float, call: Callable[[Engine], None]) -> None:
-        """On the asyncio loop: on the engine thread after so many seconds."""
-        asyncio.get_running_loop().call_later(seconds, lambda: self._base.engine.submit(call))
-
-    # Reading.
+            elif isinstance(event, BlocksChanged) and self._writes is not None:
+                self._writes.take(event)
 
     def _next(self, engine: Engine, reading: Reading) -> None:
         """Read what is still missing, await it with others, or let the request go on."""
@@ -161,7 +134,7 @@ class Tiers:
             self._ended(engine, grant, missing, "refused")
             return
         patience_s = max(LEAST_S, SLOWNESS * self._computed_s(len(block_ids) * reading.request.block_size))
-        self._base.call_soon(lambda: self._later(patience_s, lambda engine: self._overdue(engine, grant, missing)))
+        later(self._base, patience_s, lambda engine: self._overdue(engine, grant, missing))
 
     def _came(
         self, engine: Engine, grant: Hashable, missing: bytes, blocks: int, seconds: float, error: KvferryError | None
@@ -215,36 +188,3 @@ class Tiers:
 
     def _computed_s(self, tokens: int) -> float:
         return tokens / max(self._base.rates.rates.prefill_tokens_per_s, 1.0)
-
-    # Writing.
-
-    def _gather(self, engine: Engine) -> None:
-        """Whole chains are held, so that a block never leaves before those behind it."""
-        tier, self._gathering = self._tier, False
-        assert tier is not None
-        fresh, self._fresh = self._fresh, {}
-        for block_hash in list(reversed(fresh)):
-            if block_hash not in fresh:
-                continue
-            chain = chain_of(engine.pool, block_hash)
-            new = [(each, block_id) for each, block_id in chain if each in fresh and each not in tier]
-            since = [fresh.pop(each) for each, _ in chain if each in fresh]
-            if new and len(new) < ENOUGH and min(since) > time.monotonic() - PATIENCE_S:
-                self._fresh.update(dict.fromkeys((each for each, _ in new), min(since)))
-            elif new:
-                self._write(engine, tier, [block_id for _, block_id in chain], new)
-        self._look_again()
-
-    def _write(self, engine: Engine, tier: DiskTier, chain: list[int], new: list[tuple[bytes, int]]) -> None:
-        transfer = -next(self._numbers)
-        ways = self._base.metrics.tiers.blocks
-
-        def done(written: int) -> None:
-            ways["written"].inc(written)
-            ways["lost"].inc(len(new) - written)
-            self._base.engine.submit(lambda engine: engine.copies.returned(transfer))
-
-        engine.copies.give(transfer, chain)
-        blocks = [self._base.dock.path.memory.block(block_id) for _, block_id in new]
-        if not tier.write([each for each, _ in new], blocks, done):
-            done(0)

@@ -13,12 +13,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 from kv_transfer.tiers import files
 from kv_transfer.tiers.files import Group
+from kv_transfer.tiers.lane import Lane
 from process.log import Seldom
 from protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NotFound, TransferFailed, reason
 
@@ -54,19 +54,18 @@ class DiskTier:
         self._lock = threading.Lock()
         self._groups: OrderedDict[Path, Group] = OrderedDict()
         self._where: dict[bytes, tuple[Group, int]] = {}
-        self._used = self._writes = self._reads = 0
+        self._used = 0
         self._rate = FIRST_RATE
         self._trouble = Seldom(log, every_s=60.0)
         for group in files.find(directory, fingerprint, block_bytes):
             self._enter(group)
         self._make_room(0)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-tier-read")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-tier-write")
+        self._reader, self._writer = Lane("kv-tier-read", READS), Lane("kv-tier-write", WRITES)
 
     def close(self) -> None:
         """Nothing is begun any more; the directory is free for another process once this one's threads have ended."""
-        for threads in (self._reader, self._writer):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._reader.close()
+        self._writer.close()
         self._lock_file.close()
 
     @property
@@ -91,52 +90,42 @@ class DiskTier:
         """That reading so many is expected to take."""
         return blocks * self._block_bytes / self._rate
 
-    def write(self, hashes: Sequence[bytes], blocks: Sequence[Any], done: Callable[[int], None]) -> bool:
-        """Write consecutive blocks of a chain; they must stay as they are until `done` is called, on a thread of this
-        tier, with how many were written. False: too much waits, and nothing is done."""
-        with self._lock:
-            if self._writes >= WRITES:
-                return False
-            self._writes += 1
-        self._writer.submit(self._write, list(hashes), list(blocks), done)
-        return True
+    def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any], done: Callable[[int], None]) -> bool:
+        """Write consecutive blocks of a chain, behind the block `parent` (empty: from its beginning). They must stay as
+        they are until `done` is called, on a thread of this tier, with how many were written. False: too much waits,
+        and nothing is done."""
+        return self._writer.submit(lambda: self._write(list(hashes), parent, list(blocks), done))
 
     def read(self, hashes: Sequence[bytes], blocks: Sequence[Any], done: Callable[[KvferryError | None], None]) -> bool:
         """Read into these blocks, which belong to the tier until `done` is called, on a thread of its own, with None
         or with what went wrong. False: too much waits, and nothing is done."""
-        with self._lock:
-            if self._reads >= READS:
-                return False
-            self._reads += 1
-        self._reader.submit(self._read, list(hashes), list(blocks), done)
-        return True
+        return self._reader.submit(lambda: self._read(list(hashes), list(blocks), done))
 
     def drop(self, hashes: Collection[bytes]) -> None:
-        """What these blocks hold is wrong: nothing of their files is found any more."""
-        gone = []
+        """What these blocks hold is wrong: neither their files are found any more, nor those behind them."""
+        gone, wrong = [], set(hashes)
         with self._lock:
-            for block_hash in hashes:
-                if block_hash in self._where:
-                    gone.append(self._leave(self._where[block_hash][0]))
+            while groups := [group for group in self._groups.values() if wrong & {group.parent, *group.hashes}]:
+                for group in groups:
+                    wrong.update(group.hashes)
+                    gone.append(self._leave(group))
         self._tell(gone)
 
     # The tier's own threads.
 
-    def _write(self, hashes: list[bytes], blocks: list[Any], done: Callable[[int], None]) -> None:
+    def _write(self, hashes: list[bytes], parent: bytes, blocks: list[Any], done: Callable[[int], None]) -> None:
         written = 0
         try:
             for at in range(0, len(hashes), GROUP):
                 part = slice(at, at + GROUP)
                 self._make_room(files.size_of(self._fingerprint, hashes[part], self._block_bytes))
-                group = files.write(self.directory, self._fingerprint, hashes[part], blocks[part])
+                group = files.write(self.directory, self._fingerprint, hashes[part], parent, blocks[part])
                 with self._lock:
                     self._enter(group)
-                written += len(group.hashes)
+                written, parent = written + len(group.hashes), group.hashes[-1]
         except Exception as error:
             self._trouble.warning("blocks are not written to %s: %s", self.directory, reason(error))
         finally:
-            with self._lock:
-                self._writes -= 1
             done(written)
 
     def _read(self, hashes: list[bytes], blocks: list[Any], done: Callable[[KvferryError | None], None]) -> None:
@@ -152,8 +141,6 @@ class DiskTier:
             error = caught if isinstance(caught, KvferryError) else TransferFailed(reason(caught))
             self._trouble.warning("blocks are not read from %s: %s", self.directory, error)
         finally:
-            with self._lock:
-                self._reads -= 1
             done(error)
 
     def _read_group(self, hashes: Sequence[bytes], blocks: Sequence[Any]) -> int:
@@ -170,7 +157,9 @@ class DiskTier:
             files.read(group, first, blocks[:count])
             os.utime(group.path)
         except (OSError, BlocksCorrupt):
-            self.drop(group.hashes[first : first + 1])
+            with self._lock:
+                gone = self._leave(group) if self._groups.get(group.path) is group else []
+            self._tell([gone])
             raise
         return count
 

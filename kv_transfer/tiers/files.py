@@ -2,7 +2,8 @@
 
     8 bytes     MAGIC
     4 bytes     length of the description, little endian
-    ...         description, msgpack: [fingerprint, bytes of a block, hashes, checksums]; zeros up to a whole page
+    ...         description, msgpack: [fingerprint, bytes of a block, hash of the block before the first or
+                empty, hashes, checksums]; zeros up to a whole page
     ...         the blocks
 
 A file has its name only once it is whole. It is not flushed to the device: what a crash of the machine tears shows in
@@ -32,9 +33,11 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A whole file. hashes, sums: of its blocks, in their order; start: bytes in front of the first one."""
+    """A whole file. parent: hash of the block before its first one, empty at the beginning of a chain; hashes, sums: of
+    its blocks, in their order; start: bytes in front of the first one."""
 
     path: Path
+    parent: bytes
     hashes: tuple[bytes, ...]
     sums: tuple[int, ...]
     start: int
@@ -48,15 +51,17 @@ class Group:
 
 def size_of(fingerprint: str, hashes: Sequence[bytes], block_bytes: int) -> int:
     """Bytes of a file of these blocks, at most."""
-    return len(_header(fingerprint, block_bytes, hashes, [2**63 - 1] * len(hashes))) + len(hashes) * block_bytes
+    return (
+        len(_header(fingerprint, block_bytes, hashes[0], hashes, [2**63 - 1] * len(hashes))) + len(hashes) * block_bytes
+    )
 
 
-def write(directory: Path, fingerprint: str, hashes: Sequence[bytes], blocks: Sequence[Any]) -> Group:
+def write(directory: Path, fingerprint: str, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> Group:
     """A new file of blocks (contiguous bytes, all of one length). Raises OSError; nothing is left of it then."""
     block_bytes = memoryview(blocks[0]).nbytes
     sums = [checksum(block) for block in blocks]
-    header = _header(fingerprint, block_bytes, hashes, sums)
-    group = Group(directory / (hashes[-1].hex() + SUFFIX), tuple(hashes), tuple(sums), len(header), block_bytes)
+    header = _header(fingerprint, block_bytes, parent, hashes, sums)
+    group = Group(directory / (hashes[-1].hex() + SUFFIX), parent, tuple(hashes), tuple(sums), len(header), block_bytes)
     unfinished = group.path.with_suffix(UNFINISHED)
     try:
         with unfinished.open("wb") as file:
@@ -94,8 +99,8 @@ def find(directory: Path, fingerprint: str, block_bytes: int) -> Iterator[Group]
             yield group
 
 
-def _header(fingerprint: str, block_bytes: int, hashes: Sequence[bytes], sums: Sequence[int]) -> bytes:
-    told: bytes = msgpack.packb([fingerprint, block_bytes, list(hashes), list(sums)])
+def _header(fingerprint: str, block_bytes: int, parent: bytes, hashes: Sequence[bytes], sums: Sequence[int]) -> bytes:
+    told: bytes = msgpack.packb([fingerprint, block_bytes, parent, list(hashes), list(sums)])
     header = MAGIC + _LENGTH.pack(len(told)) + told
     return header.ljust(-(-len(header) // PAGE) * PAGE, b"\0")
 
@@ -109,11 +114,13 @@ def _describe(path: Path, fingerprint: str, block_bytes: int) -> Group | None:
         (length,) = _LENGTH.unpack(lead[len(MAGIC) :])
         told = file.read(min(length, LONGEST_HEADER))
     try:
-        written_for, written_bytes, hashes, sums = msgpack.unpackb(told)
+        written_for, written_bytes, parent, hashes, sums = msgpack.unpackb(told)
         start = -(-(len(lead) + length) // PAGE) * PAGE
-        group = Group(path, tuple(hashes), tuple(sums), start, block_bytes)
+        group = Group(path, parent, tuple(hashes), tuple(sums), start, block_bytes)
         ours = (written_for, written_bytes) == (fingerprint, block_bytes) and len(sums) == len(hashes) > 0
-        typed = all(isinstance(each, bytes) for each in hashes) and all(isinstance(each, int) for each in sums)
+        typed = all(isinstance(each, bytes) for each in (parent, *hashes)) and all(
+            isinstance(each, int) for each in sums
+        )
         return group if ours and typed and path.stat().st_size == group.size else None
     except (ValueError, TypeError, msgpack.UnpackException):
         return None

@@ -16,7 +16,7 @@ from waiting import until
 from worker_pair import Router, Worker, worker
 
 from kv_transfer.tiers import files
-from node import tiers
+from node import tier_writes, tiers
 from node.tiers import open_tier
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
@@ -263,9 +263,31 @@ async def test_few_new_blocks_are_written_when_no_more_come(tmp_path: Path, monk
     async with cluster(tmp_path) as router:
         (first, *_) = await router.post_prefill(make_job("short", prompt(0)[:20], 1)).ended()
         assert first.delta.reuse.computed == 20
-        await until(lambda: router.prefill.service._tiers._fresh)
+        await until(lambda: router.prefill.service._tiers._writes._fresh)
         assert count(router.prefill, "written") == 0
-        monkeypatch.setattr(tiers, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(tier_writes, "PATIENCE_S", 0.0)
         await until(lambda: count(router.prefill, "written") == 5)
-        assert not router.prefill.service._tiers._fresh
+        assert not router.prefill.service._tiers._writes._fresh
+        await settle(router)
+
+
+async def test_a_disk_that_takes_nothing_holds_half_of_the_pool_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a network's file system that hangs would stop the node."""
+    go, really = threading.Event(), files.write
+
+    def write(*how: Any) -> Any:
+        go.wait(20)
+        return really(*how)
+
+    monkeypatch.setattr(files, "write", write)
+    async with cluster(tmp_path) as router:
+        for seed in range(6):
+            assert (await ask(router, f"ask-{seed}", seed)).computed == LENGTH
+            await until(lambda: not router.prefill.service._tiers._writes._fresh)
+        assert count(router.prefill, "lost") == 4 * FULL
+        assert router.prefill.engine.pool.available >= POOL // 2
+        go.set()
+        await until(lambda: count(router.prefill, "written") == 2 * FULL)
         await settle(router)

@@ -27,7 +27,7 @@ def found(directory: Path, fingerprint: str = "of this model", size: int = SIZE)
 
 
 def test_what_was_written_is_found_and_read(tmp_path: Path) -> None:
-    written = files.write(tmp_path, "of this model", hashes(5), blocks(5))
+    written = files.write(tmp_path, "of this model", hashes(5), b"", blocks(5))
     assert found(tmp_path) == [written]
     assert written.path.stat().st_size == written.size <= files.size_of("of this model", hashes(5), SIZE)
     into = [np.zeros(SIZE, np.uint8) for _ in range(2)]
@@ -37,12 +37,12 @@ def test_what_was_written_is_found_and_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [{"fingerprint": "of another model"}, {"size": SIZE - 1}])
 def test_files_of_another_kind_are_not_taken_for_ours(tmp_path: Path, kind: dict[str, object]) -> None:
-    files.write(tmp_path, "of this model", hashes(2), blocks(2))
+    files.write(tmp_path, "of this model", hashes(2), b"", blocks(2))
     assert found(tmp_path, **kind) == []  # type: ignore[arg-type]
 
 
 def test_a_wrong_byte_is_found(tmp_path: Path) -> None:
-    written = files.write(tmp_path, "of this model", hashes(3), blocks(3))
+    written = files.write(tmp_path, "of this model", hashes(3), b"", blocks(3))
     with written.path.open("r+b") as file:
         file.seek(written.start + SIZE + 17)
         file.write(bytes([blocks(3)[1][17] ^ 1]))
@@ -52,7 +52,7 @@ def test_a_wrong_byte_is_found(tmp_path: Path) -> None:
 
 
 def test_a_file_that_ends_early_is_found_when_it_is_read_and_removed_at_the_next_start(tmp_path: Path) -> None:
-    written = files.write(tmp_path, "of this model", hashes(3), blocks(3))
+    written = files.write(tmp_path, "of this model", hashes(3), b"", blocks(3))
     with written.path.open("r+b") as file:
         file.truncate(written.size - 1)
     with pytest.raises(BlocksCorrupt, match="block 2 of"):
@@ -63,13 +63,13 @@ def test_a_file_that_ends_early_is_found_when_it_is_read_and_removed_at_the_next
 
 @pytest.mark.parametrize("cut", [0, 5, 11, 40, files.PAGE - 1])
 def test_any_beginning_of_a_file_is_no_file(tmp_path: Path, cut: int) -> None:
-    written = files.write(tmp_path, "of this model", hashes(3), blocks(3))
+    written = files.write(tmp_path, "of this model", hashes(3), b"", blocks(3))
     written.path.write_bytes(written.path.read_bytes()[:cut])
     assert found(tmp_path) == []
 
 
 def test_whatever_stands_in_a_header_nothing_is_raised(tmp_path: Path) -> None:
-    written = files.write(tmp_path, "of this model", hashes(3), blocks(3))
+    written = files.write(tmp_path, "of this model", hashes(3), b"", blocks(3))
     whole = written.path.read_bytes()
     random = np.random.default_rng(1)
     for _ in range(500):
@@ -90,5 +90,5 @@ def test_what_was_being_written_when_the_process_was_killed_is_removed(tmp_path:
 def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path) -> None:
     (tmp_path / (hashes(3)[-1].hex() + ".kv")).mkdir()
     with pytest.raises(OSError, match="directory"):
-        files.write(tmp_path, "of this model", hashes(3), blocks(3))
+        files.write(tmp_path, "of this model", hashes(3), b"", blocks(3))
     assert not list(tmp_path.glob("*.part"))

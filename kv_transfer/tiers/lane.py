@@ -1,0 +1,44 @@
+"""A thread that makes one call after another, and does not hold up the end of the process where one hangs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+log = logging.getLogger("kvferry.tiers")
+
+
+class Lane:
+    """`most` calls wait or run at once. From any thread."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self._room = threading.Semaphore(most)
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._closed = False
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], None]) -> bool:
+        """Make the call on the thread, later. False: too many wait, or it is closed; it will not be made."""
+        if self._closed or not self._room.acquire(blocking=False):
+            return False
+        self._calls.put(call)
+        return True
+
+    def close(self) -> None:
+        """What waits is not made any more; the thread ends after the call under way."""
+        self._closed = True
+        self._calls.put(lambda: None)
+
+    def _run(self) -> None:
+        while True:
+            call = self._calls.get()
+            if self._closed:
+                return
+            try:
+                call()
+            except Exception:
+                log.exception("a call on %s failed", threading.current_thread().name)
+            finally:
+                self._room.release()
