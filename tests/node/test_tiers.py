@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from waiting import until
 from worker_pair import Router, Worker, worker
 
 from kv_transfer.tiers import files
-from node import tier_writes, tiers
+from node import fetches, tier_writes, tiers
 from node.tiers import open_tier
 from protocol.errors import ConfigError
+from protocol.messages import Holder
 from protocol.settings import WorkerSettings
 
 POOL = 40
@@ -290,4 +292,20 @@ async def test_a_disk_that_takes_nothing_holds_half_of_the_pool_at_most(
         assert router.prefill.engine.pool.available >= POOL // 2
         go.set()
         await until(lambda: count(router.prefill, "written") == 2 * FULL)
+        await settle(router)
+
+
+async def test_what_is_not_on_disk_comes_from_who_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetches, "LEAST_S", 30.0)
+    longer = [*prompt(0), *prompt(9)]
+    async with cluster(tmp_path, 50) as router:
+        await router.generate(make_job("held", longer, 1))
+        await until(lambda: router.finished("held"))
+        await evicted(router)
+        asked = replace(make_job("again", longer, 1), holder=Holder(router.decode.target, len(longer) // 4))
+        (first, *_) = await router.post_prefill(asked).ended()
+        assert list(first.delta.token_ids) == expected(longer, 1)
+        assert first.delta.reuse.balanced
+        assert (first.delta.reuse.reused_prefill, first.delta.reuse.computed) == (FULL * 4, len(longer) % 4 or 4)
+        assert first.delta.reuse.fetched == len(longer) - FULL * 4 - first.delta.reuse.computed
         await settle(router)
