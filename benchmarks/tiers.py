@@ -24,6 +24,8 @@ from benchmarks.fetching import ANSWER_S, Asked, Node, nodes
 PIECE, PIECES = 4 << 20, 64
 OTHERS = 3
 """Prompts between the two of a kind; the pool has room for two and a half."""
+WRITTEN_S = 0.5
+"""Until what is new is written, and held no more."""
 
 
 def gib_per_s(path: Path, flags: int) -> float:
@@ -62,8 +64,9 @@ def compare(asked: Asked, node: Node, tokens: int, rounds: int) -> tuple[float, 
         took_s, first = asked.first(node, tokens, seed)
         computed.append(took_s)
         for other in range(1, OTHERS + 1):
-            time.sleep(0.5)  # what is new is written
+            time.sleep(WRITTEN_S)
             asked.first(node, tokens, seed + other)
+        time.sleep(WRITTEN_S)
         took_s, again = asked.first(node, tokens, seed)
         if again.token_ids != first.token_ids:
             raise RuntimeError("what was read gives another token than what was computed")
