@@ -23,7 +23,7 @@ from protocol.messages import (
     ShipDone,
     TokenDelta,
 )
-from router.journey.blame import Failure, blamed, error_of, known
+from router.journey.blame import blamed, error_of, failure, known
 from router.journey.chronicle import Chronicle
 from router.journey.errands import Errands
 from router.journey.events import Drains, Event
@@ -184,7 +184,7 @@ class Attempt:
     def _fail(self, error: KvferryError, *culprits: NodeLease) -> None:
         if not self._over:
             self._over, self._error = True, error.code
-            self._post(Failure(self.job.attempt, error, culprits))
+            self._post(failure(self.job.attempt, error, culprits, self.placement, decoding=self.decoding))
 
     async def _prefill(self, node: NodeEntry) -> None:
         decode = self.placement.decode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Literal
 
 from placement.terms import Placement
 from protocol.errors import GrantRefused, Incompatible, KvferryError, Moved, NodeLost, TransferFailed, from_body
@@ -12,15 +13,18 @@ from protocol.messages import AttemptFailed
 
 log = logging.getLogger(__name__)
 
+Work = Literal["prefill", "decode"]
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """An attempt ended without finishing. `culprits`: the node to blame, as far as the router can tell, or the prefill
-    and the decode node that do not reach each other."""
+    and the decode node that do not reach each other; `works`: what the first of them was to do for it then."""
 
     attempt: int
     error: KvferryError
     culprits: tuple[NodeLease, ...]
+    works: frozenset[Work] = frozenset()
 
 
 def blamed(
@@ -36,6 +40,16 @@ def blamed(
     if isinstance(error, NodeLost | TransferFailed | Incompatible) and not (reporter.role == "decode" and decoding):
         return (prefill, decode)
     return (reporter,)
+
+
+def failure(
+    attempt: int, error: KvferryError, culprits: tuple[NodeLease, ...], placement: Placement, *, decoding: bool
+) -> Failure:
+    """Of an attempt on that placement. A decode node without a prefill node computes the prompt too."""
+    works: set[Work] = {"prefill"}
+    if placement.decode and culprits[0].node_id == placement.decode.node_id:
+        works = {"decode"} if placement.prefill or decoding else {"prefill", "decode"}
+    return Failure(attempt, error, culprits, frozenset(works))
 
 
 def error_of(failure: AttemptFailed) -> KvferryError:

@@ -104,7 +104,7 @@ class Course:
         died = isinstance(failure.error, NodeDied)
         culprit = node_key(failure.culprits[0])
         if died:
-            self._ground.deaths.died(culprit, self._suspect, len(self._delivered))
+            self._ground.deaths.died(culprit, failure.works, self._suspect, len(self._delivered))
         self.goes_to(others)
         self._failure, self._unpaid = failure.error, not died and not self._delivered
         prefills = self._ground.able("prefill", culprit, self._spec.adapter)

@@ -1,24 +1,29 @@
 """Which requests were on a node when its process died: one of them may have killed it.
 
 A request that was there once is a suspect, until it gets on: until some tokens have come from behind the place where
-it was. Suspects are kept apart as far as that costs little. One that was there twice is kept from all others, for
-whoever is alone with its second death, or any later one, is to blame; the others are innocent and go on.
+it was. Suspects are kept apart as far as that costs little. One that was there twice is kept from all others. Whoever
+is alone with its second death at the same work, or its third at any, is to blame; the others are innocent and go on:
+what breaks a node breaks the next at the same work, and who lost one to its prompt and another while it decoded was
+more likely there by chance, twice.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from placement.terms import NodeKey
 from protocol.errors import FatalRequest
+from router.journey.blame import Work
 
 CLEARED_TOKENS = 4
 """A request that got so far behind the place where its node died did not kill it. Fewer may have been made, and lost
 with the process."""
-MOST_LOSSES = 2
+MOST_ALIKE = 2
+"""Nodes that a request may lose at one work, and how many losses part it from all others."""
+MOST_LOSSES = 3
 """Nodes that a request may lose."""
 DOUBT_S = 0.5
 """What it is worth not to share a node with a suspect."""
@@ -28,15 +33,21 @@ MEMORY_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class Suspect:
-    """A request, as far as deaths go. losses: nodes that died under it since it last got on; delivered: its output
-    tokens when the last one did; nodes: those where it is now."""
+    """A request, as far as deaths go. losses: nodes that died under it since it last got on; works: how many had each
+    work to do for it; delivered: its output tokens when the last one died; nodes: those where it is now."""
 
     losses: int = 0
+    works: Counter[Work] = field(default_factory=Counter)
     delivered: int = 0
     nodes: set[NodeKey] = field(default_factory=set)
 
     def cleared_by(self, delivered: int) -> bool:
         return self.losses > 0 and delivered >= self.delivered + CLEARED_TOKENS
+
+    @property
+    def damned(self) -> bool:
+        """Once it is alone with its last loss."""
+        return self.losses >= MOST_LOSSES or max(self.works.values(), default=0) >= MOST_ALIKE
 
 
 class Deaths:
@@ -62,15 +73,17 @@ class Deaths:
     def clear(self, suspect: Suspect) -> None:
         """It got on, or ended."""
         suspect.losses = 0
+        suspect.works.clear()
         self.move(suspect, ())
 
-    def died(self, node: NodeKey, suspect: Suspect, delivered: int) -> None:
-        """The process died while the request was there, with so many of its tokens delivered. Raises FatalRequest if
-        none but the request can have killed it."""
+    def died(self, node: NodeKey, works: Collection[Work], suspect: Suspect, delivered: int) -> None:
+        """The process died while the request was there, for these works, with so many of its tokens delivered. Raises
+        FatalRequest if none but the request can have killed it."""
         there = self._suspects(node)
         suspect.losses += 1
+        suspect.works.update(works)
         suspect.delivered = delivered
-        if suspect.losses >= MOST_LOSSES and not there - {suspect}:
+        if suspect.damned and not there - {suspect}:
             raise FatalRequest(f"{suspect.losses} nodes ended while they worked on this request; it is not tried again")
 
     def doubts(self, suspect: Suspect) -> Mapping[NodeKey, float]:
@@ -82,11 +95,11 @@ class Deaths:
         """Where it may not go: suspects share no node with one that lost as many as a request may."""
         if not suspect.losses:
             return set()
-        worst = suspect.losses >= MOST_LOSSES
+        worst = suspect.losses >= MOST_ALIKE
         return {
             node
             for node, there in self._there.items()
-            if any(worst or other.losses >= MOST_LOSSES for other in there if other is not suspect)
+            if any(worst or other.losses >= MOST_ALIKE for other in there if other is not suspect)
         }
 
     def _suspects(self, node: NodeKey) -> frozenset[Suspect]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -23,9 +24,10 @@ from fake_workers import (
 )
 from waiting import until
 
+from placement.terms import Placement
 from protocol.errors import FatalRequest, KvferryError, NodeDied
 from protocol.messages import PrefillRequest
-from router.journey.blame import Failure
+from router.journey.blame import Failure, Work, failure
 from router.journey.deaths import CLEARED_TOKENS, DOUBT_S, MEMORY_S, Deaths, Suspect
 from router.journey.ladder import MAX_FAILURES, Ladder
 
@@ -40,8 +42,10 @@ class Clock:
         return self.now
 
 
-def lose(deaths: Deaths, suspect: Suspect, node: Any, delivered: int = 0, goes_to: Any = ()) -> None:
-    deaths.died(node, suspect, delivered)
+def lose(
+    deaths: Deaths, suspect: Suspect, node: Any, delivered: int = 0, goes_to: Any = (), work: Work = "decode"
+) -> None:
+    deaths.died(node, {work}, suspect, delivered)
     deaths.move(suspect, goes_to)
 
 
@@ -49,9 +53,34 @@ def test_whoever_is_alone_with_its_second_death_is_to_blame() -> None:
     deaths, suspect, fresh = Deaths(Clock()), Suspect(), Suspect()
     lose(deaths, suspect, N1, 3, [N2])
     with pytest.raises(FatalRequest, match="2 nodes"):
-        deaths.died(N2, suspect, 4)
+        deaths.died(N2, {"decode"}, suspect, 4)
     lose(deaths, fresh, N2)
     assert fresh.losses == 1, "who was there for the first time is none to blame"
+
+
+def test_a_node_that_computed_and_one_that_decoded_may_have_died_by_chance_a_third_did_not() -> None:
+    deaths, suspect = Deaths(Clock()), Suspect()
+    lose(deaths, suspect, N1, goes_to=[N2], work="prefill")
+    lose(deaths, suspect, N2, goes_to=[N3], work="decode")
+    with pytest.raises(FatalRequest, match="3 nodes"):
+        deaths.died(N3, set(), suspect, 0)
+    deaths.clear(suspect)
+    lose(deaths, suspect, N1, work="prefill")
+    with pytest.raises(FatalRequest, match="2 nodes"):
+        deaths.died(N2, {"prefill", "decode"}, suspect, 0)
+
+
+def test_a_decode_node_that_is_alone_with_a_request_has_both_works_until_tokens_come() -> None:
+    p1, d1 = lease_of("p1", "prefill"), lease_of("d1", "decode")
+    apart, alone, ends = (Placement(*nodes, 0, 0, 0) for nodes in ((p1, d1), (None, d1), (p1, None)))
+    for node, placement, decoding, works in (
+        (p1, apart, False, {"prefill"}),
+        (d1, apart, False, {"decode"}),
+        (d1, alone, False, {"prefill", "decode"}),
+        (d1, alone, True, {"decode"}),
+        (p1, ends, False, {"prefill"}),
+    ):
+        assert failure(0, NodeDied("x"), (node,), placement, decoding=decoding).works == works
 
 
 def test_of_two_that_lost_two_nodes_together_neither_is_and_they_are_parted() -> None:
@@ -63,7 +92,7 @@ def test_of_two_that_lost_two_nodes_together_neither_is_and_they_are_parted() ->
     deaths.move(one, [N3])
     assert deaths.barred(two) == {N3}
     with pytest.raises(FatalRequest, match="3 nodes"):
-        deaths.died(N3, one, 0)
+        deaths.died(N3, {"decode"}, one, 0)
     deaths.clear(one)
     assert not deaths.barred(two)
 
@@ -97,7 +126,7 @@ def test_suspects_are_shunned_and_the_worst_are_left_alone() -> None:
 
 def test_a_death_is_heard_of_one_by_one_and_forgotten() -> None:
     clock = Clock()
-    deaths, one, two = Deaths(clock), Suspect(1), Suspect(1)
+    deaths, one, two = Deaths(clock), Suspect(1, Counter(decode=1)), Suspect(1, Counter(decode=1))
     for suspect in (one, two):
         deaths.move(suspect, [N1])
     for suspect in (one, two):
@@ -105,7 +134,7 @@ def test_a_death_is_heard_of_one_by_one_and_forgotten() -> None:
     deaths.clear(two)
     clock.now += MEMORY_S + 1
     with pytest.raises(FatalRequest):
-        deaths.died(N1, one, 0)
+        deaths.died(N1, {"decode"}, one, 0)
 
 
 def test_failures_are_counted_since_the_request_got_on() -> None:
