@@ -14,7 +14,10 @@ from engine.planner import Part, Planner, lay_out
 from engine.pooling import Pooler, Read, take
 from engine.sampler import Sampled, SampleRow, sample, score_prompt
 from engine.slices import Slice
+from engine.speculation import Accepted, accept
 
+Found = Sampled | Accepted | Read | None
+"""For a slice: the next token, or several where it had drafts, or a vector; None for one that does not sample."""
 SCORED_ROWS = 128
 """Rows of logits made at once for prompt log-probabilities (128 rows of a 128k vocabulary are 64 MiB)."""
 
@@ -29,7 +32,7 @@ class Runs(Protocol):
 
     def copy_block(self, source: int, target: int) -> None: ...
 
-    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> Sequence[Sampled | Read | None]: ...
+    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> Sequence[Found]: ...
 
 
 class Runner:
@@ -57,7 +60,7 @@ class Runner:
         self.kv[target].copy_(self.kv[source])
 
     @torch.inference_mode()
-    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> list[Sampled | Read | None]:
+    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> Sequence[Found]:
         """Compute the slices and draw the next token of each that samples, or read its vector (None for the others, and
         where the mask of a grammar is not ready). On return their K/V is in the pool: the link may read it, which no
         stream orders (drawing tokens has waited for the device already).
@@ -65,7 +68,9 @@ class Runner:
         token_ids, plan = self._planner.plan(slices)
         if all(map(_only_draws, slices)):
             logits = self.model.next_logits(token_ids, self.kv, plan)
-            return [*self._sample(logits.values, [_sample_row(s) for s in slices], logits.best)]
+            rows = [row for s in slices for row in _sample_rows(s)]
+            drawn = self._sample(logits.values, rows, logits.best)
+            return drawn if len(rows) == len(slices) else _by_slice(slices, drawn)
         try:
             hidden = self.model.forward(token_ids, self.kv, plan, wanted)
         except Unwanted:
@@ -135,6 +140,21 @@ class Runner:
 def _only_draws(part: Slice) -> bool:
     """One token, and what is wanted of it is the next one."""
     return part.decodes and part.samples and part.request.generates and not part.request.wants_prompt_logprobs
+
+
+def _sample_rows(part: Slice) -> list[SampleRow]:
+    """Of a stream's next token, and of that behind each draft."""
+    row = _sample_row(part)
+    return [row, *(row.ahead(place + 1) for place in range(len(part.drafts)))]
+
+
+def _by_slice(slices: Sequence[Slice], drawn: Sequence[Sampled | None]) -> list[Found]:
+    found: list[Found] = []
+    rows = iter(drawn)
+    for part in slices:
+        own = [next(rows) for _ in range(1 + len(part.drafts))]
+        found.append(accept(part.drafts, own) if part.drafts else own[0])
+    return found
 
 
 def _sample_row(part: Slice) -> SampleRow:
