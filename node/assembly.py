@@ -90,7 +90,10 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops))
     limits = step_limits(settings, device)
     shares = settings.shares_cores and device.type == "cpu"
-    config = EngineConfig(fingerprint, settings.block_size, max_model_len, limits, shares_cores=shares)
+    config = EngineConfig(
+        fingerprint, settings.block_size, max_model_len, limits,
+        shares_cores=shares, drafts=settings.num_speculative_tokens,
+    )  # fmt: skip
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=settings.enable_prefix_caching)
     pooler = Pooler(load_dense(source, task.dense, device))
     masks = make_masks(source, model.info.vocab_size)

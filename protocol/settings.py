@@ -194,6 +194,13 @@ class WorkerSettings(CommonSettings):
     max_prefill_tokens_while_decoding: int = setting(
         0, "prompt tokens a step may compute beside running streams; 0: 64 on a CPU, 2048 on a GPU", least=0
     )
+    num_speculative_tokens: int = setting(
+        0,
+        "tokens of a stream that a step computes at most beside its last one, where they followed in its prompt or "
+        "output before; those that are drawn are kept. No text changes; 0: none",
+        least=0,
+        most=64,
+    )
     enable_prefix_caching: bool = setting(True, "reuse the blocks of equal prefixes")
     kernels: str = setting(
         "auto",
