@@ -1,4 +1,4 @@
-"""What `--num-speculative-tokens` brings: output tokens a second of streams of one engine with and without it, in turns.
+"""What `--num-speculative-tokens` brings: output tokens a second of streams with it and without, on one engine.
 
     python -m benchmarks.speculation [--model smollm2 --quantization none --most 8 --rounds 3 --streams 1 8]
 
