@@ -8,6 +8,7 @@ import logging
 import socket
 import ssl
 import sys
+from functools import partial
 from typing import Any, Protocol
 
 import uvicorn
@@ -34,6 +35,8 @@ from router.dashboard.board import Board
 from router.journey.cluster import RouterCluster
 from router.journey.prefixes import BlockLookup
 from router.nodes.table import NodeSource
+from router.siblings.exposition import scraped
+from router.siblings.siblings import Siblings
 from router.tenants.tenancy import Tenancy
 from router.text.load import load_text_models
 
@@ -63,7 +66,7 @@ async def serve_router(settings: RouterSettings) -> None:
     try:
         with contextlib.suppress(RegistryUnavailable):
             await store.check()
-        with contextlib.closing(bind(settings.host, settings.port)) as sock:
+        with contextlib.closing(bind(settings.host, settings.port, shared=settings.worker >= 0)) as sock:
             await run_router(settings, store, sock, stop, kept)
     finally:
         await store.close()
@@ -103,14 +106,17 @@ async def run_router(
         patience_s=settings.queue_timeout,
         token=secrets.token,
     )
-    board = Board(nodes, metrics)
+    board, siblings = Board(nodes, metrics), Siblings.of(settings)
     pools = Pools(*(pool_of(text, nodes.pool(text.called), metrics, settings, tenancy) for text in texts))
-    followed = (secrets.followed(), tenancy.keyring.followed(), board.followed(), watched(metrics.loop))
+    followed = (
+        secrets.followed(), tenancy.keyring.followed(), board.followed(), watched(metrics.loop), siblings.answering()
+    )  # fmt: skip
     async with nodes, contextlib.aclosing(pools), contextlib.AsyncExitStack() as stack:
+        app = create_app(settings, pools, metrics, tenancy, kept, batches, board, siblings)
         for each in followed:
             await stack.enter_async_context(each)
         config = uvicorn.Config(
-            create_app(settings, pools, metrics, tenancy, kept, batches, board),
+            app,
             **tls(settings),
             http=lingering(connection_limits(settings)),
             ws="none",
@@ -130,7 +136,9 @@ async def run_router(
         log.info("router ready at %s", url)
         status.ready(url, model=texts[0].name)
         async with batches:
-            last = draining.answering(sock, server, metrics, tls(settings), connection_limits(settings))
+            last = draining.answering(
+                sock, server, partial(scraped, metrics, siblings), tls(settings), connection_limits(settings)
+            )
             await _until_ended(server, serving, stop, last)
 
 
