@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 import ssl
@@ -42,6 +43,9 @@ from router.text.load import load_text_models
 
 log = logging.getLogger(__name__)
 
+GARBAGE = 20_000
+"""Objects that are made before the garbage collector looks for cycles among them: requests leave few, and thirty that
+run at once hold more than the default, so that it would look through them all the time."""
 SWITCH_S = 0.001
 """What a thread that renders or tokenises may keep the interpreter from the event loop."""
 HURRY_S = 2.0
@@ -59,6 +63,7 @@ async def serve_router(settings: RouterSettings) -> None:
     may finish within `request_timeout`; SIGINT or a second signal gives them two seconds. Raises ConfigError when the
     port, the model or Redis cannot be used; a Redis that does not answer yet is waited for while serving."""
     sys.setswitchinterval(SWITCH_S)
+    gc.set_threshold(GARBAGE)
     stop = Stop()
     stop.listen()
     store = RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)
