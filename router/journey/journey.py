@@ -16,11 +16,11 @@ from placement.terms import Placement
 from protocol.errors import Cancelled, DeadlineExceeded, KvferryError
 from protocol.messages import Job, TokenDelta
 from router.journey import jobs
-from router.journey.alarms import Alarm, Alarms
+from router.journey.alarms import Alarm, Alarms, Mail
 from router.journey.blame import Failure
 from router.journey.chronicle import Record
 from router.journey.course import Course
-from router.journey.events import Drains, Event, Mail
+from router.journey.events import Drains, Event
 from router.journey.ports import Ground
 from router.journey.prediction import Prediction
 from router.journey.race import Race
