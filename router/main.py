@@ -43,7 +43,7 @@ from router.text.load import load_text_models
 
 log = logging.getLogger(__name__)
 
-GARBAGE = 20_000
+GARBAGE = 5_000
 """Objects that are made before the garbage collector looks for cycles among them: requests leave few, and thirty that
 run at once hold more than the default, so that it would look through them all the time."""
 SWITCH_S = 0.001
