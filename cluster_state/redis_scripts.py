@@ -45,7 +45,8 @@ return leases
 """
 
 # Each command that a script calls costs the server a microsecond and more. A registered epoch, which nearly all writers
-# have, asks for no row before it writes it: rows of the node's other epochs are void.
+# have, asks for no row before it writes it: rows of the node's other epochs are void. Where memory is full and that is
+# refused, it asks: what is there lives on.
 _ROWS = """
 local call, sub, prefix = redis.call, string.sub, KEYS[1]
 local id, epoch, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
@@ -53,12 +54,13 @@ local registered = call('HGET', KEYS[2], id) == epoch
 local function each(hashes, visit)
   for at = 1, #hashes, 16 do visit(prefix .. sub(hashes, at, at + 15)) end
 end
-local function newer(key)
+local function known(key)
   local other = call('HGET', key, id)
-  return other and tonumber(other) > tonumber(epoch)
+  return other == epoch or other and not registered and tonumber(other) > tonumber(epoch)
 end
 local function store(key)
-  if registered or not newer(key) then call('HSET', key, id, epoch) end
+  local written = registered and type(redis.pcall('HSET', key, id, epoch)) ~= 'table'
+  if not written and not known(key) then call('HSET', key, id, epoch) end
   call('PEXPIRE', key, ttl_ms)
 end
 local function remove(key)
