@@ -12,24 +12,21 @@ import os
 import secrets
 import signal
 import ssl
-import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any, TypeVar
 
 from cli import preflight
 from cli.child import Child, Command
+from cli.commands import Program, kvferry_program, settings_command
 from cli.door import worker_threads
-from cli.options import to_argv, variable
 from cli.overview import overview, ready_line, stop_line
 from cli.progress import Progress, log_through, progress_on
 from cli.seats import Seat, gpus, needs_of, require_memory, take_seats
 from cli.supervisor import Supervisor
-from cluster_state.redis_url import has_password
 from model_files.naming import ModelName, require_distinct, split_names
 from process.address import dialable, host_port
 from process.limits import available_cores
@@ -40,21 +37,10 @@ from protocol.settings import CommonSettings, RouterSettings, ServeSettings, Wor
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-PREFILL_NICENESS = 5
-"""Prefill and decode processes share the cores: while a prompt is computed, running streams keep three quarters of them
-and flow on."""
 ALL_NODES_S = 10.0
 """How long the ready line waits for the router to see all nodes, which polls for them twice a second or more often."""
 
 Settings = TypeVar("Settings", bound=CommonSettings)
-Program = Callable[[str], Sequence[str]]
-"""From a subcommand (`router`) to the start of the command line that runs it."""
-
-
-def kvferry_program(subcommand: str) -> list[str]:
-    """The console script beside this interpreter, so that `ps` shows the command; from a bare checkout, the module."""
-    script = Path(sys.executable).with_name("kvferry")
-    return [str(script), subcommand] if script.exists() else [sys.executable, "-m", "cli.main", subcommand]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +92,7 @@ def valkey_command(port: int, log_level: str = "info") -> Command:
 def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Program) -> list[Command]:
     """Router, prefill and decode processes, a worker for each seat. `settings.redis_url` must be set; only the router
     listens beyond this machine, and only if --host says so."""
-    commands = [_command("router", "router", _narrow(RouterSettings, settings), program)]
+    commands = [settings_command("router", "router", _narrow(RouterSettings, settings), program)]
     served = split_names(settings.served_model_name, len(settings.model))
     threads = worker_threads(settings.threads)
     crowded = settings.prefill > 0 and threads * sum(seat.device == "cpu" for seat in seats) > available_cores()
@@ -129,7 +115,7 @@ def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Pr
                 kv_cache_gib=seat.kv_cache_gib,
                 respawned=True,
             )
-            commands.append(_command(name, role, worker, program))
+            commands.append(settings_command(name, role, worker, program))
     return commands
 
 
@@ -222,18 +208,6 @@ async def _until_router_serves(router: Child, settings: ServeSettings) -> None:
 
 def _narrow(cls: type[Settings], settings: ServeSettings) -> Settings:
     return cls(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)})
-
-
-def _command(name: str, subcommand: str, settings: CommonSettings, program: Program) -> Command:
-    env = {variable("cluster_secret"): settings.cluster_secret}
-    if isinstance(settings, RouterSettings) and settings.api_key:
-        env[variable("api_key")] = settings.api_key
-    skip = {"api_key", "cluster_secret", "role", "status_fd"}
-    if has_password(settings.redis_url):
-        env[variable("redis_url")] = settings.redis_url
-        skip.add("redis_url")
-    argv = (*program(subcommand), *to_argv(settings, skip=skip))
-    return Command(name, argv, env, niceness=PREFILL_NICENESS if subcommand == "prefill" else 0)
 
 
 def _dialable(settings: ServeSettings) -> str:

@@ -72,6 +72,11 @@ class RouterSettings(CommonSettings):
     """Settings of `kvferry router`."""
 
     port: int = setting(8000, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
+    workers: int = setting(
+        1, "router processes that share the port and its connections; limits hold for each of them", least=1, most=64
+    )
+    worker: int = setting(-1, "which of them this one is; -1: the one that starts them", hidden=True)
+    workers_dir: str = setting("", "directory of their sockets", hidden=True)
     model: tuple[str, ...] = setting((DEMO,), MODELS)
     pooling: str = setting(
         "auto",

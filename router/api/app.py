@@ -54,6 +54,7 @@ from router.api.tokenization import DetokenizeBody, TokenizeBody, describe, deto
 from router.batch.batches import Batches
 from router.dashboard import routes as dashboard
 from router.dashboard.board import Board
+from router.siblings.siblings import Siblings
 from router.tenants.tenancy import Tenancy
 
 ENCODING = (400, 404, 413, 415, 429, 500)
@@ -89,15 +90,16 @@ def create_app(
     kept: ResponseStore | None = None,
     batches: Batches | None = None,
     board: Board | None = None,
+    siblings: Siblings | None = None,
 ) -> ASGIApp:
     """The application that serves the models of `pools` to those in `tenancy`, or in the settings as they are now, and
     keeps responses in `kept`. It starts and stops none of them; without `batches` none are resumed, without `board`
-    there is no dashboard. Raises ConfigError for keys that cannot be read."""
-    tenancy, batches = tenancy or Tenancy(settings), batches or Batches(settings)
+    there is no dashboard. `siblings`: who shares the port. Raises ConfigError for keys that cannot be read."""
+    tenancy, batches, siblings = tenancy or Tenancy(settings), batches or Batches(settings), siblings or Siblings()
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
     responses = Responses(kept)
-    background = Background(responses, admission)
+    background = Background(responses, admission, siblings)
     offered, shared = endpoints(responses, background), (pools, admission, reader, tenancy, metrics)
     exchanges: dict[str, Generating | Reading] = {each.path: Generating(each, *shared) for each in offered}
     exchanges |= {each.path: Reading(each, *shared) for each in READINGS}
@@ -119,9 +121,10 @@ def create_app(
     ):
         app.include_router(router, **guarded)
     if board is not None:
-        app.include_router(dashboard.shown(board, tenancy.keyring), **guarded)
-        app.include_router(dashboard.page(board, tenancy.keyring), responses=ANSWERED)
-    app.include_router(probes(pools, metrics), responses=ANSWERED)
+        boards = dashboard.Boards(board, siblings)
+        app.include_router(dashboard.shown(boards, tenancy.keyring), **guarded)
+        app.include_router(dashboard.page(boards, tenancy.keyring), responses=ANSWERED)
+    app.include_router(probes(pools, metrics, siblings), responses=ANSWERED)
     batches.serve(app, exchanges, lambda: admission.count, tenancy.realm)
     return across_origins(Door(app, settings, tenancy, exchanges), settings)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Generic, Protocol, TypeVar
@@ -68,7 +68,7 @@ class Door:
         name = tenant.name if tenant else ""
         given, arrival = headers.get("x-request-id", ""), time.monotonic()
         call = scope[CALL] = Call(
-            given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex,
+            given if _SANE_ID.fullmatch(given) else secrets.token_hex(16),
             arrival=arrival,
             deadline=arrival + self._timeout_s,
             tenant=name,
