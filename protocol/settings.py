@@ -1,13 +1,14 @@
 """Settings of each process: one frozen dataclass, parsed once at the door by the command line.
 
-Every field is a flag (`--max-num-seqs`) and an environment variable (`KVFERRY_MAX_NUM_SEQS`); its metadata holds the
-flag's help text, choices and bounds. Nothing below the door reads the environment.
+Every field is a flag (`--max-num-seqs`) and an environment variable (`KVFERRY_MAX_NUM_SEQS`). Nothing below the door
+reads the environment.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+
+from protocol.setting import setting
 
 CPU_POOL_GIB = 1.0
 """KV pool of a worker on a CPU when no size is given."""
@@ -15,28 +16,6 @@ DEMO = "smollm2"
 MODEL = f"Hugging Face directory, hub id, .gguf file, or '{DEMO}' (the demo model)"
 QUEUE_TIMEOUT = "seconds a request waits while no node can take it: 503 if there is none by then, 429 if all are full"
 MODELS = f"{MODEL}; repeated for several models, whose --served-model-name then come in the same order"
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float | None = None,
-    hidden: bool = False,
-    former: str = "",
-) -> Any:
-    """A field of a settings class, with what the command line needs to offer and check it. A tuple is a flag that may
-    be repeated, and a variable with spaces between its values.
-
-    choices       the allowed words, where there are no others
-    least, most   inclusive bounds of a number
-    hidden        for the supervisor, not for people: help and README leave it out
-    former        the name it had before, which is still understood
-    """
-    metadata = {"help": help, "choices": choices, "least": least, "most": most, "hidden": hidden, "former": former}
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
