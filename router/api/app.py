@@ -28,7 +28,8 @@ from router.api.batches.files import files_router
 from router.api.bodies.generating import ChatBody, CompletionBody
 from router.api.bodies.reader import BodyReader
 from router.api.documentation import ANSWERED, STREAMED, Application, errors, takes
-from router.api.door import Admission, Door, Generating
+from router.api.door import Door
+from router.api.exchange import Admission, Generating
 from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
 from router.api.messages.answer import MessageAnswer

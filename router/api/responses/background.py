@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from protocol.errors import InvalidRequest, KvferryError, RegistryUnavailable
-from router.api.door import Admission
+from router.api.exchange import Admission
 from router.api.fold import Answer
 from router.api.generation import Generation
 from router.api.pool import Pool
