@@ -25,6 +25,7 @@ from process.loop_lag import watched
 from process.secret import ClusterSecrets
 from process.signals import Stop
 from process.status import Status
+from process.toll import Toll
 from protocol.errors import ConfigError, RegistryUnavailable, reason
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
@@ -111,19 +112,19 @@ async def run_router(
         patience_s=settings.queue_timeout,
         token=secrets.token,
     )
-    board, siblings = Board(nodes, metrics), Siblings.of(settings)
+    board, siblings, toll = Board(nodes, metrics), Siblings.of(settings), Toll()
     pools = Pools(*(pool_of(text, nodes.pool(text.called), metrics, settings, tenancy) for text in texts))
     followed = (
         secrets.followed(), tenancy.keyring.followed(), board.followed(), watched(metrics.loop), siblings.answering()
     )  # fmt: skip
     async with nodes, contextlib.aclosing(pools), contextlib.AsyncExitStack() as stack:
-        app = create_app(settings, pools, metrics, tenancy, kept, batches, board, siblings)
+        app = create_app(settings, pools, metrics, tenancy, kept, batches, board, siblings, toll)
         for each in followed:
             await stack.enter_async_context(each)
         config = uvicorn.Config(
             app,
             **tls(settings),
-            http=lingering(connection_limits(settings)),
+            http=lingering(connection_limits(settings), toll),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster_state.responses import ResponseStore
 from process.disconnect import until_disconnect
+from process.toll import Toll
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.about import about
@@ -92,10 +93,13 @@ def create_app(
     batches: Batches | None = None,
     board: Board | None = None,
     siblings: Siblings | None = None,
+    toll: Toll | None = None,
 ) -> ASGIApp:
     """The application that serves the models of `pools` to those in `tenancy`, or in the settings as they are now, and
     keeps responses in `kept`. It starts and stops none of them; without `batches` none are resumed, without `board`
-    there is no dashboard. `siblings`: who shares the port. Raises ConfigError for keys that cannot be read."""
+    there is no dashboard. `siblings`: who shares the port; `toll`: what refusals wait for, if
+    for anything. Raises ConfigError for keys that
+    cannot be read."""
     tenancy, batches, siblings = tenancy or Tenancy(settings), batches or Batches(settings), siblings or Siblings()
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
@@ -127,7 +131,7 @@ def create_app(
         app.include_router(dashboard.page(boards, tenancy.keyring), responses=ANSWERED)
     app.include_router(probes(pools, metrics, siblings), responses=ANSWERED)
     batches.serve(app, exchanges, lambda: admission.count, tenancy.realm)
-    return across_origins(Door(app, settings, tenancy, exchanges), settings)
+    return across_origins(Door(app, settings, tenancy, exchanges, toll), settings)
 
 
 def _guarded() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
@@ -12,8 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from process.log import REQUEST
 from process.request_path import Root
+from process.toll import Toll
 from protocol.errors import Unauthorized
 from protocol.settings import RouterSettings
+from router.api.bodies.reader import READ_AT
 from router.api.http_errors import error_response
 from router.call import CALL, Call
 from router.tenants.tenancy import Tenancy
@@ -27,14 +30,20 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class Door:
     """ASGI middleware: what it wraps finds the request's Call in the scope, under CALL; its id goes on every response.
     Where there are API keys clients must present one outside OPEN_PATHS; it tells whose request it is. A POST to one of
-    `exchanges` goes there directly: what routing and its layers cost, they would cost for every token."""
+    `exchanges` goes there directly: what routing and its layers cost, they would cost for every token. Who is refused
+    too often pays toll."""
 
     def __init__(
-        self, app: ASGIApp, settings: RouterSettings, tenancy: Tenancy, exchanges: Mapping[str, ASGIApp]
+        self,
+        app: ASGIApp,
+        settings: RouterSettings,
+        tenancy: Tenancy,
+        exchanges: Mapping[str, ASGIApp],
+        toll: Toll | None = None,
     ) -> None:
         self._app = app
         self._exchanges = exchanges
-        self._tenancy = tenancy
+        self._tenancy, self._toll = tenancy, toll
         self._timeout_s = settings.request_timeout
         self._root = Root(settings.root_path)
 
@@ -59,6 +68,7 @@ class Door:
         async def stamped(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.id.encode())]
+                await self._settle(scope, message["status"], call)
             await send(message)
 
         REQUEST.set(call.id)
@@ -70,6 +80,18 @@ class Door:
             return
         exchange = self._exchanges.get(path) if scope["method"] == "POST" else None
         await (exchange or self._app)(scope, receive, stamped)
+
+    async def _settle(self, scope: Scope, status: int, call: Call) -> None:
+        """Before a response: a refusal waits where its sender has had too many."""
+        if self._toll is None:
+            return
+        if status < 400:
+            if scope["method"] == "POST":
+                self._toll.served()
+        elif status < 500:
+            took_s = time.monotonic() - scope.get(READ_AT, call.arrival)
+            if delay_s := self._toll.delay_s(call.tenant or (scope.get("client") or ("",))[0], took_s):
+                await asyncio.sleep(delay_s)
 
     def _tenant(self, headers: Headers) -> Tenant | None:
         """Whose request it is; None where it had to tell and did not: by `Authorization: Bearer KEY`, or by

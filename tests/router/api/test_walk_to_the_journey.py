@@ -24,8 +24,8 @@ API_HALF = {
     "router/text/sandbox.py",
     "router/journey/model_cluster.py",
 }
-"""Key and call; admission; bytes; what the body asks for; its model; its sequences; its limits and turn; its prompt, within
-bounds; the nodes."""
+"""Key and call; admission; bytes; what the body asks for; its model; its sequences; its limits and turn; its prompt,
+within bounds; the nodes."""
 TENANTS = {
     f"router/tenants/{name}.py" for name in ("tenancy", "limits", "tenant", "turns", "fair_queue", "flow", "lane")
 }
