@@ -9,7 +9,7 @@ from pathlib import Path
 from cli.child import Command
 from cli.options import to_argv, variable
 from cluster_state.redis_url import has_password
-from protocol.settings import CommonSettings, RouterSettings
+from protocol.settings import CommonSettings, RouterSettings, WorkerSettings
 
 PREFILL_NICENESS = 5
 """Prefill and decode processes share the cores: while a prompt is computed, running streams keep three quarters of them
@@ -35,4 +35,5 @@ def settings_command(name: str, subcommand: str, settings: CommonSettings, progr
         env[variable("redis_url")] = settings.redis_url
         skip.add("redis_url")
     argv = (*program(subcommand), *to_argv(settings, skip=skip))
-    return Command(name, argv, env, niceness=PREFILL_NICENESS if subcommand == "prefill" else 0)
+    shared = (settings.cores_fd,) if isinstance(settings, WorkerSettings) and settings.cores_fd >= 0 else ()
+    return Command(name, argv, env, niceness=PREFILL_NICENESS if subcommand == "prefill" else 0, fds=shared)

@@ -27,7 +27,7 @@ SERVE_FIXED = {
     "link_port": 0,
     "advertise_host": "",
     "status_fd": -1,
-    "shares_cores": False,
+    "cores_fd": -1,
     "respawned": False,
     "worker": -1,
     "workers_dir": "",

@@ -28,6 +28,7 @@ from cli.progress import Progress, log_through, progress_on
 from cli.seats import Seat, gpus, needs_of, require_memory, take_seats
 from cli.supervisor import Supervisor
 from model_files.naming import ModelName, require_distinct, split_names
+from process import cores
 from process.address import dialable, host_port
 from process.limits import available_cores
 from process.secret import ClusterSecrets
@@ -89,13 +90,16 @@ def valkey_command(port: int, log_level: str = "info") -> Command:
     return Command("valkey", argv, reports=False, ends_last=True, address=f"redis://{LOOPBACK}:{port}/0")
 
 
-def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Program) -> list[Command]:
+def cluster_commands(
+    settings: ServeSettings, seats: Sequence[Seat], program: Program, cores_fd: int = -1
+) -> list[Command]:
     """Router, prefill and decode processes, a worker for each seat. `settings.redis_url` must be set; only the router
-    listens beyond this machine, and only if --host says so."""
+    listens beyond this machine, and only if --host says so. cores_fd: for workers that share the cores."""
     commands = [settings_command("router", "router", _narrow(RouterSettings, settings), program)]
     served = split_names(settings.served_model_name, len(settings.model))
     threads = worker_threads(settings.threads)
-    crowded = settings.prefill > 0 and threads * sum(seat.device == "cpu" for seat in seats) > available_cores()
+    on_cpu = sum(seat.device == "cpu" for seat in seats)
+    crowded = on_cpu > 1 and threads * on_cpu > available_cores()
     roles, left = ("prefill",) * settings.prefill + ("decode",) * settings.decode, iter(seats)
     numbers = {role: count() for role in roles}
     for model, names in zip(settings.model, served, strict=True):
@@ -110,7 +114,7 @@ def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Pr
                 host=LOOPBACK,
                 port=0,
                 threads=threads,
-                shares_cores=crowded and role == "decode" and seat.device == "cpu",
+                cores_fd=cores_fd if crowded and seat.device == "cpu" else -1,
                 device=seat.device,
                 kv_cache_gib=seat.kv_cache_gib,
                 respawned=True,
@@ -150,7 +154,8 @@ async def _live(supervisor: Supervisor, checked: Checked, program: Program, prog
         valkey = valkey_command(port, settings.log_level)
         settings = dataclasses.replace(settings, redis_url=valkey.address)
         supervisor.start(valkey)
-    children = [supervisor.start(command) for command in cluster_commands(settings, checked.seats, program)]
+    commands = cluster_commands(settings, checked.seats, program, cores.make())
+    children = [supervisor.start(command) for command in commands]
     for child in children:
         _show(progress, child)
     if not given:

@@ -13,6 +13,7 @@ from engine.models.base import Computing, Model, Unwanted, Wanted, always
 from engine.planner import Part, Planner, lay_out
 from engine.pooling import Pooler, Read, take
 from engine.sampler import Sampled, SampleRow, sample, score_prompt
+from engine.shift import Shift
 from engine.slices import Slice
 from engine.speculation import Accepted, accept
 
@@ -37,7 +38,7 @@ class Runs(Protocol):
 
 class Runner:
     """Joins a model and its KV pool. `kv` is [block, layer, 2, kv_head, slot, dim]. The masks of the requests' grammars
-    are made while the model computes. pooler: for what reads prompts."""
+    are made while the model computes. pooler: for what reads prompts; shift: when it may compute."""
 
     def __init__(
         self,
@@ -46,11 +47,12 @@ class Runner:
         block_size: int,
         masks: Masks | None = None,
         pooler: Pooler | None = None,
+        shift: Shift | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
         self.masks = masks or Masks.none("this node reads no grammars")
-        self._pooler = pooler or Pooler()
+        self._pooler, self._shift = pooler or Pooler(), shift or Shift()
         self._block_size = block_size
         self._planner = Planner(block_size, model.device)
 
@@ -65,6 +67,10 @@ class Runner:
         where the mask of a grammar is not ready). On return their K/V is in the pool: the link may read it, which no
         stream orders (drawing tokens has waited for the device already).
         Raises Unwanted when a prompt among them was not `wanted` to its end; nothing more is written then."""
+        with self._shift.computing(wanted) as wanted:
+            return self._run(slices, wanted)
+
+    def _run(self, slices: Sequence[Slice], wanted: Wanted) -> Sequence[Found]:
         token_ids, plan = self._planner.plan(slices)
         if all(map(_only_draws, slices)):
             logits = self.model.next_logits(token_ids, self.kv, plan)
@@ -89,11 +95,13 @@ class Runner:
         """Compute a part of a sequence for nobody: float32 logits [rows, vocab] behind its last tokens, on the host.
         Raises Unwanted when it was not `wanted` to its end."""
         ids = torch.tensor(token_ids[part.start : part.start + part.count], device=self.model.device)
-        try:
-            hidden = self.model.forward(ids, self.kv, lay_out([part], self._block_size, self.model.device), wanted)
-            return self.model.logits(hidden[-rows:]).to("cpu", copy=True) if rows else torch.empty(0)
-        finally:
-            self._wait()
+        plan = lay_out([part], self._block_size, self.model.device)
+        with self._shift.computing(wanted) as wanted:
+            try:
+                hidden = self.model.forward(ids, self.kv, plan, wanted)
+                return self.model.logits(hidden[-rows:]).to("cpu", copy=True) if rows else torch.empty(0)
+            finally:
+                self._wait()
 
     def _draw(self, slices: Sequence[Slice], ends: Sequence[int], hidden: torch.Tensor) -> list[Sampled | Read | None]:
         """Draw for the slices that sample. ends: where each slice's rows of `hidden` end."""

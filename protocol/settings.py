@@ -172,7 +172,10 @@ class WorkerSettings(CommonSettings):
     max_model_len: int = setting(0, "longest prompt plus output in tokens; 0: the model's own limit", least=0)
     max_num_seqs: int = setting(64, "requests generating at once", least=1)
     itl_target_ms: float = setting(
-        50.0, "milliseconds between two tokens of a stream above which the decode pool should grow", least=0
+        50.0,
+        "milliseconds between two tokens of a stream above which the decode pool should grow; what prompts leave of "
+        "cores that they share with streams (`serve`) keeps to it",
+        least=0,
     )
     max_num_batched_tokens: int = setting(0, "token budget of one step; 0: 256 on a CPU, 8192 on a GPU", least=0)
     max_prefill_tokens_while_decoding: int = setting(
@@ -202,7 +205,7 @@ class WorkerSettings(CommonSettings):
     max_loras: int = setting(8, "adapters that a node holds at most", least=1)
     max_lora_rank: int = setting(64, "largest rank of an adapter", least=1)
     respawned: bool = setting(False, "whether another process follows when this one has ended", hidden=True)
-    shares_cores: bool = setting(False, "whether the prefill nodes compute on this one's cores", hidden=True)
+    cores_fd: int = setting(-1, "descriptor of what processes on the same cores share (process/cores.py)", hidden=True)
     verify_checksums: float = setting(
         1.0, "share of shipped blocks whose checksum is verified, 0 to 1", least=0, most=1
     )
