@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from engine.block_pool import is_findable
 from kv_transfer.tiers.disk import DiskTier
@@ -17,7 +17,7 @@ class Findable:
     def __init__(self, settings: WorkerSettings, parts: Assembled) -> None:
         self._pool = parts.engine.pool
         self.tell: Callable[[Sequence[bytes], Sequence[bytes]], None] = lambda stored, removed: None
-        self.tier: DiskTier | None = open_tier(settings, parts, self._dropped)
+        self.tier: DiskTier | None = open_tier(settings, parts, self._changed)
 
     @property
     def kept_bytes(self) -> int:
@@ -40,5 +40,6 @@ class Findable:
         if self.tier is not None:
             self.tier.close()
 
-    def _dropped(self, hashes: Collection[bytes]) -> None:
-        self.tell((), [each for each in hashes if not is_findable(self._pool, each)])
+    def _changed(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        if gone := [each for each in removed if not is_findable(self._pool, each)]:
+            self.tell((), gone)
