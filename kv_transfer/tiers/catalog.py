@@ -27,7 +27,7 @@ class Catalog:
         for group in _in_order(self, found):
             self._order.move_to_end(group.path)
 
-    def __contains__(self, block_hash: bytes) -> bool:
+    def __contains__(self, block_hash: object) -> bool:
         return block_hash in self._where
 
     def __len__(self) -> int:
