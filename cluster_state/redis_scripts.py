@@ -44,9 +44,11 @@ end
 return leases
 """
 
+# Rows stand under a node's id, or under `index.on_disk` of it, whose lease is the node's.
 _ROWS = """
 local id, epoch, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
-local registered = redis.call('HGET', KEYS[2], id) == epoch
+local function owner(name) return string.match(name, '^(.*)\\31disk$') or name end
+local registered = redis.call('HGET', KEYS[2], owner(id)) == epoch
 local function each(hashes, visit)
   for at = 1, #hashes, 16 do visit(KEYS[1] .. string.sub(hashes, at, at + 15)) end
 end
@@ -79,7 +81,7 @@ local alive = {[id] = true}
 each(ARGV[4], function(key)
   store(key)
   for _, other in ipairs(redis.call('HKEYS', key)) do
-    if alive[other] == nil then alive[other] = redis.call('EXISTS', KEYS[3] .. other) == 1 end
+    if alive[other] == nil then alive[other] = redis.call('EXISTS', KEYS[3] .. owner(other)) == 1 end
     if not alive[other] then redis.call('HDEL', key, other) end
   end
 end)

@@ -238,11 +238,6 @@ def chain_of(pool: BlockPool, block_hash: bytes, besides: Container[bytes] = ())
     return found[::-1]
 
 
-def is_findable(pool: BlockPool, block_hash: bytes) -> bool:
-    """From any thread."""
-    return block_hash in pool._by_hash
-
-
 def _note(block_hash: bytes, done: dict[bytes, None], undone: dict[bytes, None]) -> None:
     """Record a change, or cancel it against its opposite."""
     if block_hash in undone:

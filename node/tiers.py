@@ -17,7 +17,6 @@ from engine.request import Key, Request, key_of
 from engine.roster import expect
 from engine.states import Awaits
 from kv_transfer.tiers.disk import DiskTier, open_disk
-from kv_transfer.tiers.store import Changed
 from node.assembly import Assembled
 from node.fetches import Fetches
 from node.service import Base
@@ -37,8 +36,8 @@ LEAST_S, SLOWNESS = 1.0, 2.0
 """A read has so many seconds, or so many times as long as computing would take, if that is more."""
 
 
-def open_tier(settings: WorkerSettings, parts: Assembled, changed: Changed) -> DiskTier | None:
-    """As the settings want it. Raises ConfigError. changed: as DiskTier has it."""
+def open_tier(settings: WorkerSettings, parts: Assembled) -> DiskTier | None:
+    """As the settings want it. Raises ConfigError. It may take as long as reading the headers of all files."""
     if not settings.kv_disk_path:
         return None
     if not settings.enable_prefix_caching or parts.engine.config.limits.whole:
@@ -47,7 +46,7 @@ def open_tier(settings: WorkerSettings, parts: Assembled, changed: Changed) -> D
         raise ConfigError("kv_disk_path keeps blocks of pools on a CPU only, as yet", param="kv_disk_path")
     size, began = int(settings.kv_disk_gib * GIB), time.monotonic()
     block_bytes = parts.layout.block_bytes
-    tier = open_disk(settings.kv_disk_path, settings.role, size, parts.fingerprint, block_bytes, changed=changed)
+    tier = open_disk(settings.kv_disk_path, settings.role, size, parts.fingerprint, block_bytes)
     found, took = len(tier.hashes()), time.monotonic() - began
     log.info("%d blocks (%.2f GiB) found in %s in %.1f s", found, tier.used / GIB, tier.directory, took)
     return tier

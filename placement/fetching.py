@@ -8,6 +8,7 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from placement.blocks import cached_len, whole_len
+from placement.reading import brought
 from placement.terms import Demand, NodeView, Placement, unbroken
 from protocol.messages import Holder
 
@@ -38,9 +39,9 @@ def holders(demand: Demand, nodes: Sequence[NodeView]) -> tuple[NodeView, ...]:
 
 
 def fetching(node: NodeView, demand: Demand) -> Fetch | None:
-    """The best that the node can do, where that is better than to compute all that it has not."""
+    """The best that the node can do, where that is better than to compute all that it has not, or reads."""
     own = cached_len(node, demand)
-    best, limit_s = None, (demand.total_len - own) / node.rate - LEAST_GAIN_S
+    best, limit_s = None, brought(node, demand).seconds - LEAST_GAIN_S
     for holder in demand.holders:
         held = whole_len(holder, demand)
         if held <= own or not unbroken(demand, holder.key, node.key):

@@ -35,7 +35,7 @@ class Write:
 class DiskTier:
     """Blocks of one kind in files, `size` bytes of them at most. From any thread; reads and writes have a thread each.
 
-    changed   as `Store` has it
+    changed   told on any thread, with nothing locked, what is here now and what is not any more
     """
 
     def __init__(
@@ -45,10 +45,12 @@ class DiskTier:
         size: int,
         fingerprint: str,
         block_bytes: int,
-        changed: Changed = lambda stored, removed: None,
     ) -> None:
-        self.directory, self._lock_file, self._changed = directory, lock_file, changed
-        self._store = Store(directory, size, fingerprint, block_bytes, changed)
+        self.directory, self._lock_file = directory, lock_file
+        self.changed: Changed = lambda stored, removed: None
+        self._store = Store(
+            directory, size, fingerprint, block_bytes, lambda stored, removed: self.changed(stored, removed)
+        )
         self._coming: dict[bytes, Write] = {}
         self._pace, self._open, self._ends = Pace(block_bytes), 2, threading.Lock()
         self._reader = Lane("kv-tier-read", READS, self._ended)
@@ -118,7 +120,7 @@ class DiskTier:
             gone = self._store.leave(groups)
         self._writer.add(self._store.tidy)
         if gone:
-            self._changed((), gone)
+            self.changed((), gone)
 
     # The tier's own threads.
 
@@ -165,10 +167,10 @@ class DiskTier:
                 self._lock_file.close()
 
 
-def open_disk(path: str, name: str, size: int, fingerprint: str, block_bytes: int, **how: Any) -> DiskTier:
+def open_disk(path: str, name: str, size: int, fingerprint: str, block_bytes: int) -> DiskTier:
     """The tier of the first directory below the path that no other process has. Raises ConfigError."""
     directory, lock_file = places.take(path, name, fingerprint)
     try:
-        return DiskTier(directory, lock_file, size, fingerprint, block_bytes, **how)
+        return DiskTier(directory, lock_file, size, fingerprint, block_bytes)
     except OSError as error:
         raise ConfigError(f"cannot keep blocks in {directory}: {reason(error)}", param="kv_disk_path") from error

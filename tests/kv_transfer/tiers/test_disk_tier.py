@@ -62,8 +62,8 @@ def make(tmp_path: Path, dropped: list[bytes]) -> Iterator[Any]:
     made: list[DiskTier] = []
 
     def make(size: int = ROOMY, name: str = "prefill", fingerprint: str = "model") -> DiskTier:
-        told = {"changed": lambda stored, removed: dropped.extend(removed)}
-        made.append(open_disk(str(tmp_path), name, size, fingerprint, SIZE, **told))
+        made.append(open_disk(str(tmp_path), name, size, fingerprint, SIZE))
+        made[-1].changed = lambda stored, removed: dropped.extend(removed)
         return made[-1]
 
     yield make
