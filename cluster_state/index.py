@@ -2,6 +2,8 @@
 
 A hint, never an authority: a row may be missing, and for a moment may outlive its block; the node itself checks. Rows
 of an epoch that is not the node's live one count as absent, so a crash or restart voids a node's rows at once.
+A node has rows under two names: its id, for blocks of its pool, and `on_disk` of it, for those that it must read
+first. They live by the same lease, and neither tells of the other.
 Implementations: `redis_store.RedisStore` and `memory_store.MemoryStore`. Their calls raise RegistryUnavailable and
 nothing else; every call may be repeated.
 """
@@ -13,6 +15,19 @@ from typing import Protocol
 
 ROW_TTL_S = 3600.0
 """Life of a row after it was last written. A node writes its rows again at half of it."""
+
+
+ON_DISK = "\x1fdisk"
+
+
+def on_disk(node_id: str) -> str:
+    """Under which the node's rows of blocks stand that it has on disk."""
+    return node_id + ON_DISK
+
+
+def owner(name: str) -> str:
+    """The node whose rows stand under this name."""
+    return name.removesuffix(ON_DISK)
 
 
 class BlockIndex(Protocol):

@@ -14,6 +14,7 @@ from itertools import islice
 
 from cluster_state.index import ROW_TTL_S, BlockIndex
 from cluster_state.losses import Losses
+from cluster_state.rows import Rows
 from process.log import Seldom
 from protocol.errors import KvferryError, RegistryFull
 
@@ -63,12 +64,8 @@ class IndexWriter:
         self._notes: list[tuple[Sequence[bytes], Sequence[bytes]]] = []
         self._noted = 0
         self._compare, self._rewrite = True, False
-        # Every hash that has a row of ours is in _rows or _gone. _new maps those of _rows that are to be written to
-        # whether the row may exist already; _stale are those to be refreshed.
-        self._rows: dict[bytes, None] = {}
-        self._new: dict[bytes, bool] = {}
-        self._gone: dict[bytes, None] = {}
-        self._stale: deque[bytes] = deque()
+        self._rows = Rows()
+        self._stale: deque[bytes] = deque()  # to be refreshed
         self._failures = 0
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -76,12 +73,12 @@ class IndexWriter:
     @property
     def rows(self) -> int:
         """Rows in the index, as far as known."""
-        return len(self._rows) - len(self._new)
+        return len(self._rows.held) - len(self._rows.new)
 
     @property
     def pending(self) -> int:
         """Additions and removals not written yet."""
-        return len(self._new) + len(self._gone) + self._noted
+        return len(self._rows.new) + len(self._rows.gone) + self._noted
 
     def note(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """The node's blocks changed. Of a hash in both, the order is unknown and the row is taken out. Thread-safe."""
@@ -110,12 +107,12 @@ class IndexWriter:
     async def flush(self) -> bool:
         """Write what is pending, TURN batches at most, and some of the refresh. Whether all additions are written."""
         try:
-            self._take_notes()
+            await self._take_notes()
             for _ in range(TURN):
-                if self._stopping.is_set() or not (self._gone or (self._new and self._room())):
+                if self._stopping.is_set() or not (self._rows.gone or (self._rows.new and self._room())):
                     break
                 await self._write()
-                self._take_notes()
+                await self._take_notes()
             if self._stopping.is_set():
                 return False
             if self._room():
@@ -124,7 +121,7 @@ class IndexWriter:
             self._reached()
         except RegistryFull as error:
             self._room_at = time.monotonic() + FULL_S
-            self._no_room.warning("%d rows are not in the block index: %s", len(self._new), error)
+            self._no_room.warning("%d rows are not in the block index: %s", len(self._rows.new), error)
             return False
         except Exception as error:
             self._failures = min(self._failures + 1, 10)
@@ -132,7 +129,7 @@ class IndexWriter:
                 known = isinstance(error, KvferryError)
                 log.warning("block index not written: %s", error, exc_info=None if known else error)
             return False
-        return not self._new
+        return not self._rows.new
 
     async def _run(self) -> None:
         refresh_at = time.monotonic() + self._refresh_s
@@ -141,7 +138,7 @@ class IndexWriter:
             if time.monotonic() >= refresh_at:
                 refresh_at = time.monotonic() + self._refresh_s
                 self._compare = True
-                self._stale, self._pace = deque(self._rows), self._batch
+                self._stale, self._pace = deque(self._rows.held), self._batch
             backoff_s = min(self._flush_s * 2.0**self._failures, 2.0) * random.uniform(0.5, 1.0)
             try:
                 async with asyncio.timeout(backoff_s):
@@ -152,17 +149,17 @@ class IndexWriter:
     async def _write(self) -> None:
         """One batch. While the index is away, removals come to fill it, so that no more additions are tried in vain:
         each of them would have to be remembered."""
-        gone = list(islice(self._gone, self._batch))
-        new = list(islice(self._new, self._batch - len(gone))) if self._room() else []
+        gone = list(islice(self._rows.gone, self._batch))
+        new = list(islice(self._rows.new, self._batch - len(gone))) if self._room() else []
         for block_hash in new:
-            self._new[block_hash] = True
+            self._rows.new[block_hash] = True
         await self._index.publish(self._node_id, self._epoch, new, gone)
         if self._reached():
             return  # An addition that timed out may still take effect after this removal: remove once more.
         for block_hash in gone:
-            del self._gone[block_hash]
+            del self._rows.gone[block_hash]
         for block_hash in new:
-            del self._new[block_hash]
+            del self._rows.new[block_hash]
 
     def _reached(self) -> bool:
         """The index answers. Returns whether it had failed before; then everything is to be written again."""
@@ -179,47 +176,30 @@ class IndexWriter:
     async def _refresh_some(self) -> None:
         for begin in range(0, self._pace, self._batch):
             due = list(islice(self._stale, min(self._batch, self._pace - begin)))
-            rows = [block_hash for block_hash in due if block_hash in self._rows]
+            rows = [block_hash for block_hash in due if block_hash in self._rows.held]
             if rows:
                 await self._index.refresh(self._node_id, self._epoch, rows)
             for _ in due:
                 self._stale.popleft()
 
     async def _look_for_losses(self) -> None:
-        sample = [] if self._stale else self._losses.sample(self._rows, self._new)
+        sample = [] if self._stale else self._losses.sample(self._rows.held, self._rows.new)
         if sample and self._losses.mend(await self._index.present(self._node_id, self._epoch, sample), len(sample)):
-            self._stale = deque(self._rows)
-            self._pace = max(self._batch, math.ceil(len(self._rows) * self._flush_s / PACE_S))
+            self._stale = deque(self._rows.held)
+            self._pace = max(self._batch, math.ceil(len(self._rows.held) * self._flush_s / PACE_S))
 
-    def _take_notes(self) -> None:
+    async def _take_notes(self) -> None:
+        """What is noted from here on is taken after a snapshot that may have it already."""
         with self._lock:
             notes, self._notes, self._noted = self._notes, [], 0
             compare, self._compare = self._compare or self._rewrite, False
         for stored, removed in notes:
             for block_hash in stored:
-                self._add(block_hash)
+                self._rows.add(block_hash)
             for block_hash in removed:
-                self._remove(block_hash)
+                self._rows.remove(block_hash)
         if compare:
-            self._compare_with_snapshot()
+            await self._rows.compare(self._snapshot())
         if self._rewrite:
             self._rewrite = False
-            self._new = {block_hash: self._new.get(block_hash, True) for block_hash in self._rows}
-
-    def _compare_with_snapshot(self) -> None:
-        held = dict.fromkeys(self._snapshot())
-        for block_hash in [block_hash for block_hash in self._rows if block_hash not in held]:
-            self._remove(block_hash)
-        for block_hash in held:
-            self._add(block_hash)
-
-    def _add(self, block_hash: bytes) -> None:
-        if block_hash not in self._rows:
-            self._rows[block_hash] = None
-            self._new[block_hash] = self._gone.pop(block_hash, self) is not self
-
-    def _remove(self, block_hash: bytes) -> None:
-        if block_hash in self._rows:
-            del self._rows[block_hash]
-            if self._new.pop(block_hash, True):
-                self._gone[block_hash] = None
+            await self._rows.rewrite()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from cluster_state.index import ROW_TTL_S
+from cluster_state.index import ROW_TTL_S, owner
 from cluster_state.prefixes import longest
 from cluster_state.registry import LEASE_S, Announced
 from protocol.errors import RegistryUnavailable
@@ -75,7 +75,7 @@ class MemoryStore:
 
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         self._reach()
-        known = self._leases.get(node_id)
+        known = self._leases.get(owner(node_id))
         registered = known is not None and known[0].epoch == epoch
         for block_hash in removed:
             row = self._row(block_hash)
@@ -89,7 +89,7 @@ class MemoryStore:
     async def refresh(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> None:
         await self.publish(node_id, epoch, hashes, ())
         for block_hash in hashes:
-            for other in [n for n in self._rows[block_hash] if n != node_id and self._live(n) is None]:
+            for other in [n for n in self._rows[block_hash] if n != node_id and self._live(owner(n)) is None]:
                 del self._rows[block_hash][other]
 
     async def present(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> int:

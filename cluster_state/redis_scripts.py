@@ -47,10 +47,12 @@ return leases
 # Each command that a script calls costs the server a microsecond and more. A registered epoch, which nearly all writers
 # have, asks for no row before it writes it: rows of the node's other epochs are void. Where memory is full and that is
 # refused, it asks: what is there lives on.
+# Rows stand under a node's id, or under `index.on_disk` of it, whose lease is the node's.
 _ROWS = """
 local call, sub, prefix = redis.call, string.sub, KEYS[1]
 local id, epoch, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
-local registered = call('HGET', KEYS[2], id) == epoch
+local function owner(name) return string.match(name, '^(.*)\\31disk$') or name end
+local registered = call('HGET', KEYS[2], owner(id)) == epoch
 local function each(hashes, visit)
   for at = 1, #hashes, 16 do visit(prefix .. sub(hashes, at, at + 15)) end
 end
@@ -85,7 +87,7 @@ local alive = {[id] = true}
 each(ARGV[4], function(key)
   store(key)
   for _, other in ipairs(redis.call('HKEYS', key)) do
-    if alive[other] == nil then alive[other] = redis.call('EXISTS', KEYS[3] .. other) == 1 end
+    if alive[other] == nil then alive[other] = redis.call('EXISTS', KEYS[3] .. owner(other)) == 1 end
     if not alive[other] then redis.call('HDEL', key, other) end
   end
 end)

@@ -3,7 +3,8 @@
 kvferry:<cluster>:nodes         hash  node id → epoch: the members
 kvferry:<cluster>:node:<id>     string, the NodeLease as sealed, expires with the lease
 kvferry:<cluster>:epoch:<id>    string, the epoch last given to the node's processes, expires EPOCH_TTL_S after that
-kvferry:<cluster>:b:<16 bytes>  hash  node id → epoch: who holds the block, expires ROW_TTL_S after the last write
+kvferry:<cluster>:b:<16 bytes>  hash  node id, or `index.on_disk` of it → epoch: who holds the block, expires
+                                ROW_TTL_S after the last write
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ a block stands before its parent: a node never drops a block before its descenda
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine import recount
@@ -228,18 +228,14 @@ class BlockPool:
             anew.changed(block_id, parent, by)
 
 
-def chain_of(pool: BlockPool, block_hash: bytes) -> list[tuple[bytes, int]]:
-    """(hash, block id) from the first block of its sequence to this one; none if it is not here."""
+def chain_of(pool: BlockPool, block_hash: bytes, besides: Container[bytes] = ()) -> list[tuple[bytes, int]]:
+    """(hash, block id) from the first block of its sequence, or from the one behind the last that is in `besides`, to
+    this one; none if it is not here."""
     found, block_id = [], pool._by_hash.get(block_hash)
-    while block_id is not None:
-        found.append((pool._blocks[block_id].hash or b"", block_id))
+    while block_id is not None and (known := pool._blocks[block_id].hash or b"") not in besides:
+        found.append((known, block_id))
         block_id = pool._blocks[block_id].parent
     return found[::-1]
-
-
-def is_findable(pool: BlockPool, block_hash: bytes) -> bool:
-    """From any thread."""
-    return block_hash in pool._by_hash
 
 
 def _note(block_hash: bytes, done: dict[bytes, None], undone: dict[bytes, None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -17,12 +18,12 @@ from engine.loop import EngineLoop
 from kv_transfer.checksum import ALGORITHM
 from kv_transfer.dock import Dock
 from kv_transfer.greeting import Terms
+from kv_transfer.tiers.disk import DiskTier
 from kv_transfer.ucx import UcxLink
 from model_files.naming import split_names
 from node.adapters import NodeAdapters
 from node.assembly import Assembled
 from node.face import Face
-from node.findable import Findable
 from node.membership import LAST_WORD_S, Membership
 from node.news import News, set_load_gauges
 from node.outflow import Outflow
@@ -57,6 +58,7 @@ class Loaded:
         store: RedisStore,
         parts: Assembled,
         seed: Rates,
+        tier: DiskTier | None,
         epoch: int,
         make_service: MakeService,
         last_resort: Callable[[str], None] | None,
@@ -75,7 +77,7 @@ class Loaded:
             self._enter_thread,
             lambda fault: self._break(),
         )
-        self._findable, self.link = Findable(settings, parts), self._make_link()
+        self._tier, self.link = tier, self._make_link()
         self._streams = RouterStreams(
             epoch, lambda: self.vitals.pulse, lambda router: self.service.router_lost(router), self._clock
         )
@@ -92,7 +94,7 @@ class Loaded:
                 rates=self._rates,
                 outflow=self._outflow,
                 streams=self._streams,
-                tier=self._findable.tier,
+                tier=tier,
                 require_ready=self.require_ready,
                 call_soon=self.call_soon,
             )
@@ -106,9 +108,8 @@ class Loaded:
         self._watchdog = Watchdog(
             self.vitals, self._break, last_resort or (lambda fault: None), of_process=last_resort is not None
         )
-        self._membership = Membership(store, self.lease, self._findable.all, metrics)
-        self._findable.tell = self._membership.note
-        news = News(self.service, metrics, self._rates, self._findable.note, self.call_soon)
+        self._membership = Membership(store, self.lease, parts.engine.pool.findable, metrics, tier)
+        news = News(self.service, metrics, self._rates, self._membership.note, self.call_soon)
         self.engine.start()
         self._clock.start()
         self._watchdog.start()
@@ -136,7 +137,6 @@ class Loaded:
 
     def lease(self) -> NodeLease:
         """The node's row in the registry, as of now."""
-        parts = self.parts
         return NodeLease(
             node_id=self._face.node_id,
             role=self._settings.role,
@@ -144,13 +144,13 @@ class Loaded:
             state=self.state,
             http_url=self._face.url,
             link_address=self.link.address,
-            fingerprint=parts.fingerprint,
-            model=parts.info.name,
-            max_model_len=parts.max_model_len,
-            block_size=parts.layout.block_size,
-            block_bytes=parts.layout.block_bytes,
+            fingerprint=self.parts.fingerprint,
+            model=self.parts.info.name,
+            max_model_len=self.parts.max_model_len,
+            block_size=self.parts.layout.block_size,
+            block_bytes=self.parts.layout.block_bytes,
             load=self.engine.load,
-            rates=self._rates.rates,
+            rates=replace(self._rates.rates, read_block_s=self._tier.block_s if self._tier else 0.0),
             served_names=self._served_names,
             adapters=self._adapters.held,
             max_num_seqs=self._settings.max_num_seqs,
@@ -187,7 +187,8 @@ class Loaded:
         await asyncio.sleep(0)
         self._streams.stop()
         self.service.stop()
-        self._findable.close()
+        if self._tier:
+            self._tier.close()
         await self._membership.close()
 
     def unwatch(self) -> None:
@@ -205,7 +206,7 @@ class Loaded:
         set_load_gauges(self._metrics, self.engine.load, self.engine.outlived_s())
         set_scaling_gauges(self._metrics.scaling, self._settings, self.engine.load, self._rates, self.engine.waits_s)
         self._membership.set_gauges()
-        self._metrics.tiers.bytes.set(self._findable.kept_bytes)
+        self._metrics.tiers.bytes.set(self._tier.used if self._tier else 0)
 
     def _busy(self) -> bool:
         return self.engine.busy or self.service.busy()

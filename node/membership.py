@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
+from cluster_state.index import on_disk
 from cluster_state.index_writer import IndexWriter
 from cluster_state.redis_store import RedisStore
 from cluster_state.registry import LeaseKeeper
@@ -27,11 +28,21 @@ LEAVE_S = 1.0
 """What each last word to Redis may take: a Redis that hangs must not keep a node from ending."""
 
 
+class Kept(Protocol):
+    """Blocks on disk. changed: to be told (stored, removed), from any thread."""
+
+    changed: Callable[[Sequence[bytes], Sequence[bytes]], None]
+
+    def hashes(self) -> list[bytes]: ...
+
+
 class Membership:
     """Kept up from `join` to `leave`. Redis may come and go; nothing here raises.
 
     make_lease   the node's row in the registry, as of now
-    findable     hashes of all blocks that can be reused here, parents before children
+    findable     hashes of all blocks in its pool that can be reused, parents before children
+    kept         the blocks on its disk, which then tells of changes here; None: it keeps none there
+    note         what changed of the pool: (stored, removed); from any thread
     """
 
     def __init__(
@@ -40,15 +51,18 @@ class Membership:
         make_lease: Callable[[], NodeLease],
         findable: Callable[[], Iterable[bytes]],
         metrics: WorkerMetrics,
+        kept: Kept | None = None,
     ) -> None:
         self._store, self._metrics, self._make_lease = store, metrics, make_lease
         self._leaving = False
         named = make_lease()
-        self._writer = IndexWriter(store, named.node_id, named.epoch, findable)
-        self._keeper = LeaseKeeper(
-            store, self._lease, on_restored=self._writer.republish, on_outcome=self._count_renewal
-        )
-        self.note = self._writer.note
+        of_pool = IndexWriter(store, named.node_id, named.epoch, findable)
+        self._writers = [of_pool]
+        if kept is not None:
+            self._writers.append(IndexWriter(store, on_disk(named.node_id), named.epoch, kept.hashes))
+            kept.changed = self._writers[-1].note
+        self._keeper = LeaseKeeper(store, self._lease, on_restored=self._restored, on_outcome=self._count_renewal)
+        self.note = of_pool.note
 
     @property
     def held(self) -> bool:
@@ -62,7 +76,8 @@ class Membership:
 
     async def join(self) -> None:
         """Begin to announce the node and its blocks; returns once the registry has its lease."""
-        await self._writer.start()
+        for writer in self._writers:
+            await writer.start()
         self._keeper.start()
         await self._keeper.first_held()
 
@@ -104,15 +119,19 @@ class Membership:
 
     async def leave(self, limit_s: float = LEAVE_S) -> None:
         """Withdraw the lease; rows end with it."""
-        await _within(limit_s, self._keeper.stop(), self._writer.stop())
+        await _within(limit_s, self._keeper.stop(), *(writer.stop() for writer in self._writers))
 
     async def close(self) -> None:
         """Close the connections to Redis."""
         await _within(LEAVE_S, self._store.close())
 
     def set_gauges(self) -> None:
-        self._metrics.index_rows.set(self._writer.rows)
-        self._metrics.index_pending.set(self._writer.pending)
+        self._metrics.index_rows.set(sum(writer.rows for writer in self._writers))
+        self._metrics.index_pending.set(sum(writer.pending for writer in self._writers))
+
+    def _restored(self) -> None:
+        for writer in self._writers:
+            writer.republish()
 
     def _count_renewal(self, outcome: str) -> None:
         self._metrics.lease_renewals[outcome].inc()

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from enum import Enum, auto
 
 from cluster_state.redis_store import RedisStore
+from kv_transfer.tiers.disk import DiskTier
 from model_files.naming import split_names
 from node.assembly import Assembled, assemble, describe
 from node.face import Face
@@ -21,6 +22,7 @@ from node.loaded import Loaded
 from node.membership import new_epoch, withdraw_now
 from node.rates import warm_up
 from node.service import MakeService
+from node.tiers import open_tier
 from process.http import serve_metrics
 from process.signals import Stop
 from process.status import Status
@@ -104,7 +106,7 @@ class Node:
     async def _load(self) -> None:
         with contextlib.suppress(RegistryUnavailable):
             await self._store.check()
-        parts, seed = await asyncio.to_thread(self._build)
+        parts, seed, tier = await asyncio.to_thread(self._build)
         self.metrics.registry.model_name = _first_name(self._settings) or parts.info.name
         epoch = await new_epoch(self._store, self.face.node_id)
         self.loaded = Loaded(
@@ -114,6 +116,7 @@ class Node:
             self._store,
             parts,
             seed,
+            tier,
             epoch,
             self._make_service,
             self._last_resort if self._die else None,
@@ -133,9 +136,9 @@ class Node:
         settings = self._settings
         return RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)
 
-    def _build(self) -> tuple[Assembled, Rates]:
+    def _build(self) -> tuple[Assembled, Rates, DiskTier | None]:
         parts = assemble(self._settings, self._on_progress)
-        return parts, warm_up(parts.engine)
+        return parts, warm_up(parts.engine), open_tier(self._settings, parts)
 
     def _on_progress(self, share: float) -> None:
         self._progress = share

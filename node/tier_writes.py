@@ -21,6 +21,8 @@ ENOUGH, PATIENCE_S = 8, 5.0
 """New blocks of a chain that are written at once; fewer may become more for so long, as those of a stream do."""
 HELD = 2
 """One block of so many may be held to be written, also where the disk hangs."""
+TURN = 4096
+"""Blocks that are held or walked over in one look, after which the engine has its turn."""
 
 
 def later(base: Base, seconds: float, call: Callable[[Engine], None]) -> None:
@@ -33,7 +35,8 @@ def later(base: Base, seconds: float, call: Callable[[Engine], None]) -> None:
 
 
 class TierWrites:
-    """On the engine thread."""
+    """On the engine thread. What is written begins where the tier ends of a chain, so that this has all that stands
+    before a block that it has; what could not be written is tried again with what comes behind it."""
 
     def __init__(self, base: Base, tier: DiskTier) -> None:
         self._base, self._tier = base, tier
@@ -48,6 +51,8 @@ class TierWrites:
         wrong = [each for each in event.removed if absences.reason(each) == "retracted"]
         if wrong:
             self._tier.drop(wrong)
+        lost = [each for each in event.removed if self._fresh.pop(each, None) is not None]
+        self._base.metrics.tiers.blocks["lost"].inc(len(lost))
         self._fresh.update(dict.fromkeys(event.stored, time.monotonic()))
         self._look_again()
 
@@ -57,39 +62,54 @@ class TierWrites:
             later(self._base, GATHER_S, self._gather)
 
     def _gather(self, engine: Engine) -> None:
-        """Whole chains are held, so that a block never leaves before those behind it."""
+        """The last ones first: each brings those before it."""
         self._gathering = False
         fresh, self._fresh = self._fresh, {}
+        turn = TURN
         for block_hash in list(reversed(fresh)):
             if block_hash not in fresh:
                 continue
-            chain = chain_of(engine.pool, block_hash)
-            new = [index for index, (each, _) in enumerate(chain) if each in fresh and each not in self._tier]
-            since = [fresh.pop(each) for each, _ in chain if each in fresh]
+            if turn <= 0:
+                break
+            new = [each for each, _ in chain_of(engine.pool, block_hash, self._tier)]
+            turn -= len(new)
+            since = [fresh.pop(each) for each in (*new, block_hash) if each in fresh]
             if new and len(new) < ENOUGH and min(since) > time.monotonic() - PATIENCE_S:
-                self._fresh.update(dict.fromkeys((chain[index][0] for index in new), min(since)))
+                self._fresh.update(dict.fromkeys(new, min(since)))
             elif new:
-                self._write(engine, chain, new)
+                held, left = self._write(engine, new)
+                turn -= held
+                if left is None:
+                    self._base.metrics.tiers.blocks["lost"].inc(len(since))
+                elif left:
+                    fresh.update(dict.fromkeys(left, min(since)))
+                    break
+        self._fresh = {**fresh, **self._fresh}
         self._look_again()
 
-    def _write(self, engine: Engine, chain: list[tuple[bytes, int]], new: list[int]) -> None:
-        """Those of the chain with these indices."""
-        transfer, ways = next(self._transfers), self._base.metrics.tiers.blocks
-        if self._held + len(chain) > engine.pool.num_blocks // HELD:
-            ways["lost"].inc(len(new))
-            return
+    def _write(self, engine: Engine, new: list[bytes]) -> tuple[int, list[bytes] | None]:
+        """The end of a chain, which is held as a whole, so that a block never leaves before those behind it: how many
+        blocks that takes, and which of the new ones are to be tried later; None: their chain is too long."""
+        ways, whole = self._base.metrics.tiers.blocks, chain_of(engine.pool, new[-1])
+        most, before = engine.pool.num_blocks // HELD, len(whole) - len(new)
+        chain = whole[: most - self._held]
+        if len(chain) <= before:
+            return 0, new if self._held else None
+        part = chain[before:]
+        parent = chain[before - 1][0] if before else b""
+        blocks, transfer = [self._base.dock.path.memory.block(each) for _, each in part], next(self._transfers)
 
         def done(written: int) -> None:
             ways["written"].inc(written)
-            ways["lost"].inc(len(new) - written)
+            ways["lost"].inc(len(part) - written)
             self._base.engine.submit(lambda engine: self._returned(engine, transfer, len(chain)))
 
-        self._held += len(chain)
         engine.copies.give(transfer, [block_id for _, block_id in chain])
-        blocks = [self._base.dock.path.memory.block(chain[index][1]) for index in new]
-        parent = chain[new[0] - 1][0] if new[0] else b""
-        if not self._tier.write([chain[index][0] for index in new], parent, blocks, done):
-            done(0)
+        if not self._tier.write([each for each, _ in part], parent, blocks, done):
+            engine.copies.returned(transfer)
+            return 0, new
+        self._held += len(chain)
+        return len(chain), new[len(part) :]
 
     def _returned(self, engine: Engine, transfer: int, blocks: int) -> None:
         self._held -= blocks

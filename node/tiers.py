@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,8 @@ LEAST_S, SLOWNESS = 1.0, 2.0
 """A read has so many seconds, or so many times as long as computing would take, if that is more."""
 
 
-def open_tier(
-    settings: WorkerSettings, parts: Assembled, dropped: Callable[[Collection[bytes]], None]
-) -> DiskTier | None:
-    """As the settings want it. Raises ConfigError. dropped: as DiskTier has it."""
+def open_tier(settings: WorkerSettings, parts: Assembled) -> DiskTier | None:
+    """As the settings want it. Raises ConfigError. It may take as long as reading the headers of all files."""
     if not settings.kv_disk_path:
         return None
     if not settings.enable_prefix_caching or parts.engine.config.limits.whole:
@@ -48,7 +46,7 @@ def open_tier(
         raise ConfigError("kv_disk_path keeps blocks of pools on a CPU only, as yet", param="kv_disk_path")
     size, began = int(settings.kv_disk_gib * GIB), time.monotonic()
     block_bytes = parts.layout.block_bytes
-    tier = open_disk(settings.kv_disk_path, settings.role, size, parts.fingerprint, block_bytes, dropped=dropped)
+    tier = open_disk(settings.kv_disk_path, settings.role, size, parts.fingerprint, block_bytes)
     found, took = len(tier.hashes()), time.monotonic() - began
     log.info("%d blocks (%.2f GiB) found in %s in %.1f s", found, tier.used / GIB, tier.directory, took)
     return tier
@@ -122,13 +120,14 @@ class Tiers:
         try:
             here, block_ids = engine.copies.reserve(grant, hashes, len(hashes))
         except GrantRefused:
+            self._base.metrics.tiers.reads["refused"].inc()
             self._go_on(engine, reading)
             return
         self._coming[missing] = (grant, [reading])
         began, done = time.monotonic(), self._base.engine.submit
 
         def came(error: KvferryError | None) -> None:
-            done(lambda engine: self._came(engine, grant, missing, len(block_ids), time.monotonic() - began, error))
+            done(lambda engine: self._came(engine, grant, missing, hashes[here:], time.monotonic() - began, error))
 
         if not tier.read(hashes[here:], [memory.block(each) for each in block_ids], came):
             self._ended(engine, grant, missing, "refused")
@@ -137,14 +136,21 @@ class Tiers:
         later(self._base, patience_s, lambda engine: self._overdue(engine, grant, missing))
 
     def _came(
-        self, engine: Engine, grant: Hashable, missing: bytes, blocks: int, seconds: float, error: KvferryError | None
+        self,
+        engine: Engine,
+        grant: Hashable,
+        missing: bytes,
+        hashes: Sequence[bytes],
+        seconds: float,
+        error: KvferryError | None,
     ) -> None:
-        metrics = self._base.metrics.tiers
+        """What was said to be wrong meanwhile is not taken for right because it is as it was written."""
+        metrics, reason = self._base.metrics.tiers, engine.pool.absences.reason
         self._late.discard(grant)
-        if error is not None:
+        if error is not None or any(reason(each) == "retracted" for each in hashes):
             self._ended(engine, grant, missing, "failed")
             return
-        metrics.blocks["read"].inc(blocks)
+        metrics.blocks["read"].inc(len(hashes))
         metrics.seconds.inc(seconds)
         engine.copies.land(grant)
         engine.stepper.report_blocks()

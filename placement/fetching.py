@@ -8,6 +8,7 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from placement.blocks import cached_len, whole_len
+from placement.reading import brought
 from placement.terms import Demand, Holding, NodeView, Placement, unbroken
 from protocol.messages import Holder
 
@@ -40,11 +41,12 @@ def holders(demand: Demand, nodes: Sequence[NodeView]) -> tuple[Holding, ...]:
 
 
 def fetching(node: NodeView, demand: Demand) -> Fetch | None:
-    """The best that the node can do, where that is better than to compute all that it has not. Asked for every node,
-    nearly all of which hold nothing."""
+    """The best that the node can do, where that is better than to compute all that it has not, or reads. Asked for
+    every node, nearly all of which hold nothing."""
     own = cached_len(node, demand) if node.cached_len or demand.beside else 0
     total, rate = demand.total_len, node.rate
-    best, limit_s = None, (total - own) / rate - LEAST_GAIN_S
+    alone_s = brought(node, demand).seconds if node.kept_len else (total - own) / rate
+    best, limit_s = None, alone_s - LEAST_GAIN_S
     for holding in demand.holders:
         holder, held, seconds = holding
         if held <= own or (demand.broken and not unbroken(demand, holder.key, node.key)):

@@ -26,6 +26,7 @@ from placement.blocks import (
 )
 from placement.fetching import fetching, holders, with_fetch
 from placement.pairs import CHUNK_TOKENS, First, Ready, cheapest_pair, exposed_s, pair_s
+from placement.reading import brought, found_len
 from placement.refusals import full, no_nodes, too_long
 from placement.terms import Demand, NodeView, Placement, unbroken
 from placement.worth import displaced_s, spared_s
@@ -85,9 +86,11 @@ def doubt_s(node: NodeView, demand: Demand) -> float:
 
 
 def compute_s(node: NodeView, demand: Demand) -> float:
-    """Seconds to compute the tokens the node does not hold, or to fetch some of them and compute the rest."""
+    """Seconds to compute the tokens the node does not hold, or to read or fetch some of them and compute the rest."""
     if demand.holders and (fetch := fetching(node, demand)):
         return fetch.seconds
+    if node.kept_len:
+        return brought(node, demand).seconds
     held = cached_len(node, demand) if node.cached_len or demand.beside else 0
     return (demand.total_len - held) / node.rate
 
@@ -146,7 +149,7 @@ def _refusal(demand: Demand, decodes: Sequence[NodeView]) -> KvferryError:
 
 def _alone(demand: Demand, prefills: Iterable[NodeView]) -> Placement:
     cost_s, node = _cheapest([(_first_s(node, demand) + _risk_s(node, demand), node) for node in prefills])
-    return Placement(node.lease, None, cached_len(node, demand), cost_s, _first_s(node, demand))
+    return Placement(node.lease, None, found_len(node, demand), cost_s, _first_s(node, demand))
 
 
 def _local(demand: Demand, decodes: Iterable[Ready]) -> Placement:
@@ -156,7 +159,7 @@ def _local(demand: Demand, decodes: Iterable[Ready]) -> Placement:
         costs.append((queue_s(node, demand) + wait + seconds + _own_s(demand, node, seconds), node))
     cost_s, node = _cheapest(costs)
     own_s = _own_s(demand, node, compute_s(node, demand))
-    return Placement(None, node.lease, cached_len(node, demand), cost_s, cost_s - own_s)
+    return Placement(None, node.lease, found_len(node, demand), cost_s, cost_s - own_s)
 
 
 def _own_s(demand: Demand, node: NodeView, seconds: float) -> float:
@@ -188,7 +191,8 @@ def _remote(demand: Demand, prefills: Sequence[NodeView], decodes: Iterable[Read
     first = _whose_turn(firsts, first, least_s, lambda other: pair_s(demand, other, ready))
     ready = _whose_turn(readies, ready, least_s, lambda other: pair_s(demand, first, other))
     prefill, cost_s = first[-1], pair_s(demand, first, ready)
-    return Placement(prefill.lease, ready[-1].lease, cached_len(prefill, demand), cost_s, _first_s(prefill, demand))
+    found = found_len(prefill, demand)
+    return Placement(prefill.lease, ready[-1].lease, found, cost_s, _first_s(prefill, demand))
 
 
 def _cheapest(costs: Sequence[tuple[float, NodeView]]) -> tuple[float, NodeView]:
@@ -200,9 +204,10 @@ def _cheapest(costs: Sequence[tuple[float, NodeView]]) -> tuple[float, NodeView]
 def _whose_turn(halves: Iterable[Half], cheapest: Half, least_s: float, cost_s: Callable[[Half], float]) -> Half:
     """The first, in turn order, that equals the cheapest: alike in what is counted, near in what is learned."""
     limit_s, node = least_s * (1 + NOISE), cheapest[-1]
-    turn, counted, held = node.turn, node.counted, node.cached_len
+    turn, counted, held, kept = node.turn, node.counted, node.cached_len, node.kept_len
     for half in halves:
         node = half[-1]
-        if node.turn < turn and node.counted == counted and node.cached_len == held and cost_s(half) <= limit_s:
+        same = node.turn < turn and node.counted == counted and node.cached_len == held and node.kept_len == kept
+        if same and cost_s(half) <= limit_s:
             cheapest, turn = half, node.turn
     return cheapest

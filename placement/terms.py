@@ -30,6 +30,7 @@ class NodeView:
     waiting_tokens  prompt tokens queued there and not yet computed
     streams         requests that run there or will
     pending_blocks  blocks granted or asked for by requests that do not run yet
+    kept_len        leading tokens of this request that its disk has
     placed          when the node was last chosen, as a count that only grows; equal nodes take turns by it
 
     What no request changes is figured once, with the view, for each placement looks at every node:
@@ -51,6 +52,7 @@ class NodeView:
     streams: int = 0
     pending_blocks: int = 0
     placed: int = 0
+    kept_len: int = 0
     turn: tuple[int, str] = field(init=False, repr=False, compare=False)
     counted: tuple[int, int, int] = field(init=False, repr=False, compare=False)
     rate: float = field(init=False, repr=False, compare=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from placement.blocks import cached_len, uncached_len
+from placement.blocks import uncached_len
+from placement.reading import found_len
 from placement.terms import Demand, NodeView
 from protocol.layout import blocks_for
 
@@ -52,4 +53,4 @@ def spared_s(node: NodeView, demand: Demand, queue_s: float) -> float:
     many such prompts stand behind it as that takes to compute. So what is cached may cost a longer queue, in proportion
     to the shortest one: where there is too much to compute, computing less goes before computing soon. Nothing where
     prompts share nothing."""
-    return queue_s * cached_len(node, demand) / demand.total_len if demand.worth else 0.0
+    return queue_s * found_len(node, demand) / demand.total_len if demand.worth else 0.0

@@ -6,7 +6,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 SCALE_BYTES = 4
 """The float32 scale behind each int8 K or V vector."""

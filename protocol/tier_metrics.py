@@ -19,7 +19,8 @@ class TierMetrics:
         self.reads = counters(
             "kvferry_tier_reads",
             "Reads of a prompt's blocks from the disk tier, by outcome: done, late (the disk was too slow: they were "
-            "computed), failed (gone, not as they were written, or an error of the disk), refused (too many reads).",
+            "computed), failed (gone, not as they were written, or an error of the disk), refused (too many reads, or "
+            "no room in the pool).",
             "outcome",
             TIER_OUTCOMES,
         )

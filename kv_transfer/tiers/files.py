@@ -12,17 +12,23 @@ its length or its checksums, and is computed again.
 
 from __future__ import annotations
 
+import logging
+import os
+import stat
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgpack
 
 from kv_transfer.checksum import checksum
-from protocol.errors import BlocksCorrupt
+from protocol.errors import BlocksCorrupt, reason
+
+log = logging.getLogger("kvferry.tiers")
 
 MAGIC = b"kvferry1"
 SUFFIX, UNFINISHED = ".kv", ".part"
@@ -39,7 +45,7 @@ class Group:
     path: Path
     parent: bytes
     hashes: tuple[bytes, ...]
-    sums: tuple[int, ...]
+    sums: array[int]
     start: int
     block_bytes: int
 
@@ -57,14 +63,15 @@ def size_of(fingerprint: str, hashes: Sequence[bytes], block_bytes: int) -> int:
 
 
 def write(directory: Path, fingerprint: str, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> Group:
-    """A new file of blocks (contiguous bytes, all of one length). Raises OSError; nothing is left of it then."""
+    """A new file of blocks (contiguous bytes, all of one length), for its owner alone. Raises OSError; nothing is left
+    of it then."""
     block_bytes = memoryview(blocks[0]).nbytes
-    sums = [checksum(block) for block in blocks]
+    sums = array("q", (checksum(block) for block in blocks))
     header = _header(fingerprint, block_bytes, parent, hashes, sums)
-    group = Group(directory / (hashes[-1].hex() + SUFFIX), parent, tuple(hashes), tuple(sums), len(header), block_bytes)
+    group = Group(directory / (hashes[-1].hex() + SUFFIX), parent, tuple(hashes), sums, len(header), block_bytes)
     unfinished = group.path.with_suffix(UNFINISHED)
     try:
-        with unfinished.open("wb") as file:
+        with open(unfinished, "wb", opener=_private) as file:
             for part in (header, *blocks):
                 file.write(part)
         unfinished.replace(group.path)
@@ -78,7 +85,7 @@ def write(directory: Path, fingerprint: str, hashes: Sequence[bytes], parent: by
 def read(group: Group, first: int, blocks: Sequence[Any]) -> None:
     """Into these blocks (writable contiguous bytes) what the file has from its block `first` on. Raises OSError, and
     BlocksCorrupt for what is not as it was written."""
-    with group.path.open("rb", buffering=0) as file:
+    with _opened(group.path) as file:
         file.seek(group.start + first * group.block_bytes)
         for index, block in enumerate(blocks, first):
             view = memoryview(block).cast("B")
@@ -88,15 +95,31 @@ def read(group: Group, first: int, blocks: Sequence[Any]) -> None:
 
 def find(directory: Path, fingerprint: str, block_bytes: int) -> Iterator[Group]:
     """The whole files of this kind that are there, those first that were used longest ago. What else looks like one,
-    or was being written, is removed."""
-    for path in directory.glob(f"*{UNFINISHED}"):
-        path.unlink(missing_ok=True)
-    for path in sorted(directory.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns):
-        group = _describe(path, fingerprint, block_bytes)
-        if group is None:
-            path.unlink(missing_ok=True)
+    or was being written, is removed; what is no file, or cannot be read, stays. Raises OSError where the directory
+    itself cannot be read."""
+    with os.scandir(directory) as entries:
+        names = [entry.name for entry in entries if entry.name.endswith((SUFFIX, UNFINISHED))]
+    seen: list[tuple[int, Path]] = []
+    for name in names:
+        path = directory / name
+        try:
+            told = path.lstat()
+            if name.endswith(SUFFIX) and stat.S_ISREG(told.st_mode):
+                seen.append((told.st_mtime_ns, path))
+            elif not stat.S_ISDIR(told.st_mode):
+                path.unlink()
+        except OSError as error:
+            log.warning("%s is left alone: %s", path, reason(error))
+    for _, path in sorted(seen):
+        try:
+            group = _describe(path, fingerprint, block_bytes)
+            if group is None:
+                path.unlink()
+        except OSError as error:
+            log.warning("%s is left alone: %s", path, reason(error))
         else:
-            yield group
+            if group is not None:
+                yield group
 
 
 def _header(fingerprint: str, block_bytes: int, parent: bytes, hashes: Sequence[bytes], sums: Sequence[int]) -> bytes:
@@ -107,23 +130,36 @@ def _header(fingerprint: str, block_bytes: int, parent: bytes, hashes: Sequence[
 
 def _describe(path: Path, fingerprint: str, block_bytes: int) -> Group | None:
     """None for what is not a whole file of these blocks."""
-    with path.open("rb") as file:
-        lead = file.read(len(MAGIC) + _LENGTH.size)
-        if len(lead) < len(MAGIC) + _LENGTH.size or not lead.startswith(MAGIC):
+    with _opened(path) as file:
+        lead = file.read(PAGE)
+        if len(lead) < PAGE or not lead.startswith(MAGIC):
             return None
-        (length,) = _LENGTH.unpack(lead[len(MAGIC) :])
-        told = file.read(min(length, LONGEST_HEADER))
+        (length,) = _LENGTH.unpack_from(lead, len(MAGIC))
+        before = len(MAGIC) + _LENGTH.size
+        told = lead[before : before + length]
+        if len(told) < length <= LONGEST_HEADER:
+            told += file.read(length - len(told))
+        size = os.fstat(file.fileno()).st_size
     try:
         written_for, written_bytes, parent, hashes, sums = msgpack.unpackb(told)
-        start = -(-(len(lead) + length) // PAGE) * PAGE
-        group = Group(path, parent, tuple(hashes), tuple(sums), start, block_bytes)
+        start = -(-(before + length) // PAGE) * PAGE
+        group = Group(path, parent, tuple(hashes), array("q", sums), start, block_bytes)
         ours = (written_for, written_bytes) == (fingerprint, block_bytes) and len(sums) == len(hashes) > 0
-        typed = all(isinstance(each, bytes) for each in (parent, *hashes)) and all(
-            isinstance(each, int) for each in sums
-        )
-        return group if ours and typed and path.stat().st_size == group.size else None
-    except (ValueError, TypeError, msgpack.UnpackException):
+        typed = all(isinstance(each, bytes) for each in (parent, *hashes))
+        return group if ours and typed and size == group.size else None
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
         return None
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """To be read, if it is a file: a link is not followed, and a pipe not waited for."""
+    return open(
+        path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    )
 
 
 def _fill(file: Any, view: memoryview) -> int:

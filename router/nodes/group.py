@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from cluster_state.index import on_disk
 from model_files.naming import ModelName
 from placement.terms import NodeView
 from protocol.lease import NodeLease
@@ -52,16 +53,11 @@ class NodeGroup:
 
     def views(self, held: Mapping[str, int], adapter: str) -> list[NodeView]:
         """The members that answer and hold the adapter, if one is asked for, with what they hold of a prompt: leading
-        blocks by node id."""
+        blocks by node id, and by `index.on_disk` of it."""
         views = [e.view for e in self.members if e.reachable and (not adapter or holds(e.lease, adapter))]
         if not held:
             return views
-        return [
-            replace(view, cached_len=held[view.lease.node_id] * view.lease.block_size)
-            if view.lease.node_id in held
-            else view
-            for view in views
-        ]
+        return [_holding(view, held) for view in views]
 
     def leases(self) -> list[NodeLease]:
         """Of all the model's live nodes, of any fingerprint and state."""
@@ -70,6 +66,15 @@ class NodeGroup:
     def state(self, lease: NodeLease) -> str:
         """Of a node of this model, as metrics tell it."""
         return lease.state if lease.fingerprint == self._fingerprint else "incompatible"
+
+
+def _holding(view: NodeView, held: Mapping[str, int]) -> NodeView:
+    lease = view.lease
+    cached = held.get(lease.node_id, 0)
+    kept = held.get(on_disk(lease.node_id), 0) if lease.rates.read_block_s else 0
+    if not (cached or kept):
+        return view
+    return replace(view, cached_len=cached * lease.block_size, kept_len=kept * lease.block_size)
 
 
 def holds(lease: NodeLease, adapter: str) -> bool:

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from cluster_state.index import on_disk
 from cluster_state.index_writer import IndexWriter
 from cluster_state.memory_store import MemoryStore
 from cluster_state.prefixes import longest
@@ -142,6 +143,23 @@ async def test_refresh_drops_the_rows_of_dead_nodes(store):
     await store.refresh("a", 1, h[:2])
     assert await store.longest_prefix(h[:2], {"a": 1, "b": 1, "dead": 1}) == {"a": 2, "b": 2}
     assert await store.longest_prefix(h[2:], {"dead": 1}) == {"dead": 1}
+
+
+async def test_what_is_on_disk_has_rows_of_its_own_which_live_by_the_lease_of_their_node(store):
+    h = _hashes(4)
+    await store.announce(replace(LEASE, node_id="b", epoch=1))
+    await store.publish("b", 1, h[:2], [])
+    await store.publish(on_disk("b"), 1, h, [])
+    await store.publish(on_disk("dead"), 1, h, [])
+    nodes = {"b": 1, on_disk("b"): 1, on_disk("dead"): 1}
+    assert await store.longest_prefix(h, nodes) == {"b": 2, on_disk("b"): 4, on_disk("dead"): 4}
+    await store.refresh("a", 1, h)
+    assert await store.longest_prefix(h, nodes) == {"b": 2, on_disk("b"): 4}
+    await store.publish(on_disk("b"), 9, h, [])
+    await store.publish(on_disk("b"), 1, h, [])
+    assert await store.longest_prefix(h, nodes) == {"b": 2, on_disk("b"): 4}
+    await store.publish("b", 1, [], h[:2])
+    assert await store.longest_prefix(h, nodes) == {on_disk("b"): 4}
 
 
 class _Node:

@@ -7,6 +7,7 @@ import time
 import pytest
 from waiting import until
 
+from cluster_state import rows
 from cluster_state.index_writer import IndexWriter
 from cluster_state.memory_store import MemoryStore
 from cluster_state.redis_store import RedisStore
@@ -365,3 +366,38 @@ async def test_stop_waits_for_one_batch_and_not_for_what_keeps_coming():
     async with asyncio.timeout(2):
         await w.writer.stop()
     assert w.written <= before + 1
+
+
+async def test_others_on_the_loop_have_their_turn_while_many_rows_are_compared_and_written_again():
+    h = _hashes(20 * rows.SLICE)
+    w = _Writing(h, batch=256)
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(others())
+    await w.writer._take_notes()
+    assert (turns >= 2 * 20, len(w.writer._rows.new)) == (True, len(h))
+    turns = 0
+    w.held = dict.fromkeys(h[: len(h) // 2])
+    w.writer.republish()
+    await w.writer._take_notes()
+    assert (turns >= 4 * 10, len(w.writer._rows.new), w.writer.rows) == (True, len(h) // 2, 0)
+    other.cancel()
+
+
+async def test_what_is_noted_while_rows_are_compared_counts():
+    h = _hashes(4 * rows.SLICE)
+    w = _Writing(h)
+    taking = asyncio.create_task(w.writer._take_notes())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    late = _hashes(1, 9)
+    w.note(late, h[-1:])
+    await taking
+    await w.writer._take_notes()
+    assert set(w.writer._rows.held) == {*h[:-1], *late}

@@ -45,7 +45,7 @@ FULL: dict[str, Any] = {
         "egress": {"enabled": True, "extra": [{"ports": [{"port": 443, "protocol": "TCP"}]}]},
     },
     "router": {**EVERYWHERE, "tls": {"secretName": "kvferry-tls"}, "queueTimeout": 30, "extraArgs": ["--batch-rows=4"]},
-    "worker": {"nearEachOther": "kubernetes.io/hostname", "rdma": {"resource": "rdma/hca"}},
+    "worker": {"nearEachOther": "kubernetes.io/hostname", "rdma": {"resource": "rdma/hca"}, "disk": {"enabled": True}},
     "prefill": {**EVERYWHERE, "extraArgs": ["--threads=4"]},
     "decode": {**EVERYWHERE, "affinity": {}, "disruptionBudget": {}},
     "redis": {**EVERYWHERE, "tls": {"secretName": "kvferry-redis-tls"}, "existingSecret": "kvferry-redis-own"},

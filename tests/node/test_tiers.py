@@ -3,6 +3,7 @@ computing."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -12,14 +13,16 @@ from typing import Any
 
 import pytest
 from test_fetches import FULL, LENGTH, prompt
-from toy import expected, make_engine, make_job
+from toy import FINGERPRINT, expected, make_engine, make_job
 from waiting import until
 from worker_pair import Router, Worker, worker
 
+from cluster_state.index import on_disk
 from kv_transfer.tiers import files
 from node import fetches, tier_writes, tiers
 from node.tiers import open_tier
 from protocol.errors import ConfigError
+from protocol.hashing import chain, root_hash
 from protocol.messages import Holder
 from protocol.settings import WorkerSettings
 
@@ -183,7 +186,7 @@ async def test_a_file_that_is_wrong_is_computed_again_and_announced_no_more(tmp_
         for path in tier_of(router.prefill).directory.glob("*.kv"):
             path.write_bytes(path.read_bytes()[:-1] + b"\x55")
         told: list[Any] = []
-        router.prefill.loaded._findable.tell = lambda stored, removed: told.extend(removed)
+        tier_of(router.prefill).changed = lambda stored, removed: told.extend(removed)
         assert (await ask(router, "again", 0)).computed == LENGTH
         assert (reads(router.prefill, "failed"), len(told)) == (1, FULL)
         await settle(router)
@@ -214,21 +217,37 @@ async def test_where_computing_is_quicker_nothing_is_read(tmp_path: Path, monkey
         await settle(router)
 
 
-async def test_others_are_told_of_blocks_until_the_disk_has_lost_them_too(tmp_path: Path) -> None:
+async def test_others_are_told_what_is_in_the_pool_and_what_on_disk(tmp_path: Path) -> None:
     async with cluster(tmp_path) as router:
-        told: list[bytes] = []
-        findable = router.prefill.loaded._findable
-        findable.tell = lambda stored, removed: told.extend(removed)
         await evicted(router)
-        assert router.prefill.engine.pool.evicted_total
-        assert told == []
-        everything = set(findable.all())
-        assert len(everything) == 6 * FULL
-        gone = next(iter(everything - set(router.prefill.engine.pool.findable())))
-        tier_of(router.prefill).drop([gone])
-        assert gone in told
-        assert gone not in findable.all()
-        assert not set(told) & set(router.prefill.engine.pool.findable())
+        node = router.prefill
+        pool, tier, lease = node.engine.pool, tier_of(node), node.loaded.lease()
+        assert lease.rates.read_block_s == pytest.approx(tier.block_s)
+        assert router.decode.loaded.lease().rates.read_block_s == 0
+        name, store = lease.node_id, node.node._store
+        names = {name: lease.epoch, on_disk(name): lease.epoch}
+        hashes = list(chain(root_hash(FINGERPRINT, ""), prompt(0), 4))[:FULL]
+
+        async def told(hashes: list[bytes]) -> dict[str, int]:
+            return await store.longest_prefix(hashes, names)
+
+        assert pool.evicted_total
+        assert set(hashes) <= set(tier.hashes())
+        until_told = 0
+        while await told(hashes) != {on_disk(name): FULL} and until_told < 200:
+            until_told += 1
+            await asyncio.sleep(0.05)
+        assert await told(hashes) == {on_disk(name): FULL}
+        await ask(router, "again", 0)
+        while await told(hashes) != {name: FULL, on_disk(name): FULL} and until_told < 400:
+            until_told += 1
+            await asyncio.sleep(0.05)
+        assert await told(hashes) == {name: FULL, on_disk(name): FULL}
+        tier.drop(hashes[:1])
+        while await told(hashes) != {name: FULL} and until_told < 600:
+            until_told += 1
+            await asyncio.sleep(0.05)
+        assert await told(hashes) == {name: FULL}
         await settle(router)
 
 
@@ -256,9 +275,9 @@ async def test_what_cannot_be_kept_is_refused_at_the_start(tmp_path: Path, setti
     async with worker("prefill", make_engine()) as node:
         wanted = WorkerSettings(**{"role": "prefill", "kv_disk_path": str(tmp_path), **settings})
         with pytest.raises(ConfigError, match=why) as raised:
-            open_tier(wanted, node.loaded.parts, lambda hashes: None)
+            open_tier(wanted, node.loaded.parts)
         assert raised.value.param == "kv_disk_path"
-        assert open_tier(WorkerSettings(role="prefill"), node.loaded.parts, lambda hashes: None) is None
+        assert open_tier(WorkerSettings(role="prefill"), node.loaded.parts) is None
 
 
 async def test_few_new_blocks_are_written_when_no_more_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,13 +304,16 @@ async def test_a_disk_that_takes_nothing_holds_half_of_the_pool_at_most(
 
     monkeypatch.setattr(files, "write", write)
     async with cluster(tmp_path) as router:
+        writes = router.prefill.service._tiers._writes
         for seed in range(6):
             assert (await ask(router, f"ask-{seed}", seed)).computed == LENGTH
-            await until(lambda: not router.prefill.service._tiers._writes._fresh)
-        assert count(router.prefill, "lost") == 4 * FULL
+            await until(lambda: writes._held or seed)  # noqa: B023
+        await until(lambda: writes._held == POOL // tier_writes.HELD)
         assert router.prefill.engine.pool.available >= POOL // 2
+        assert count(router.prefill, "lost") > FULL
         go.set()
-        await until(lambda: count(router.prefill, "written") == 2 * FULL)
+        await until(lambda: not writes._fresh and not writes._held)
+        assert count(router.prefill, "written") + count(router.prefill, "lost") == 6 * FULL
         await settle(router)
 
 
@@ -308,4 +330,68 @@ async def test_what_is_not_on_disk_comes_from_who_holds_it(tmp_path: Path, monke
         assert first.delta.reuse.balanced
         assert (first.delta.reuse.reused_prefill, first.delta.reuse.computed) == (FULL * 4, len(longer) % 4 or 4)
         assert first.delta.reuse.fetched == len(longer) - FULL * 4 - first.delta.reuse.computed
+        await settle(router)
+
+
+async def test_what_is_retracted_while_it_is_read_is_not_found(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as router:
+        await evicted(router)
+        pool = router.prefill.engine.pool
+        with hung(router.prefill) as go:
+            answer = router.post_prefill(make_job("again", prompt(0), 1))
+            await until(lambda: router.prefill.service._tiers._coming)
+            wrong = next(iter(router.prefill.service._tiers._coming))
+            pool.absences.note([wrong], "retracted")
+            go.set()
+            (first, *_) = await answer.ended()
+            assert first.delta.reuse.computed == LENGTH
+        assert reads(router.prefill, "failed") == 1
+        await settle(router)
+
+
+async def test_of_a_prompt_that_fills_the_pool_the_beginning_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_writes, "PATIENCE_S", 0.0)
+    async with cluster(tmp_path, FULL + FULL // 2) as router:
+        await ask(router, "long", 0)
+        half = (FULL + FULL // 2) // tier_writes.HELD
+        await until(lambda: count(router.prefill, "written") == half)
+        await until(lambda: count(router.prefill, "lost") == FULL - half)
+        assert tier_of(router.prefill).run(tier_of(router.prefill).hashes()) == half
+        await settle(router)
+
+
+async def test_what_could_not_be_written_is_tried_again_with_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the end of a chain would be kept whose beginning is not, and never be found."""
+
+    def full(*how: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    async with cluster(tmp_path, 100) as router:
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "write", full)
+            await ask(router, "before", 0)
+            await until(lambda: count(router.prefill, "lost") == FULL)
+        longer = [*prompt(0), *prompt(9)]
+        (first, *_) = await router.post_prefill(make_job("longer", longer, 1)).ended()
+        assert first.delta.reuse.reused_prefill == FULL * 4
+        await until(lambda: count(router.prefill, "written") == len(longer) // 4)
+        assert len(list(tier_of(router.prefill).directory.glob("*.kv"))) == 1
+        await settle(router)
+
+
+async def test_what_left_the_pool_before_it_was_written_counts_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster(tmp_path) as router:
+        with monkeypatch.context() as patched:
+            patched.setattr(tier_writes.TierWrites, "_look_again", lambda self: None)
+            for seed in range(4):
+                await ask(router, f"ask-{seed}", seed)
+        fresh = router.prefill.service._tiers._writes._fresh
+        assert count(router.prefill, "lost") + len(fresh) == 4 * FULL
+        assert set(fresh) <= set(router.prefill.engine.pool.findable())
         await settle(router)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from waiting import wait_for
 
-from kv_transfer.tiers import disk, files
+from kv_transfer.tiers import disk, files, pace
 from kv_transfer.tiers.disk import DiskTier, open_disk
 from protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NotFound
 
@@ -46,6 +46,12 @@ def read(tier: DiskTier, *numbers: int) -> KvferryError | None:
     return ended[0]
 
 
+def close(tier: DiskTier) -> None:
+    """Its directory is free for another one."""
+    tier.close()
+    wait_for(lambda: tier._lock_file.closed)
+
+
 @pytest.fixture
 def dropped() -> list[bytes]:
     return []
@@ -56,7 +62,8 @@ def make(tmp_path: Path, dropped: list[bytes]) -> Iterator[Any]:
     made: list[DiskTier] = []
 
     def make(size: int = ROOMY, name: str = "prefill", fingerprint: str = "model") -> DiskTier:
-        made.append(open_disk(str(tmp_path), name, size, fingerprint, SIZE, dropped=dropped.extend))
+        made.append(open_disk(str(tmp_path), name, size, fingerprint, SIZE))
+        made[-1].changed = lambda stored, removed: dropped.extend(removed)
         return made[-1]
 
     yield make
@@ -111,12 +118,12 @@ def test_a_restart_finds_what_was_written_and_in_the_order_of_its_use(make: Any,
     write(first, 1, 2)
     write(first, 3, 4)
     read(first, 1, 2)
-    first.close()
+    close(first)
     again = make(size=2 * file_size(2))
     assert again.directory == first.directory
     assert read(again, 1, 2) is None
     assert read(again, 3, 4) is None
-    again.close()
+    close(again)
     smaller = make(size=file_size(2))
     assert sorted(smaller.hashes()) == sorted(named(3, 4))
 
@@ -157,13 +164,13 @@ def test_what_is_said_to_be_wrong_is_not_found(make: Any, dropped: list[bytes]) 
 def test_nor_is_what_was_computed_from_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "GROUP", 2)
     tier = make()
-    write(tier, 6, 7, behind=5)
     write(tier, 1, 2, 3, 4, 5)
+    write(tier, 6, 7, behind=5)
     write(tier, 8, behind=2)
     write(tier, 9)
     tier.drop(named(3))
     assert sorted(tier.hashes()) == sorted(named(1, 2, 8, 9))
-    tier.close()
+    close(tier)
     again = make()
     again.drop(named(2))
     assert again.hashes() == named(9)
@@ -174,7 +181,7 @@ def test_a_disk_that_takes_nothing_costs_nothing_else(make: Any, monkeypatch: py
     write(tier, 1)
 
     def full(*_: Any) -> Any:
-        raise OSError(28, "No space left on device")
+        raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patched:
         patched.setattr(files, "write", full)
@@ -220,7 +227,7 @@ def test_reads_that_wait_are_bounded_too(make: Any, monkeypatch: pytest.MonkeyPa
 
 def test_reading_takes_the_time_that_it_took(make: Any) -> None:
     tier = make()
-    assert tier.seconds(10) == 10 * SIZE / disk.FIRST_RATE
+    assert tier.seconds(10) == 10 * SIZE / pace.FIRST_RATE
     write(tier, *range(1, 20))
     read(tier, *range(1, 20))
-    assert tier.seconds(10) != 10 * SIZE / disk.FIRST_RATE
+    assert tier.seconds(10) != 10 * SIZE / pace.FIRST_RATE

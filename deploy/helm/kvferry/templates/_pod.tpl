@@ -205,6 +205,9 @@ env:
 - {name: tmp, mountPath: /tmp}
 {{- if .worker }}
 - {name: shm, mountPath: /dev/shm}
+{{- with include "kvferry.diskVolume" .root }}
+- {name: kv, mountPath: {{ $.root.Values.worker.disk.mountPath }}}
+{{- end }}
 {{- end }}
 {{- if include "kvferry.redisPassword" .root }}
 - {name: redis, mountPath: /run/kvferry/redis, readOnly: true}
@@ -233,6 +236,9 @@ env:
 - {name: tmp, emptyDir: {sizeLimit: {{ .values.tmpSize | default .root.Values.worker.tmpSize }}}}
 {{- if .worker }}
 - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .root.Values.worker.sharedMemory }}}}
+{{- with include "kvferry.diskVolume" .root | trim }}
+{{ . }}
+{{- end }}
 {{- end }}
 {{- with include "kvferry.redisPassword" .root }}
 {{- $secret := splitList "/" . }}

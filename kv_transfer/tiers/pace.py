@@ -1,0 +1,47 @@
+"""How long a tier takes to read a block, learned from what it read, and how many it is to read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+FIRST_RATE = 500e6
+"""Bytes a second that a read is expected to bring before there was one."""
+ENOUGH = 256
+"""Blocks of a read that counts half; a smaller one tells more of its beginning than of its pace."""
+FORGET_S = 30.0
+"""In which half of what is slower than at first is forgotten, while nothing is read: else one that hung were the
+last."""
+
+
+class Pace:
+    """From any thread. Reads count one after another, as they are made.
+
+    waiting   blocks that were asked for and have not come
+    """
+
+    def __init__(self, block_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._first_s = self._block_s = block_bytes / FIRST_RATE
+        self._clock, self._at = clock, clock()
+        self._lock = threading.Lock()
+        self.waiting = 0
+
+    def seconds(self, blocks: int) -> float:
+        """That reading so many takes."""
+        slower = max(0.0, self._block_s - self._first_s)
+        kept: float = 0.5 ** ((self._clock() - self._at) / FORGET_S)
+        return blocks * (self._block_s - slower * (1 - kept))
+
+    def asked(self, blocks: int) -> None:
+        with self._lock:
+            self.waiting += blocks
+
+    def ended(self, blocks: int, seconds: float = 0.0) -> None:
+        """They came in this time; 0: they did not."""
+        now_s = self.seconds(1)
+        with self._lock:
+            self.waiting -= blocks
+            if seconds > 0:
+                self._block_s = now_s + blocks / (blocks + ENOUGH) * (seconds / blocks - now_s)
+                self._at = self._clock()

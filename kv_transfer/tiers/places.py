@@ -1,0 +1,97 @@
+"""Directories of disk tiers below one path: one for each process, by what its blocks are. It belongs to one process at
+a time, and to its owner alone."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from protocol.errors import ConfigError, reason
+
+log = logging.getLogger("kvferry.tiers")
+
+PLACES = 256
+"""Directories below one path that are tried for a free one."""
+LOCK = "lock"
+LEFT_S = 7 * 86_400.0
+"""What no process has had for so long is removed: its model, or its format, is not used any more."""
+
+
+def take(path: str, name: str, fingerprint: str) -> tuple[Path, IO[bytes]]:
+    """The first directory for such blocks below the path that no other process has, which after a restart is found
+    again; and what must stay open while it is used. Raises ConfigError."""
+    base = Path(path).expanduser()
+    kind = base / hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
+    directory = kind
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        _make_private(kind, base)
+        for directory in (kind / f"{name}-{number}" for number in range(PLACES)):
+            _make_private(directory, base)
+            if (lock := _own(directory)) is not None:
+                _sweep(base, kind)
+                return directory, lock
+    except OSError as error:
+        raise ConfigError(f"cannot keep blocks in {directory}: {reason(error)}", param="kv_disk_path") from error
+    raise ConfigError(f"{PLACES} processes keep blocks below {path}", param="kv_disk_path")
+
+
+def _make_private(directory: Path, base: Path) -> None:
+    """Raises OSError for one that is somebody else's: who can write into it can change what the model computes. Whoever
+    has the base has all that is below it."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    told = directory.lstat()
+    if not stat.S_ISDIR(told.st_mode) or told.st_uid not in (os.geteuid(), base.stat().st_uid):
+        raise PermissionError(f"{directory} is another user's, or a link")
+    if told.st_mode & 0o077 and told.st_uid == os.geteuid():
+        directory.chmod(0o700)
+
+
+def _own(directory: Path) -> IO[bytes] | None:
+    """None where another process has it. Raises OSError."""
+    file = os.fdopen(os.open(directory / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.utime(file.fileno())
+        return file
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError:
+        file.close()
+        raise
+
+
+def _sweep(base: Path, kind: Path) -> None:
+    """Remove what was left of other kinds long ago. Nothing is raised: it is room, no more."""
+    for directory in _left(base, kind):
+        try:
+            if (lock := _own(directory)) is not None:
+                with lock:
+                    shutil.rmtree(directory)
+                log.info("%s is removed: nobody used it for days", directory)
+            with_others = any(directory.parent.iterdir())
+            if not with_others:
+                directory.parent.rmdir()
+        except OSError as error:
+            log.warning("%s is not removed: %s", directory, reason(error))
+
+
+def _left(base: Path, kind: Path) -> Iterator[Path]:
+    """Directories of other kinds, as `take` makes them, in which nothing was owned or written lately."""
+    for lock in sorted(base.glob(f"{'[0-9a-f]' * 16}/*-*/{LOCK}")):
+        directory = lock.parent
+        try:
+            used = max(lock.lstat().st_mtime, directory.lstat().st_mtime)
+        except OSError:
+            continue
+        if directory.parent != kind and time.time() - used > LEFT_S:
+            yield directory
