@@ -68,8 +68,8 @@ class DiskTier:
 
     @property
     def block_s(self) -> float:
-        """Seconds that reading one block takes, as of late."""
-        return self._pace.seconds(1)
+        """Seconds that reading one block takes, as of late; 0 while the disk does not answer."""
+        return 0.0 if self._pace.hangs else self._pace.seconds(1)
 
     def hashes(self) -> list[bytes]:
         """Of all blocks that are here."""
@@ -103,10 +103,10 @@ class DiskTier:
         or with what went wrong. False: too much waits, and nothing is done."""
         wanted, into = list(hashes), list(blocks)
         self._pace.asked(len(wanted))
-        if self._reader.submit(lambda: self._read(wanted, into, done)):
-            return True
-        self._pace.ended(len(wanted))
-        return False
+        taken = self._reader.submit(lambda: self._read(wanted, into, done))
+        if not taken:
+            self._pace.asked(-len(wanted))
+        return taken
 
     def drop(self, hashes: Collection[bytes]) -> None:
         """What these blocks hold is wrong: they are not found any more, nor is what stands behind them."""
@@ -144,6 +144,7 @@ class DiskTier:
     def _read(self, hashes: list[bytes], blocks: list[Any], done: Callable[[KvferryError | None], None]) -> None:
         error: KvferryError | None = None
         began = time.monotonic()
+        self._pace.begun()
         try:
             at = 0
             while at < len(hashes):

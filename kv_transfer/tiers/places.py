@@ -7,13 +7,13 @@ import fcntl
 import hashlib
 import logging
 import os
-import shutil
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from kv_transfer.tiers.files import SUFFIX, UNFINISHED
 from protocol.errors import ConfigError, reason
 
 log = logging.getLogger("kvferry.tiers")
@@ -56,18 +56,20 @@ def _make_private(directory: Path, base: Path) -> None:
 
 
 def _own(directory: Path) -> IO[bytes] | None:
-    """None where another process has it. Raises OSError."""
+    """None where another process has it, or is removing it. Raises OSError."""
     file = os.fdopen(os.open(directory / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.utime(file.fileno())
-        return file
+        if os.fstat(file.fileno()).st_nlink:
+            os.utime(file.fileno())
+            return file
     except BlockingIOError:
-        file.close()
-        return None
+        pass
     except OSError:
         file.close()
         raise
+    file.close()
+    return None
 
 
 def _sweep(base: Path, kind: Path) -> None:
@@ -76,7 +78,10 @@ def _sweep(base: Path, kind: Path) -> None:
         try:
             if (lock := _own(directory)) is not None:
                 with lock:
-                    shutil.rmtree(directory)
+                    for path in directory.iterdir():
+                        if path.suffix in (SUFFIX, UNFINISHED) or path.name == LOCK:
+                            path.unlink()
+                    directory.rmdir()
                 log.info("%s is removed: nobody used it for days", directory)
             with_others = any(directory.parent.iterdir())
             if not with_others:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,7 @@ def test_headers_that_follow_each_other_in_a_circle_are_looked_at_once(make: Any
 
 
 def test_one_read_that_hung_is_not_the_last(make: Any) -> None:
-    tier, now = make(), [0.0]
+    tier, now = make(), [time.monotonic()]
     pace = tier._pace
     pace._clock = lambda: now[0]
     first = tier.block_s
@@ -269,6 +270,39 @@ def test_one_read_that_hung_is_not_the_last(make: Any) -> None:
     pace.asked(256)
     pace.ended(256, 256 * first / 10)
     assert first / 10 < tier.block_s < first
+
+
+def test_a_disk_that_does_not_answer_is_told_as_none(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, go, begun, really, now = make(), threading.Event(), threading.Event(), files.read, [time.monotonic()]
+    tier._pace._clock = lambda: now[0]
+    write(tier, 1, 2)
+
+    def slow(*how: Any) -> None:
+        begun.set()
+        go.wait(10)
+        really(*how)
+
+    monkeypatch.setattr(files, "read", slow)
+    ended: list[Any] = []
+    tier.read(named(1, 2), holding(0, 0), ended.append)
+    assert begun.wait(10)
+    assert tier.block_s > 0
+    now[0] += 6.0
+    assert tier.block_s == 0
+    go.set()
+    wait_for(lambda: ended == [None])
+    assert tier.block_s > 0
+
+
+def test_what_is_not_ours_stays_where_another_models_files_are_removed(make: Any) -> None:
+    old = make(fingerprint="old")
+    write(old, 1)
+    close(old)
+    (old.directory / "notes.txt").write_text("mine")
+    for path in (old.directory / places.LOCK, old.directory):
+        os.utime(path, (0, 0))
+    make()
+    assert [path.name for path in old.directory.iterdir()] == ["notes.txt"]
 
 
 def test_a_header_that_is_damaged_is_no_file(make: Any) -> None:

@@ -11,7 +11,7 @@ from walk import Walk
 from protocol.messages import PrefillRequest
 
 
-async def test_twenty_four_files_from_a_spec_to_the_post_to_prefill() -> None:
+async def test_twenty_five_files_from_a_spec_to_the_post_to_prefill() -> None:
     walk = Walk("router", "placement")
 
     async def arrived(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -48,5 +48,6 @@ async def test_twenty_four_files_from_a_spec_to_the_post_to_prefill() -> None:
         "placement/terms.py",
         "placement/blocks.py",
         "placement/fetching.py",
+        "placement/reading.py",
         "placement/worth.py",
     }
