@@ -197,7 +197,7 @@ lock: $(VENV)/test.done
 
 # KVFERRY_TEST_CRDS=FOLDER holds a folder of CRDs (YAML) of projects that are in no package: LWS, KServe, InferencePool.
 test-deploy: $(VENV)/test.done $(VENV)/model.done
-	$(BIN)/python -m pytest tests/deploy tests/cluster/test_manifests_live.py tests/cluster/test_rollouts.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/deploy $(addprefix tests/cluster/test_,manifests_live.py rollouts.py upgrade.py monitoring_live.py) $(PYTEST_ARGS)
 
 test-images: $(VENV)/test.done
 	$(BIN)/python -m pytest -m images tests/deploy $(PYTEST_ARGS)
