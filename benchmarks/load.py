@@ -159,7 +159,8 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._answer, self._events, self._rest = asyncio.get_running_loop().create_future(), [], b""
         self._transport.write(request)
-        await asyncio.wait_for(self._answer, TIMEOUT_S)
+        async with asyncio.timeout(TIMEOUT_S):  # not wait_for, which may lose a cancellation (CPython 3.11)
+            await self._answer
         return self._events
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

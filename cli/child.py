@@ -32,6 +32,7 @@ class Command:
     ends_last     the others need it until they have ended; it gets no SIGINT, which a terminal sends to all at once
     address       where it will be found, if it does not report that itself
     niceness      added to the supervisor's own: the higher, the less of a core that another process wants as well
+    fds           descriptors of the supervisor's that it is given
     """
 
     name: str
@@ -41,6 +42,7 @@ class Command:
     ends_last: bool = False
     address: str = ""
     niceness: int = 0
+    fds: tuple[int, ...] = ()
 
 
 class Child:
@@ -117,7 +119,7 @@ class Child:
                 stdin=DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
-                pass_fds=(write,),
+                pass_fds=(write, *self.command.fds),
                 preexec_fn=partial(_enter, os.getpid(), self.command),
             )
         except BaseException:

@@ -16,23 +16,12 @@ from typing import Any
 import click
 
 from cli.door import GivenUp, complain, set_threads, set_up_traces, worker_threads
-from cli.options import settings_options
+from cli.options import SERVE_FIXED, settings_options
 from cli.simulate import plan, simulate
 from process.log import set_up_log
 from process.tracing import TRACER
 from protocol.errors import ConfigError, KvferryError
 from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
-
-SERVE_FIXED = {
-    "role": "decode",
-    "node_id": "",
-    "link_port": 0,
-    "advertise_host": "",
-    "status_fd": -1,
-    "shares_cores": False,
-    "respawned": False,
-}
-"""Worker settings that `serve` chooses for each child and therefore does not offer."""
 
 
 def _say_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -68,6 +57,12 @@ def serve(settings: ServeSettings) -> None:
 def router(settings: RouterSettings) -> None:
     """Run one router: the OpenAI API in front of a cluster."""
     set_up_log(settings.log_level, settings.log_format)
+    if settings.workers > 1 and settings.worker < 0:
+        from cli.routers import serve_routers
+
+        gc.enable()
+        asyncio.run(serve_routers(settings))
+        return
     set_up_traces("router")
     from router.main import serve_router
 

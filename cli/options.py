@@ -21,6 +21,19 @@ ENV_PREFIX = "KVFERRY_"
 _RANKS = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT)
 """Where a value comes from; the earlier one counts."""
 
+SERVE_FIXED = {
+    "role": "decode",
+    "node_id": "",
+    "link_port": 0,
+    "advertise_host": "",
+    "status_fd": -1,
+    "cores_fd": -1,
+    "respawned": False,
+    "worker": -1,
+    "workers_dir": "",
+}
+"""Settings that `serve` chooses for each child and therefore does not offer."""
+
 
 def flag(name: str) -> str:
     """`max_num_seqs` → `--max-num-seqs`."""

@@ -12,25 +12,23 @@ import os
 import secrets
 import signal
 import ssl
-import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any, TypeVar
 
 from cli import preflight
 from cli.child import Child, Command
+from cli.commands import Program, kvferry_program, settings_command
 from cli.door import worker_threads
-from cli.options import to_argv, variable
 from cli.overview import overview, ready_line, stop_line
 from cli.progress import Progress, log_through, progress_on
 from cli.seats import Seat, gpus, needs_of, require_memory, take_seats
 from cli.supervisor import Supervisor
-from cluster_state.redis_url import has_password
 from model_files.naming import ModelName, require_distinct, split_names
+from process import cores
 from process.address import dialable, host_port
 from process.limits import available_cores
 from process.secret import ClusterSecrets
@@ -40,21 +38,10 @@ from protocol.settings import CommonSettings, RouterSettings, ServeSettings, Wor
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-PREFILL_NICENESS = 5
-"""Prefill and decode processes share the cores: while a prompt is computed, running streams keep three quarters of them
-and flow on."""
 ALL_NODES_S = 10.0
 """How long the ready line waits for the router to see all nodes, which polls for them twice a second or more often."""
 
 Settings = TypeVar("Settings", bound=CommonSettings)
-Program = Callable[[str], Sequence[str]]
-"""From a subcommand (`router`) to the start of the command line that runs it."""
-
-
-def kvferry_program(subcommand: str) -> list[str]:
-    """The console script beside this interpreter, so that `ps` shows the command; from a bare checkout, the module."""
-    script = Path(sys.executable).with_name("kvferry")
-    return [str(script), subcommand] if script.exists() else [sys.executable, "-m", "cli.main", subcommand]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +90,16 @@ def valkey_command(port: int, log_level: str = "info") -> Command:
     return Command("valkey", argv, reports=False, ends_last=True, address=f"redis://{LOOPBACK}:{port}/0")
 
 
-def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Program) -> list[Command]:
+def cluster_commands(
+    settings: ServeSettings, seats: Sequence[Seat], program: Program, cores_fd: int = -1
+) -> list[Command]:
     """Router, prefill and decode processes, a worker for each seat. `settings.redis_url` must be set; only the router
-    listens beyond this machine, and only if --host says so."""
-    commands = [_command("router", "router", _narrow(RouterSettings, settings), program)]
+    listens beyond this machine, and only if --host says so. cores_fd: for workers that share the cores."""
+    commands = [settings_command("router", "router", _narrow(RouterSettings, settings), program)]
     served = split_names(settings.served_model_name, len(settings.model))
     threads = worker_threads(settings.threads)
-    crowded = settings.prefill > 0 and threads * sum(seat.device == "cpu" for seat in seats) > available_cores()
+    on_cpu = sum(seat.device == "cpu" for seat in seats)
+    crowded = on_cpu > 1 and threads * on_cpu > available_cores()
     roles, left = ("prefill",) * settings.prefill + ("decode",) * settings.decode, iter(seats)
     numbers = {role: count() for role in roles}
     for model, names in zip(settings.model, served, strict=True):
@@ -124,12 +114,12 @@ def cluster_commands(settings: ServeSettings, seats: Sequence[Seat], program: Pr
                 host=LOOPBACK,
                 port=0,
                 threads=threads,
-                shares_cores=crowded and role == "decode" and seat.device == "cpu",
+                cores_fd=cores_fd if crowded and seat.device == "cpu" else -1,
                 device=seat.device,
                 kv_cache_gib=seat.kv_cache_gib,
                 respawned=True,
             )
-            commands.append(_command(name, role, worker, program))
+            commands.append(settings_command(name, role, worker, program))
     return commands
 
 
@@ -164,7 +154,8 @@ async def _live(supervisor: Supervisor, checked: Checked, program: Program, prog
         valkey = valkey_command(port, settings.log_level)
         settings = dataclasses.replace(settings, redis_url=valkey.address)
         supervisor.start(valkey)
-    children = [supervisor.start(command) for command in cluster_commands(settings, checked.seats, program)]
+    commands = cluster_commands(settings, checked.seats, program, cores.make())
+    children = [supervisor.start(command) for command in commands]
     for child in children:
         _show(progress, child)
     if not given:
@@ -222,18 +213,6 @@ async def _until_router_serves(router: Child, settings: ServeSettings) -> None:
 
 def _narrow(cls: type[Settings], settings: ServeSettings) -> Settings:
     return cls(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)})
-
-
-def _command(name: str, subcommand: str, settings: CommonSettings, program: Program) -> Command:
-    env = {variable("cluster_secret"): settings.cluster_secret}
-    if isinstance(settings, RouterSettings) and settings.api_key:
-        env[variable("api_key")] = settings.api_key
-    skip = {"api_key", "cluster_secret", "role", "status_fd"}
-    if has_password(settings.redis_url):
-        env[variable("redis_url")] = settings.redis_url
-        skip.add("redis_url")
-    argv = (*program(subcommand), *to_argv(settings, skip=skip))
-    return Command(name, argv, env, niceness=PREFILL_NICENESS if subcommand == "prefill" else 0)
 
 
 def _dialable(settings: ServeSettings) -> str:

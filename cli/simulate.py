@@ -56,7 +56,12 @@ def goal_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--requests", default=3000, show_default=True, type=click.IntRange(1), help="of each workload")
 @click.option("--load", default=1.0, show_default=True, type=float, help="times the usual rate of arrivals")
 @click.option("--seed", default=1, show_default=True, help="of the generators")
-@click.option("--eviction", default="lru", show_default=True, help="what leaves a full pool first: lru, s3fifo, gdsf")
+@click.option(
+    "--eviction",
+    default="lru",
+    show_default=True,
+    help="what leaves a full pool first: lru, s3fifo, gdsf, gdsf-cost, slru",
+)
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="write an SVG with the figures there")
 @goal_options
 @machine_options

@@ -72,20 +72,20 @@ class Supervisor:
         """Returns when each of them has reported that it serves."""
         await asyncio.gather(*(child.ready.wait() for child in children))
 
-    async def stop(self, grace_s: float = 3.5) -> None:
-        """End all children: SIGTERM, another to hurry them after DRAIN_S, and SIGKILL for those that still run after
+    async def stop(self, grace_s: float = 3.5, drain_s: float = DRAIN_S) -> None:
+        """End all children: SIGTERM, another to hurry them after drain_s, and SIGKILL for those that still run after
         grace_s; then those that others need. From the first call on nothing is restarted."""
         self._stopping = True
-        await self._end([child for child in self._tasks if not child.command.ends_last], grace_s)
-        await self._end([child for child in self._tasks if child.command.ends_last], LAST_GRACE_S)
+        await self._end([child for child in self._tasks if not child.command.ends_last], grace_s, drain_s)
+        await self._end([child for child in self._tasks if child.command.ends_last], LAST_GRACE_S, drain_s)
 
-    async def _end(self, children: Sequence[Child], grace_s: float) -> None:
+    async def _end(self, children: Sequence[Child], grace_s: float, drain_s: float) -> None:
         tasks = [self._tasks[child] for child in children]
         for child in children:
             child.signal(signal.SIGTERM)
             if child.pid is None:
                 self._tasks[child].cancel()
-        drain_s = min(DRAIN_S, grace_s)
+        drain_s = min(drain_s, grace_s)
         await _settle(tasks, drain_s)
         for child in children:
             child.signal(signal.SIGTERM)

@@ -17,10 +17,10 @@ ROW_TTL_S = 3600.0
 
 class BlockIndex(Protocol):
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Take the rows `removed` out, then put `stored` in. Rows of another epoch are not taken out, and those of a
-        newer epoch not overwritten unless this one is registered: the clock that gave the newer was set back since. On
-        an error any part may have happened. Raises RegistryFull where there is no memory for rows that are not there
-        yet."""
+        """Take the rows `removed` out, then put `stored` in. Unless this epoch is registered, rows of another one are
+        not taken out, and those of a newer one not overwritten; where it is, all others are void, newer ones too: the
+        clock that gave them was set back since. On an error any part may have happened. Raises RegistryFull where there
+        is no memory for rows that are not there yet."""
 
     async def refresh(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> None:
         """`publish` rows again, and drop from them what belongs to nodes without a live lease."""

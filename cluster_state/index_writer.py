@@ -52,7 +52,7 @@ class IndexWriter:
         flush_s: float = 0.05,
         refresh_s: float = ROW_TTL_S / 2,
         sample_s: float = 2.0,
-        batch: int = 256,
+        batch: int = 512,
         max_noted: int = 65536,
     ) -> None:
         self._index, self._node_id, self._epoch, self._snapshot = index, node_id, epoch, snapshot

@@ -75,11 +75,12 @@ class MemoryStore:
 
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         self._reach()
-        for block_hash in removed:
-            if self._row(block_hash).get(node_id) == epoch:
-                del self._rows[block_hash][node_id]
         known = self._leases.get(node_id)
         registered = known is not None and known[0].epoch == epoch
+        for block_hash in removed:
+            row = self._row(block_hash)
+            if node_id in row and (registered or row[node_id] == epoch):
+                del row[node_id]
         for block_hash in stored:
             row = self._rows[block_hash] = self._row(block_hash)
             row[node_id] = epoch if registered else max(epoch, row.get(node_id, epoch))

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.models.base import Unwanted, Wanted
-from engine.pooling import Read
 from engine.request import Request
-from engine.runner import Runs
-from engine.sampler import Sampled
+from engine.runner import Found, Runs
 from engine.slices import Slice
 from protocol.errors import KvferryError, StepFailed, reason
 
@@ -30,7 +28,7 @@ class Raised:
     error: KvferryError
 
 
-Drawn = Sampled | Read | Raised | None
+Drawn = Found | Raised
 
 
 def run(runner: Runs, slices: Sequence[Slice], wanted: Wanted) -> Sequence[Drawn]:
@@ -60,7 +58,7 @@ def _halves(runner: Runs, slices: Sequence[Slice], wanted: Wanted) -> list[Drawn
     return found
 
 
-def _tried(runner: Runs, slices: Sequence[Slice], wanted: Wanted) -> Sequence[Sampled | Read | None] | Exception:
+def _tried(runner: Runs, slices: Sequence[Slice], wanted: Wanted) -> Sequence[Found] | Exception:
     """What was raised leaves no trace in the requests."""
     kept = _kept(slices)
     try:

@@ -49,6 +49,12 @@ def edits_for(
     return tuple(edits)
 
 
+def look_back(params: SamplingParams) -> bool:
+    """Whether an edit depends on which tokens were drawn, not on their number alone."""
+    penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+    return bool(params.bad_words or penalties)
+
+
 class Tally:
     """The distinct ones of token_ids[start:] and how often each occurs, on the device; follows the list as it grows."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine import roster
+from engine import tails
 from engine.adapters import Adapters
 from engine.block_pool import BlockPool
 from engine.canary import Canary
@@ -27,6 +27,8 @@ from engine.request import Key, Request, key_of
 from engine.roster import Roster
 from engine.runner import Runs
 from engine.scheduler import Limits, Scheduler
+from engine.self_check import audit
+from engine.speculation import Speculation
 from engine.states import Awaits
 from engine.step import Stepper
 from protocol.errors import Cancelled, GrantRefused, KvferryError, NodeLost
@@ -42,7 +44,8 @@ log = logging.getLogger("kvferry.engine")
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """fingerprint roots the block hashes; max_model_len bounds prompt plus output (tokens); takes: the kinds of work
-    that the model does; shares_cores: whether prompts that come by grants are computed on the cores of this engine."""
+    that the model does; shares_cores: whether prompts that come by grants are computed on the cores of this engine;
+    drafts: guessed tokens that a stream may compute in a step."""
 
     fingerprint: str
     block_size: int
@@ -50,6 +53,7 @@ class EngineConfig:
     limits: Limits
     takes: tuple[type, ...] = (Generate, Embed)
     shares_cores: bool = False
+    drafts: int = 0
 
 
 class Engine:
@@ -73,7 +77,8 @@ class Engine:
         self.adapters = Adapters()
         self.moving = Moving(pool, self.scheduler, self.longest, self.events)
         self.copies = Copies(pool, self.roster)
-        self.stepper = Stepper(self.scheduler, runner, self.lent, self.leaving, self.longest, self.events)
+        speculation = Speculation(pool, config.drafts, config.limits.max_num_batched_tokens)
+        self.stepper = Stepper(self.scheduler, runner, self.lent, self.leaving, self.longest, self.events, speculation)
 
     def add(
         self,
@@ -120,7 +125,7 @@ class Engine:
         shared = any(other.behind is request for other in self.roster.awaiting.values())
         self.scheduler.land(request)
         request.computed_len = len(request.token_ids)
-        self.stepper.note_tail(request)
+        tails.note(self.pool, request)
         with self._answering(lambda error: self._refuse(request.job, error)):
             room = len(request.block_ids) * self.config.block_size
             self._door.check_first(request.job, first.token_ids, covered, room)
@@ -240,11 +245,3 @@ class Engine:
     def _request(self, job: Job) -> Request:
         root = root_hash(self.config.fingerprint, job.namespace, job.adapter)
         return Request(job, root, self.config.block_size, adapter=self.adapters.find(job.adapter))
-
-
-def audit(engine: Engine) -> Iterator[None]:
-    """Assert that the books balance, and no block is held with nothing under way; in pieces below a millisecond."""
-    yield from engine.pool.audit()
-    roster.check_integrity(engine.roster)
-    if not (engine.roster or engine.lent or engine.moving or engine.copies or engine.canary):
-        assert engine.pool.available == engine.pool.num_blocks, "blocks leaked"

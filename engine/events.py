@@ -80,13 +80,16 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """Figures of one step: seconds, tokens computed by phase, preemptions and evictions."""
+    """Figures of one step: seconds, tokens computed by phase, of output those that were made; preemptions and
+    evictions; drafts computed, and those of them that were right."""
 
     seconds: float
     prefill_tokens: int
     decode_tokens: int
     preempted: int
     evicted: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from engine.engine import Engine, audit
+from engine.engine import Engine
 from engine.events import Event
 from engine.outlived import Outlived
-from engine.self_check import SelfCheck
+from engine.self_check import SelfCheck, audit
 from engine.states import State
 
 log = logging.getLogger("kvferry.engine")

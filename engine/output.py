@@ -8,6 +8,7 @@ from dataclasses import replace
 from engine.events import Generated
 from engine.request import Request
 from engine.sampler import Sampled
+from protocol.errors import GrammarFailed, KvferryError, ModelFailed
 from protocol.messages import TokenDelta
 from protocol.reuse import Reuse
 
@@ -57,3 +58,10 @@ def _fetched_len(request: Request) -> int:
     cached, size = request.cached_len or 0, request.block_size
     came = {block for first, end in request.fetched for block in range(first, end)}
     return sum(min(size, max(0, cached - block * size)) for block in came)
+
+
+def nothing_drawn(request: Request) -> KvferryError:
+    """Why no token could be drawn for it."""
+    if request.job.grammar is not None:
+        return GrammarFailed("of what the grammar allows next, nothing may be drawn, or its logits are not numbers")
+    return ModelFailed("the model's logits for the next token are not numbers")

@@ -30,6 +30,9 @@ class Planner:
     def plan(self, slices: Sequence[Slice]) -> tuple[torch.Tensor, BatchPlan]:
         """Token ids int64 [T] of a batch, and its plan; slices with one token stand first."""
         kept = self._decodes
+        if any(s.drafts for s in slices):
+            self._decodes = None
+            return self._drafted(slices)
         if kept is not None and kept.follows(slices):
             kept.advance()
         elif slices[-1].decodes:
@@ -39,6 +42,16 @@ class Planner:
             token_ids = [token for s in slices for token in s.request.token_ids[s.start : s.start + s.count]]
             return torch.tensor(token_ids, device=self._device), build_plan(slices, self._block_size, self._device)
         return kept.plan()
+
+    def _drafted(self, slices: Sequence[Slice]) -> tuple[torch.Tensor, BatchPlan]:
+        """Of decodes alone: a draft is one more, behind that of the token before it."""
+        rows = [(s.request, s.start + i) for s in slices for i in range(1 + len(s.drafts))]
+        token_ids = [token for s in slices for token in (s.request.token_ids[s.start], *s.drafts)]
+        parts = [Part(request.block_ids, position, 1) for request, position in rows]
+        adapted = by_adapter([request for request, _ in rows], self._device)
+        return torch.tensor(token_ids, device=self._device), lay_out(
+            parts, self._block_size, self._device, adapted, chained=True
+        )
 
 
 class _Decodes:
@@ -126,9 +139,14 @@ class Part:
 
 
 def lay_out(
-    parts: Sequence[Part], block_size: int, device: torch.device, adapted: tuple[Adapted, ...] = ()
+    parts: Sequence[Part],
+    block_size: int,
+    device: torch.device,
+    adapted: tuple[Adapted, ...] = (),
+    *,
+    chained: bool = False,
 ) -> BatchPlan:
-    """The plan of a batch of these parts, of which those with one token stand first."""
+    """The plan of a batch of these parts, of which those with one token stand first. chained: see BatchPlan."""
     tables = [np.asarray(p.block_ids, dtype=np.int32) for p in parts]
     table = np.zeros((len(parts), max(map(len, tables))), dtype=np.int32)
     for row, ids in zip(table, tables, strict=True):
@@ -153,15 +171,20 @@ def lay_out(
         num_decodes=sum(p.count == 1 for p in parts),
         block_size=block_size,
         adapted=adapted,
+        chained=chained,
     )
 
 
 def adapted_tokens(slices: Sequence[Slice], device: torch.device) -> tuple[Adapted, ...]:
     """Which tokens of the batch are computed with which adapter."""
+    adapted = any(s.request.adapter is not None for s in slices)
+    return by_adapter([s.request for s in slices for _ in range(s.count)], device) if adapted else ()
+
+
+def by_adapter(owners: Sequence[Request], device: torch.device) -> tuple[Adapted, ...]:
+    """The tokens of a batch, by the adapter of the request that each is of."""
     tokens: defaultdict[Adapter, list[int]] = defaultdict(list)
-    start = 0
-    for s in slices:
-        if s.request.adapter is not None:
-            tokens[s.request.adapter].extend(range(start, start + s.count))
-        start += s.count
+    for index, request in enumerate(owners):
+        if request.adapter is not None:
+            tokens[request.adapter].append(index)
     return tuple(Adapted(adapter, torch.tensor(rows, device=device)) for adapter, rows in tokens.items())

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.drafts import Drafts
 from engine.ports import GRANT, REQUEST
 from engine.sampler import SampleRow
 from engine.states import MOVES, Awaits, State
@@ -82,6 +83,7 @@ class Request:
     lacking       while queued: prompt tokens that the cache lacked when it was queued
     adapter       what its tokens are computed with beside the model
     sample_row    what is kept for drawing its tokens, from the first one on
+    drafts        what is guessed of its output, once it streams
     pooled        float32 [hidden], what its pooling keeps of the tokens computed so far, if it reads and draws nothing
     """
 
@@ -113,6 +115,7 @@ class Request:
     admitted: float | None = None
     lacking: int = 0
     sample_row: SampleRow | None = None
+    drafts: Drafts | None = None
     pooled: torch.Tensor | None = None
     generates: bool = True
     adapter: Adapter | None = None

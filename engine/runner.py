@@ -13,8 +13,12 @@ from engine.models.base import Computing, Model, Unwanted, Wanted, always
 from engine.planner import Part, Planner, lay_out
 from engine.pooling import Pooler, Read, take
 from engine.sampler import Sampled, SampleRow, sample, score_prompt
+from engine.shift import Shift
 from engine.slices import Slice
+from engine.speculation import Accepted, accept
 
+Found = Sampled | Accepted | Read | None
+"""For a slice: the next token, or several where it had drafts, or a vector; None for one that does not sample."""
 SCORED_ROWS = 128
 """Rows of logits made at once for prompt log-probabilities (128 rows of a 128k vocabulary are 64 MiB)."""
 
@@ -29,12 +33,12 @@ class Runs(Protocol):
 
     def copy_block(self, source: int, target: int) -> None: ...
 
-    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> Sequence[Sampled | Read | None]: ...
+    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> Sequence[Found]: ...
 
 
 class Runner:
     """Joins a model and its KV pool. `kv` is [block, layer, 2, kv_head, slot, dim]. The masks of the requests' grammars
-    are made while the model computes. pooler: for what reads prompts."""
+    are made while the model computes. pooler: for what reads prompts; shift: when it may compute."""
 
     def __init__(
         self,
@@ -43,11 +47,12 @@ class Runner:
         block_size: int,
         masks: Masks | None = None,
         pooler: Pooler | None = None,
+        shift: Shift | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
         self.masks = masks or Masks.none("this node reads no grammars")
-        self._pooler = pooler or Pooler()
+        self._pooler, self._shift = pooler or Pooler(), shift or Shift()
         self._block_size = block_size
         self._planner = Planner(block_size, model.device)
 
@@ -57,15 +62,21 @@ class Runner:
         self.kv[target].copy_(self.kv[source])
 
     @torch.inference_mode()
-    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> list[Sampled | Read | None]:
+    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> Sequence[Found]:
         """Compute the slices and draw the next token of each that samples, or read its vector (None for the others, and
         where the mask of a grammar is not ready). On return their K/V is in the pool: the link may read it, which no
         stream orders (drawing tokens has waited for the device already).
         Raises Unwanted when a prompt among them was not `wanted` to its end; nothing more is written then."""
+        with self._shift.computing(wanted) as wanted:
+            return self._run(slices, wanted)
+
+    def _run(self, slices: Sequence[Slice], wanted: Wanted) -> Sequence[Found]:
         token_ids, plan = self._planner.plan(slices)
         if all(map(_only_draws, slices)):
             logits = self.model.next_logits(token_ids, self.kv, plan)
-            return [*self._sample(logits.values, [_sample_row(s) for s in slices], logits.best)]
+            rows = [row for s in slices for row in _sample_rows(s)]
+            drawn = self._sample(logits.values, rows, logits.best)
+            return drawn if len(rows) == len(slices) else _by_slice(slices, drawn)
         try:
             hidden = self.model.forward(token_ids, self.kv, plan, wanted)
         except Unwanted:
@@ -84,11 +95,13 @@ class Runner:
         """Compute a part of a sequence for nobody: float32 logits [rows, vocab] behind its last tokens, on the host.
         Raises Unwanted when it was not `wanted` to its end."""
         ids = torch.tensor(token_ids[part.start : part.start + part.count], device=self.model.device)
-        try:
-            hidden = self.model.forward(ids, self.kv, lay_out([part], self._block_size, self.model.device), wanted)
-            return self.model.logits(hidden[-rows:]).to("cpu", copy=True) if rows else torch.empty(0)
-        finally:
-            self._wait()
+        plan = lay_out([part], self._block_size, self.model.device)
+        with self._shift.computing(wanted) as wanted:
+            try:
+                hidden = self.model.forward(ids, self.kv, plan, wanted)
+                return self.model.logits(hidden[-rows:]).to("cpu", copy=True) if rows else torch.empty(0)
+            finally:
+                self._wait()
 
     def _draw(self, slices: Sequence[Slice], ends: Sequence[int], hidden: torch.Tensor) -> list[Sampled | Read | None]:
         """Draw for the slices that sample. ends: where each slice's rows of `hidden` end."""
@@ -135,6 +148,21 @@ class Runner:
 def _only_draws(part: Slice) -> bool:
     """One token, and what is wanted of it is the next one."""
     return part.decodes and part.samples and part.request.generates and not part.request.wants_prompt_logprobs
+
+
+def _sample_rows(part: Slice) -> list[SampleRow]:
+    """Of a stream's next token, and of that behind each draft."""
+    row = _sample_row(part)
+    return [row, *(row.ahead(place + 1) for place in range(len(part.drafts)))]
+
+
+def _by_slice(slices: Sequence[Slice], drawn: Sequence[Sampled | None]) -> list[Found]:
+    found: list[Found] = []
+    rows = iter(drawn)
+    for part in slices:
+        own = [next(rows) for _ in range(1 + len(part.drafts))]
+        found.append(accept(part.drafts, own) if part.drafts else own[0])
+    return found
 
 
 def _sample_row(part: Slice) -> SampleRow:

@@ -45,6 +45,13 @@ class SampleRow:
         """Its grammar's mask, if it has one, is made."""
         return self.mask is None or (self.mask.ready and self.mask.error is None)
 
+    def ahead(self, count: int) -> SampleRow:
+        """Of the token `count` places behind the next one, whatever those before it are: for a row without a mask, and
+        with no edit that looks back."""
+        row = SampleRow(self.params, range(len(self.token_ids) + count), self.prompt_len)
+        row._edits = self._edits
+        return row
+
     def active_edits(self, logits: torch.Tensor) -> list[Edit]:
         """What changes the row's logits, one of [n, vocab], in this step."""
         if self._edits is None:

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from engine import roster
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
 
 EVERY_S = 10.0
 """Least seconds from the end of a pass to the next."""
@@ -45,3 +51,11 @@ class SelfCheck:
             self._pass, self._ended = None, time.monotonic()
             if isinstance(end, AssertionError):
                 raise
+
+
+def audit(engine: Engine) -> Iterator[None]:
+    """Assert that the books balance, and no block is held with nothing under way; in pieces below a millisecond."""
+    yield from engine.pool.audit()
+    roster.check_integrity(engine.roster)
+    if not (engine.roster or engine.lent or engine.moving or engine.copies or engine.canary):
+        assert engine.pool.available == engine.pool.num_blocks, "blocks leaked"

@@ -11,11 +11,13 @@ from engine.request import Request
 @dataclass(frozen=True, slots=True)
 class Slice:
     """`count` tokens of a request from `start` on, computed in this step; `samples`: they are its last ones, so the
-    next token is drawn, or the vector of the prompt made."""
+    next token is drawn, or the vector of the prompt made. `drafts`: tokens that a stream may go on with, computed
+    behind its last one: where the token drawn is the first of them, what follows that is drawn too, and so on."""
 
     request: Request
     start: int
     count: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def decodes(self) -> bool:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
-from engine import apart, output
+from engine import apart, output, tails
 from engine.apart import DeviceLost, Drawn, Raised
-from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, ReservationFailed, Reserved, Stepped
+from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, ReservationFailed, Reserved
+from engine.figures import Figures
 from engine.late import Deadlines
 from engine.leaving import Leaving
 from engine.lent import Lent
@@ -21,9 +22,10 @@ from engine.runner import Runs
 from engine.sampler import Sampled
 from engine.scheduler import Scheduler
 from engine.slices import Slice
+from engine.speculation import Accepted, Speculation
 from engine.states import State
 from kernels.draw import NO_TOKEN
-from protocol.errors import DeadlineExceeded, GrammarFailed, KvferryError, ModelFailed, NodeLost, StepFailed, reason
+from protocol.errors import DeadlineExceeded, KvferryError, ModelFailed, NodeLost, StepFailed, reason
 
 log = logging.getLogger("kvferry.engine")
 REGISTERED_AT_ONCE = 1024
@@ -35,17 +37,25 @@ class Stepper:
     where news is left."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runs, lent: Lent, leaving: Leaving, longest: int, events: list[Event]
+        self,
+        scheduler: Scheduler,
+        runner: Runs,
+        lent: Lent,
+        leaving: Leaving,
+        longest: int,
+        events: list[Event],
+        speculation: Speculation,
     ) -> None:
         self._scheduler = scheduler
         self._pool = scheduler.pool
         self._runner = runner
+        self._speculation = speculation
         self._lent = lent
         self._leaving = leaving
         self._longest = longest
         self._events = events
         self._deadlines = Deadlines()
-        self._preempted = self._evicted = 0
+        self._figures = Figures(scheduler, speculation)
 
     def step(self) -> bool:
         """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). A request that cannot be
@@ -98,13 +108,6 @@ class Stepper:
             request.block_ids[i] = self._pool.register(holders, request.block_ids[i], request.hashes[i], parent)
             request.registered = i + 1
 
-    def note_tail(self, request: Request) -> None:
-        """The K/V of all its tokens is here: forks may copy what they share of the last block."""
-        if self._pool.prefix_caching:
-            start = request.last_start
-            block_id = request.block_ids[start // request.block_size]
-            self._pool.tails.put(request.parent_of(start), request.token_ids[start:], block_id)
-
     def report_blocks(self) -> None:
         """Tell what became findable or was evicted."""
         stored, removed = self._pool.drain_changes()
@@ -113,14 +116,15 @@ class Stepper:
 
     def _step(self) -> bool:
         began = time.monotonic()
-        slices = self._scheduler.schedule()
+        slices = self._speculation.extend(self._scheduler.schedule())
         self._announce_admissions()
         drawn = self._drawn(slices) if slices else None
         if drawn is not None:
+            self._speculation.settle(slices, drawn, time.monotonic() - began)
             for part, found in zip(slices, drawn, strict=True):
                 self._settle(part, found)
             self._advance_masks(slices)
-            self._report_step(slices, time.monotonic() - began)
+            self._events.append(self._figures.step(slices, time.monotonic() - began))
         self.report_blocks()
         return bool(slices)
 
@@ -160,6 +164,8 @@ class Stepper:
         try:
             if isinstance(found, Raised):
                 self.drop(request, found.error)
+            elif isinstance(found, Accepted):
+                self._commit_all(request, found.tokens)
             else:
                 self._commit(part, found)
         except Exception as error:
@@ -185,15 +191,21 @@ class Stepper:
             self._commit_read(request, sampled)
             return
         if request.output_here == 0:
-            self.note_tail(request)
+            tails.note(self._pool, request)
         if sampled.token_id == NO_TOKEN:
-            self.drop(request, _nothing_drawn(request))
+            self.drop(request, output.nothing_drawn(request))
             return
         event = output.append(request, sampled, self._longest)
         self._events.append(event)
         if event.delta.finish_reason is not None or request.prefill_only:
             self.register(request, whole=True)
             self._scheduler.remove(request)
+
+    def _commit_all(self, request: Request, tokens: Sequence[Sampled]) -> None:
+        """Each as if a step had been for it alone: the K/V of all but the last was computed in this one."""
+        for sampled in tokens:
+            if request.state is State.RUNNING:
+                self._commit(Slice(request, request.computed_len, 1), sampled)
 
     def _advance_masks(self, slices: Sequence[Slice]) -> None:
         """Of those that go on here behind a token that was drawn now."""
@@ -216,24 +228,3 @@ class Stepper:
             blocks = tuple((i, request.block_ids[i]) for i in range(begin, upto))
             self._events.append(Computed(request.transfer, blocks))
             request.shipped = upto
-
-    def _report_step(self, slices: Sequence[Slice], seconds: float) -> None:
-        decodes = sum(s.streams for s in slices)
-        preempted, evicted = self._scheduler.preempted_total, self._pool.evicted_total
-        self._events.append(
-            Stepped(
-                seconds,
-                prefill_tokens=sum(s.count for s in slices) - decodes,
-                decode_tokens=decodes,
-                preempted=preempted - self._preempted,
-                evicted=evicted - self._evicted,
-            )
-        )
-        self._preempted, self._evicted = preempted, evicted
-
-
-def _nothing_drawn(request: Request) -> KvferryError:
-    """Why no token could be drawn for it."""
-    if request.job.grammar is not None:
-        return GrammarFailed("of what the grammar allows next, nothing may be drawn, or its logits are not numbers")
-    return ModelFailed("the model's logits for the next token are not numbers")

@@ -4,7 +4,11 @@ such a block, since it will write behind it, where full blocks are shared as the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from engine.block_pool import BlockPool
+    from engine.request import Request
 
 TRIED = 8
 """Of the blocks behind one parent, the newest that are compared."""
@@ -73,3 +77,11 @@ def _shared(left: Sequence[int], right: Sequence[int]) -> int:
             break
         length += 1
     return length
+
+
+def note(pool: BlockPool, request: Request) -> None:
+    """The K/V of all its tokens is here: forks may copy what they share of the last block."""
+    if pool.prefix_caching:
+        start = request.last_start
+        block_id = request.block_ids[start // request.block_size]
+        pool.tails.put(request.parent_of(start), request.token_ids[start:], block_id)

@@ -25,6 +25,8 @@ class BatchPlan:
     query_lens / total_lens              the same as Python ints, so that no kernel launch waits for the device
     num_decodes   sequences with one query token, at the front
     adapted       the tokens that are computed with adapters, by adapter
+    chained       decodes of one sequence stand one behind the other, each with a row of the table: the K/V of all is
+                  written before any of them attends
     """
 
     positions: torch.Tensor
@@ -37,6 +39,7 @@ class BatchPlan:
     num_decodes: int
     block_size: int
     adapted: tuple[Adapted, ...] = ()
+    chained: bool = False
 
     @property
     def num_seqs(self) -> int:

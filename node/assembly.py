@@ -20,6 +20,7 @@ from engine.models.dense_modules import load_dense
 from engine.pooling import Pooler
 from engine.runner import Runner
 from engine.scheduler import Limits
+from engine.shift import Shift
 from kernels.cpu import CpuOps
 from kernels.cpu.dense import PackedLinear
 from kernels.ops import Ops, select
@@ -28,6 +29,7 @@ from model_files.task import read_task
 from node.adapters import read_first
 from node.grammar_masks import make_masks
 from node.pool_memory import make_pool
+from process.cores import Cores
 from process.limits import available_memory
 from protocol.adapters import AdapterName
 from protocol.errors import ConfigError
@@ -89,12 +91,16 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     max_model_len = longest_sequence(settings, model.info, num_blocks)
     fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops))
     limits = step_limits(settings, device)
-    shares = settings.shares_cores and device.type == "cpu"
-    config = EngineConfig(fingerprint, settings.block_size, max_model_len, limits, shares_cores=shares)
+    shares = settings.cores_fd >= 0 and device.type == "cpu"
+    config = EngineConfig(
+        fingerprint, settings.block_size, max_model_len, limits,
+        shares_cores=shares and settings.role == "decode", drafts=settings.num_speculative_tokens,
+    )  # fmt: skip
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=settings.enable_prefix_caching)
     pooler = Pooler(load_dense(source, task.dense, device))
     masks = make_masks(source, model.info.vocab_size)
-    runner = Runner(model, kv, settings.block_size, masks, pooler)
+    shift = Shift(Cores(settings.cores_fd), settings.itl_target_ms / 1000) if shares else None
+    runner = Runner(model, kv, settings.block_size, masks, pooler, shift)
     engine = Engine(config, runner, pool)
     if settings.role == "decode" and settings.canary_rate:
         tolerated = tolerance(model.dtype, dtype, exact=settings.batch_invariant)

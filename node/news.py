@@ -56,6 +56,8 @@ class News:
         for counter, count in (
             (m.step_tokens["prefill"], event.prefill_tokens),
             (m.step_tokens["decode"], event.decode_tokens),
+            (m.speculation.drafted, event.drafted),
+            (m.speculation.accepted, event.accepted),
             (m.preemptions, event.preempted),
             (m.evictions, event.evicted),
         ):

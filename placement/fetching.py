@@ -8,7 +8,7 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from placement.blocks import cached_len, whole_len
-from placement.terms import Demand, NodeView, Placement, unbroken
+from placement.terms import Demand, Holding, NodeView, Placement, unbroken
 from protocol.messages import Holder
 
 QUESTION_S = 0.003
@@ -29,26 +29,30 @@ class Fetch(NamedTuple):
     seconds: float
 
 
-def holders(demand: Demand, nodes: Sequence[NodeView]) -> tuple[NodeView, ...]:
+def holders(demand: Demand, nodes: Sequence[NodeView]) -> tuple[Holding, ...]:
     """Whom others may fetch from. None for a stream that moves: it takes its blocks along."""
     if not demand.fetches or demand.source:
         return ()
     able = [node for node in nodes if node.cached_len >= node.lease.block_size]
-    return tuple(nsmallest(CANDIDATES, able, key=lambda n: (-n.cached_len, n.waiting_tokens, n.streams)))
+    best = nsmallest(CANDIDATES, able, key=lambda n: (-n.cached_len, n.waiting_tokens, n.streams))
+    held = [(node, whole_len(node, demand)) for node in best]
+    return tuple(Holding(node, tokens, fetch_s(node, tokens)) for node, tokens in held)
 
 
 def fetching(node: NodeView, demand: Demand) -> Fetch | None:
-    """The best that the node can do, where that is better than to compute all that it has not."""
-    own = cached_len(node, demand)
-    best, limit_s = None, (demand.total_len - own) / node.rate - LEAST_GAIN_S
-    for holder in demand.holders:
-        held = whole_len(holder, demand)
-        if held <= own or not unbroken(demand, holder.key, node.key):
+    """The best that the node can do, where that is better than to compute all that it has not. Asked for every node,
+    nearly all of which hold nothing."""
+    own = cached_len(node, demand) if node.cached_len or demand.beside else 0
+    total, rate = demand.total_len, node.rate
+    best, limit_s = None, (total - own) / rate - LEAST_GAIN_S
+    for holding in demand.holders:
+        holder, held, seconds = holding
+        if held <= own or (demand.broken and not unbroken(demand, holder.key, node.key)):
             continue
-        seconds = fetch_s(holder, held - own) + (demand.total_len - held) / node.rate
+        seconds = (fetch_s(holder, held - own) if own else seconds) + (total - held) / rate
         if seconds < limit_s:
-            best, limit_s = Fetch(holder, held, seconds), seconds
-    return best
+            best, limit_s = holding, seconds
+    return Fetch(best.node, best.tokens, limit_s) if best else None
 
 
 def with_fetch(demand: Demand, placement: Placement, nodes: Sequence[NodeView]) -> Placement:

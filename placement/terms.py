@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from protocol.lease import NodeLease
 from protocol.messages import Holder
@@ -78,6 +79,15 @@ class NodeView:
         return (self.lease.node_id, self.lease.epoch)
 
 
+class Holding(NamedTuple):
+    """A node that others may fetch a prompt's blocks from: tokens that it holds in whole blocks, and the seconds until
+    all of them are elsewhere."""
+
+    node: NodeView
+    tokens: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What is to be placed, and where it may not go.
@@ -114,7 +124,7 @@ class Demand:
     adapter: str = ""
     beside: NodeKey | None = None
     fetches: bool = False
-    holders: tuple[NodeView, ...] = ()
+    holders: tuple[Holding, ...] = ()
     worth: float = 0.0
 
 

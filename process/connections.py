@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections import Counter
 from enum import Enum, auto
 from functools import partial
 from typing import Any, cast
@@ -19,11 +18,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from process.connection_limits import Limits
 from process.old_http import without_chunks
-from process.refusal import refusal
+from process.refusal import end, refusal
 from process.request_length import RequestLength
 from process.unread import Unread
 from process.upgrades import body_parser, has_body
-from protocol.errors import InvalidRequest, KvferryError, Overloaded, SlowRequest
+from process.visitors import Visitors
+from protocol.errors import InvalidRequest, KvferryError, SlowRequest
 
 
 class Phase(Enum):
@@ -37,22 +37,22 @@ class Phase(Enum):
 
 def guarded(limits: Limits) -> type[asyncio.Protocol]:
     """What uvicorn takes as `http=`: a protocol with these limits. Addresses are counted per call of this."""
-    return cast("type[asyncio.Protocol]", partial(GuardedProtocol, limits=limits, census=Counter()))
+    visitors = Visitors(limits.per_address)
+    return cast("type[asyncio.Protocol]", partial(GuardedProtocol, limits=limits, visitors=visitors))
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. `census` counts the open ones of each address. One timer serves the phase it is in."""
+    """One connection. One timer serves the phase it is in."""
 
-    def __init__(self, *args: Any, limits: Limits, census: Counter[str], **named: Any) -> None:
+    def __init__(self, *args: Any, limits: Limits, visitors: Visitors, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._limits, self._census = limits, census
+        self._limits, self._visitors = limits, visitors
         self._address: str | None = None
         self._phase = Phase.BETWEEN
         self._active: RequestResponseCycle | None = None
-        self._begun = self._reading_on = False
+        self._begun = self._reading_on = self._refused = False
         self._length = RequestLength(limits.body_bytes)
-        self._data = b""
-        self._body_bytes = 0
+        self._data, self._body_bytes = b"", 0
         self._heard = self._body_began = self._paced_from = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._reader: Unread | None = None
@@ -62,18 +62,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._reader = Unread(transport, self.loop, self._limits.reader_s, self._limits.least_rate)
         if self.client is not None:
             self._address = self.client[0]
-            self._census[self._address] += 1
-            if 0 < self._limits.per_address < self._census[self._address]:
-                bound = self._limits.per_address
-                self._refuse(Overloaded(f"there are {bound} connections from {self._address}", retry_after=1.0))
-                return
+            if crowd := self._visitors.enter(self._address):
+                return self._refuse(crowd)
         self._enter_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._address is not None:
-            self._census[self._address] -= 1
-            if not self._census[self._address]:
-                del self._census[self._address]
+            self._visitors.leaves(self._address)
             self._address = None
         self._stop_timer()
         self.resume_writing()
@@ -82,7 +77,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._disconnect()
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
         if self._phase is Phase.BETWEEN:
             self._enter_header()
@@ -91,7 +86,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._data = data
         super().data_received(data)
         self._data = b""
-        if not self.transport.is_closing():
+        if not self._refused:
             self._check_length()
 
     def on_message_begin(self) -> None:
@@ -127,8 +122,9 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             # The answer came before the body's end, which stopped the keep-alive timer that the answer had started.
-            idle_s = self.timeout_keep_alive
-            self.timeout_keep_alive_task = self.loop.call_later(idle_s, self.timeout_keep_alive_handler)
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -146,8 +142,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._reader.flows()
 
     def send_400_response(self, msg: str) -> None:
-        if not self.transport.is_closing():
-            self._refuse(InvalidRequest("this is not an HTTP/1.1 request"))
+        if not self._refused:
+            self._fail(InvalidRequest("this is not an HTTP/1.1 request"))
 
     def _unsupported_upgrade_warning(self) -> None:
         """The request is answered as any, and is the last one. The parser's complaint tells where the header ended."""
@@ -209,21 +205,25 @@ class GuardedProtocol(HttpToolsProtocol):
     def _check_length(self) -> None:
         found = {Phase.HEADER: self._length.begun_header_fault, Phase.BODY: self._length.body_fault}.get(self._phase)
         if found and (fault := found()):
-            self._refuse(fault)
+            self._fail(fault)
 
     def _check(self, fault: KvferryError | None) -> None:
         """Within the parser, which is to stop where something is at fault."""
         if fault:
-            self._refuse(fault)
+            self._fail(fault)
             raise httptools.HttpParserError
 
-    def _refuse(self, error: KvferryError) -> None:
+    def _fail(self, error: KvferryError) -> None:
+        """What has come is at fault, which is paid for."""
+        self._refuse(error, self._visitors.delay_s(self._address or "", self.loop.time() - self._heard))
+
+    def _refuse(self, error: KvferryError, after_s: float = 0.0) -> None:
         """Say why, where no other answer has begun, and close. Nothing is waited for: the peer may not read."""
         self._stop_timer()
-        if self._may_answer():
-            self.transport.write(refusal(error))
+        last = refusal(error) if self._may_answer() else b""
+        self._refused = True
         self._disconnect()
-        self.transport.close()
+        self._timer = end(self.transport, self.loop, last, after_s)
 
     def _may_answer(self) -> bool:
         if self._phase is Phase.BODY:

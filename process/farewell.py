@@ -4,20 +4,22 @@ way already. Closed at once it would be lost, and nobody could tell its client w
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from functools import partial
 from typing import Any, cast
 
 from process.connection_limits import Limits
 from process.connections import GuardedProtocol
+from process.toll import Toll
+from process.visitors import Visitors
 
 LINGER_S = 0.5
 """What a client sent before it could know of the end is here sooner than that."""
 
 
-def lingering(limits: Limits) -> type[asyncio.Protocol]:
-    """As `connections.guarded`."""
-    return cast("type[asyncio.Protocol]", partial(LingeringProtocol, limits=limits, census=Counter()))
+def lingering(limits: Limits, toll: Toll) -> type[asyncio.Protocol]:
+    """As `connections.guarded`; what is no request pays toll."""
+    visitors = Visitors(limits.per_address, toll)
+    return cast("type[asyncio.Protocol]", partial(LingeringProtocol, limits=limits, visitors=visitors))
 
 
 class LingeringProtocol(GuardedProtocol):

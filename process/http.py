@@ -25,11 +25,15 @@ from protocol.wire import MAX_FRAME_BYTES, unpack
 T = TypeVar("T")
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket; port 0 lets the kernel choose. Raises ConfigError naming the remedy."""
+def bind(host: str, port: int, shared: bool = False) -> socket.socket:
+    """A bound TCP socket; port 0 lets the kernel choose. shared: with others that say so, among which the kernel deals
+    connections out; while one that does not is bound and does not listen, no stranger gets the port. Raises ConfigError
+    naming the remedy."""
     family, address = family_of(host)
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind((address, port))
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 
@@ -28,3 +29,21 @@ def refusal(error: KvferryError) -> bytes:
     for name, value in retry_headers(error.status, error.retry_after).items():
         head += f"{name}: {value}\r\n".encode()
     return STATUS_LINE[error.status] + head + b"\r\n" + body
+
+
+def end(
+    transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, last: bytes, after_s: float
+) -> asyncio.TimerHandle | None:
+    """Close a connection behind its last bytes, after so many seconds in which nothing is read of it. Returns the timer
+    of that, if there is one."""
+
+    def close() -> None:
+        if last:
+            transport.write(last)
+        transport.close()
+
+    if after_s <= 0:
+        close()
+        return None
+    transport.pause_reading()
+    return loop.call_later(after_s, close)

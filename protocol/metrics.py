@@ -18,6 +18,7 @@ from protocol.loop_metrics import LoopMetrics
 from protocol.model_metrics import ModelMetrics, ModelRegistry, live_nodes
 from protocol.reuse_metrics import ReuseMetrics
 from protocol.scaling_metrics import NodeScaling, RouterScaling
+from protocol.speculation_metrics import SpeculationMetrics
 from protocol.tier_metrics import TierMetrics
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
@@ -232,9 +233,8 @@ class WorkerMetrics:
             "way",
             labels.COPY_WAYS,
         )
-        self.fetches = FetchMetrics(role, r)
-        self.tiers = TierMetrics(role, r)
-        self.canary = CanaryMetrics(role, r)
+        self.fetches, self.tiers = FetchMetrics(role, r), TierMetrics(role, r)
+        self.canary, self.speculation = CanaryMetrics(role, r), SpeculationMetrics(role, r)
         self.scaling = NodeScaling(role, r)
         self.account_violations = counter("kvferry_account_violations", "Prompts whose account was wrong: a bug.")
         self.lease_renewals = counters(

@@ -1,13 +1,14 @@
 """Settings of each process: one frozen dataclass, parsed once at the door by the command line.
 
-Every field is a flag (`--max-num-seqs`) and an environment variable (`KVFERRY_MAX_NUM_SEQS`); its metadata holds the
-flag's help text, choices and bounds. Nothing below the door reads the environment.
+Every field is a flag (`--max-num-seqs`) and an environment variable (`KVFERRY_MAX_NUM_SEQS`). Nothing below the door
+reads the environment.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+
+from protocol.setting import setting
 
 CPU_POOL_GIB = 1.0
 """KV pool of a worker on a CPU when no size is given."""
@@ -15,28 +16,6 @@ DEMO = "smollm2"
 MODEL = f"Hugging Face directory, hub id, .gguf file, or '{DEMO}' (the demo model)"
 QUEUE_TIMEOUT = "seconds a request waits while no node can take it: 503 if there is none by then, 429 if all are full"
 MODELS = f"{MODEL}; repeated for several models, whose --served-model-name then come in the same order"
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float | None = None,
-    hidden: bool = False,
-    former: str = "",
-) -> Any:
-    """A field of a settings class, with what the command line needs to offer and check it. A tuple is a flag that may
-    be repeated, and a variable with spaces between its values.
-
-    choices       the allowed words, where there are no others
-    least, most   inclusive bounds of a number
-    hidden        for the supervisor, not for people: help and README leave it out
-    former        the name it had before, which is still understood
-    """
-    metadata = {"help": help, "choices": choices, "least": least, "most": most, "hidden": hidden, "former": former}
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +51,11 @@ class RouterSettings(CommonSettings):
     """Settings of `kvferry router`."""
 
     port: int = setting(8000, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
+    workers: int = setting(
+        1, "router processes that share the port and its connections; limits hold for each of them", least=1, most=64
+    )
+    worker: int = setting(-1, "which of them this one is; -1: the one that starts them", hidden=True)
+    workers_dir: str = setting("", "directory of their sockets", hidden=True)
     model: tuple[str, ...] = setting((DEMO,), MODELS)
     pooling: str = setting(
         "auto",
@@ -188,11 +172,21 @@ class WorkerSettings(CommonSettings):
     max_model_len: int = setting(0, "longest prompt plus output in tokens; 0: the model's own limit", least=0)
     max_num_seqs: int = setting(64, "requests generating at once", least=1)
     itl_target_ms: float = setting(
-        50.0, "milliseconds between two tokens of a stream above which the decode pool should grow", least=0
+        50.0,
+        "milliseconds between two tokens of a stream above which the decode pool should grow; what prompts leave of "
+        "cores that they share with streams (`serve`) keeps to it",
+        least=0,
     )
     max_num_batched_tokens: int = setting(0, "token budget of one step; 0: 256 on a CPU, 8192 on a GPU", least=0)
     max_prefill_tokens_while_decoding: int = setting(
         0, "prompt tokens a step may compute beside running streams; 0: 64 on a CPU, 2048 on a GPU", least=0
+    )
+    num_speculative_tokens: int = setting(
+        0,
+        "tokens of a stream that a step computes at most beside its last one, where they followed in its prompt or "
+        "output before; those that are drawn are kept. No text changes; 0: none",
+        least=0,
+        most=64,
     )
     enable_prefix_caching: bool = setting(True, "reuse the blocks of equal prefixes")
     kernels: str = setting(
@@ -211,7 +205,7 @@ class WorkerSettings(CommonSettings):
     max_loras: int = setting(8, "adapters that a node holds at most", least=1)
     max_lora_rank: int = setting(64, "largest rank of an adapter", least=1)
     respawned: bool = setting(False, "whether another process follows when this one has ended", hidden=True)
-    shares_cores: bool = setting(False, "whether the prefill nodes compute on this one's cores", hidden=True)
+    cores_fd: int = setting(-1, "descriptor of what processes on the same cores share (process/cores.py)", hidden=True)
     verify_checksums: float = setting(
         1.0, "share of shipped blocks whose checksum is verified, 0 to 1", least=0, most=1
     )

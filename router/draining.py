@@ -5,31 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from process.connection_limits import Limits
 from process.connections import guarded
-from process.http import Server, make_app, serve_metrics
+from process.http import Server, make_app
 from process.refusal import retry_headers
 from protocol.errors import Draining
-from protocol.metrics import RouterMetrics
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 @contextlib.asynccontextmanager
 async def answering(
-    sock: socket.socket, leaving: Server, metrics: RouterMetrics, tls: dict[str, Any], limits: Limits
+    sock: socket.socket, leaving: Server, scrape: Callable[[], Awaitable[bytes]], tls: dict[str, Any], limits: Limits
 ) -> AsyncIterator[None]:
     """While the server of the listening socket is `leaving`, its place is taken on that very socket: no connection is
-    refused in between. The socket's last owner closes it."""
+    refused in between. The socket's last owner closes it. scrape: what /metrics answers."""
     config = uvicorn.Config(
-        _app(metrics), **tls, http=guarded(limits), ws="none", lifespan="off", log_config=None, access_log=False,
+        _app(scrape), **tls, http=guarded(limits), ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, timeout_graceful_shutdown=1,
     )  # fmt: skip
     config.load()
@@ -52,10 +52,13 @@ async def answering(
         spare.close()
 
 
-def _app(metrics: RouterMetrics) -> FastAPI:
+def _app(scrape: Callable[[], Awaitable[bytes]]) -> FastAPI:
     """Alive, not ready, to be scraped; what else is asked is asked in vain."""
     app = make_app(lambda: (200, {"status": "draining"}), lambda: "it is draining")
-    serve_metrics(app, metrics.registry, lambda: None)
+
+    @app.get("/metrics")
+    async def scraped() -> Response:
+        return Response(await scrape(), media_type=CONTENT_TYPE_LATEST)
 
     @app.api_route("/{path:path}", methods=METHODS)
     async def refuse(path: str) -> Response:

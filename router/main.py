@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 import ssl
 import sys
+from functools import partial
 from typing import Any, Protocol
 
 import uvicorn
@@ -23,6 +25,7 @@ from process.loop_lag import watched
 from process.secret import ClusterSecrets
 from process.signals import Stop
 from process.status import Status
+from process.toll import Toll
 from protocol.errors import ConfigError, RegistryUnavailable, reason
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
@@ -34,11 +37,16 @@ from router.dashboard.board import Board
 from router.journey.cluster import RouterCluster
 from router.journey.prefixes import BlockLookup
 from router.nodes.table import NodeSource
+from router.siblings.exposition import scraped
+from router.siblings.siblings import Siblings
 from router.tenants.tenancy import Tenancy
 from router.text.load import load_text_models
 
 log = logging.getLogger(__name__)
 
+GARBAGE = 5_000
+"""Objects that are made before the garbage collector looks for cycles among them: requests leave few, and thirty that
+run at once hold more than the default, so that it would look through them all the time."""
 SWITCH_S = 0.001
 """What a thread that renders or tokenises may keep the interpreter from the event loop."""
 HURRY_S = 2.0
@@ -56,6 +64,7 @@ async def serve_router(settings: RouterSettings) -> None:
     may finish within `request_timeout`; SIGINT or a second signal gives them two seconds. Raises ConfigError when the
     port, the model or Redis cannot be used; a Redis that does not answer yet is waited for while serving."""
     sys.setswitchinterval(SWITCH_S)
+    gc.set_threshold(GARBAGE)
     stop = Stop()
     stop.listen()
     store = RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)
@@ -63,7 +72,7 @@ async def serve_router(settings: RouterSettings) -> None:
     try:
         with contextlib.suppress(RegistryUnavailable):
             await store.check()
-        with contextlib.closing(bind(settings.host, settings.port)) as sock:
+        with contextlib.closing(bind(settings.host, settings.port, shared=settings.worker >= 0)) as sock:
             await run_router(settings, store, sock, stop, kept)
     finally:
         await store.close()
@@ -103,16 +112,19 @@ async def run_router(
         patience_s=settings.queue_timeout,
         token=secrets.token,
     )
-    board = Board(nodes, metrics)
+    board, siblings, toll = Board(nodes, metrics), Siblings.of(settings), Toll()
     pools = Pools(*(pool_of(text, nodes.pool(text.called), metrics, settings, tenancy) for text in texts))
-    followed = (secrets.followed(), tenancy.keyring.followed(), board.followed(), watched(metrics.loop))
+    followed = (
+        secrets.followed(), tenancy.keyring.followed(), board.followed(), watched(metrics.loop), siblings.answering()
+    )  # fmt: skip
     async with nodes, contextlib.aclosing(pools), contextlib.AsyncExitStack() as stack:
+        app = create_app(settings, pools, metrics, tenancy, kept, batches, board, siblings, toll)
         for each in followed:
             await stack.enter_async_context(each)
         config = uvicorn.Config(
-            create_app(settings, pools, metrics, tenancy, kept, batches, board),
+            app,
             **tls(settings),
-            http=lingering(connection_limits(settings)),
+            http=lingering(connection_limits(settings), toll),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -130,7 +142,9 @@ async def run_router(
         log.info("router ready at %s", url)
         status.ready(url, model=texts[0].name)
         async with batches:
-            last = draining.answering(sock, server, metrics, tls(settings), connection_limits(settings))
+            last = draining.answering(
+                sock, server, partial(scraped, metrics, siblings), tls(settings), connection_limits(settings)
+            )
             await _until_ended(server, serving, stop, last)
 
 

@@ -16,10 +16,14 @@ from protocol.errors import ConfigError
 if TYPE_CHECKING:
     from engine.block_pool import BlockPool
 
-EVICTIONS = ("lru", "s3fifo", "gdsf")
+EVICTIONS = ("lru", "s3fifo", "gdsf", "gdsf-cost", "slru")
 SMALL = 10
 """Of S3-FIFO: one block of so many may be in the queue of those that were used once."""
 MOST_USES = 3
+COST_BLOCKS = 512
+"""Position, in blocks, at which one costs twice as much to compute again (Machine.attention_len)."""
+PROTECTED = 0.5
+"""Of SLRU: the share of a pool that idle blocks used more than once may have."""
 MOST_LOOKS = 64
 """At heads of queues for one block; then the block that is idle for longest leaves."""
 
@@ -35,7 +39,9 @@ def order_of(name: str, pool: BlockPool, num_blocks: int) -> Order | None:
         raise ConfigError(f"eviction must be one of {', '.join(EVICTIONS)}, not {name!r}", param="eviction")
     if name == "s3fifo":
         return S3Fifo(pool, num_blocks)
-    return Gdsf(pool) if name == "gdsf" else None
+    if name == "slru":
+        return Segmented(pool, num_blocks)
+    return None if name == "lru" else Gdsf(pool, attention_blocks=COST_BLOCKS if name == "gdsf-cost" else 0)
 
 
 class _Idle:
@@ -67,11 +73,13 @@ class _Idle:
 
 
 class Gdsf(_Idle):
-    """Greedy dual with frequency: blocks have one size and one cost, so a block's rank is how often it was used, plus
-    the rank of what left last."""
+    """Greedy dual with frequency (Cherkasova, 1998): a block's rank is how often it was used, times what it costs to
+    compute again (1, or growing with its position), plus the rank of what left last."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, *, attention_blocks: int = 0) -> None:
         super().__init__(pool)
+        self._attention_blocks = attention_blocks
+        self._depth: dict[bytes, int] = {}
         self._uses: dict[bytes, int] = {}
         self._rank: dict[int, float] = {}
         self._heap: list[tuple[float, int, int]] = []
@@ -84,24 +92,80 @@ class Gdsf(_Idle):
 
     def __setitem__(self, block: int, value: None) -> None:
         self._idle[block] = None
-        self._entered += 1
-        self._rank[block] = self._age + self._uses.setdefault(self._hash(block), 1)
-        heapq.heappush(self._heap, (self._rank[block], self._entered, block))
+        self._rank[block] = self._age + self._uses.setdefault(self._hash(block), 1) * self._cost(block)
+        if self._leaf(block):
+            self._enter(block)
 
     def popitem(self, last: bool = False) -> tuple[int, None]:
-        aside = []
         while True:
-            rank, entered, block = heapq.heappop(self._heap)
-            if block not in self._idle or self._rank[block] != rank:
-                continue
-            if self._leaf(block):
+            rank, _, block = heapq.heappop(self._heap)
+            if block in self._idle and self._rank[block] == rank and self._leaf(block):
                 break
-            aside.append((rank, entered, block))
-        for entry in aside:
-            heapq.heappush(self._heap, entry)
         del self._idle[block]
-        self._age = rank
+        self._age = max(self._age, rank)
         self._uses.pop(self._hash(block), None)
+        self._depth.pop(self._hash(block), None)
+        parent = self._pool._blocks[block].parent
+        if parent in self._idle and self._pool._blocks[parent].children == 1:
+            self._enter(parent)  # a leaf, once this one is gone
+        return block, None
+
+    def _enter(self, block: int) -> None:
+        """Only leaves stand in the heap: a parent may have a lower rank than its children."""
+        self._entered += 1
+        heapq.heappush(self._heap, (self._rank[block], self._entered, block))
+
+    def _cost(self, block: int) -> float:
+        """Of computing it again, in first blocks."""
+        if not self._attention_blocks:
+            return 1.0
+        chain, at = [], block
+        while (parent := self._pool._blocks[at].parent) is not None and self._hash(at) not in self._depth:
+            chain.append(at)
+            at = parent
+        first = self._depth.setdefault(self._hash(at), 0)
+        for place, each in enumerate(reversed(chain), first + 1):
+            self._depth[self._hash(each)] = place
+        return 1 + self._depth[self._hash(block)] / self._attention_blocks
+
+
+class Segmented(_Idle):
+    """SLRU (Karedla et al., 1994): what was used once leaves before what was used again, of which the oldest stand back
+    where they exceed their share. Who uses a block uses those before it, so tails still leave first."""
+
+    def __init__(self, pool: BlockPool, num_blocks: int) -> None:
+        super().__init__(pool)
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._again: OrderedDict[int, None] = OrderedDict()
+        self._uses: dict[int, bytes] = {}
+        self._most = int(num_blocks * PROTECTED)
+
+    def used(self, blocks: Iterable[int]) -> None:
+        self._uses.update((block, self._hash(block)) for block in blocks)
+
+    def __setitem__(self, block: int, value: None) -> None:
+        self._idle[block] = None
+        if self._uses.get(block) != self._hash(block):
+            self._once[block] = None
+            return
+        self._again[block] = None
+        if len(self._again) > self._most:
+            self._once[self._again.popitem(last=False)[0]] = None
+
+    def __delitem__(self, block: int) -> None:
+        del self._idle[block]
+        self._once.pop(block, None)
+        self._again.pop(block, None)
+
+    def pop(self, block: int, default: None) -> None:
+        if block in self._idle:
+            del self[block]
+
+    def popitem(self, last: bool = False) -> tuple[int, None]:
+        queues = (self._once, self._again)
+        block = next(each for queue in queues for each in queue if self._leaf(each))
+        del self[block]
+        self._uses.pop(block, None)
         return block, None
 
 

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from cluster_state.memory_store import MemoryStore
 from cluster_state.responses import MemoryResponses, ResponseStore
 from placement.capacity import Capacity
+from process.toll import Toll
 from protocol.adapters import ChangeAdapter
 from protocol.errors import KvferryError
 from protocol.lease import NodeLease
@@ -185,12 +186,13 @@ def app_of(
     kept: ResponseStore | None = None,
     batches: Batches | None = None,
     board: Board | None = None,
+    toll: Toll | None = None,
 ) -> ASGIApp:
     """A single model, served by this cluster."""
     settings = settings or RouterSettings()
     tenancy = Tenancy(settings)
     pools = Pools(pool_of(text, cluster, metrics, settings, tenancy))
-    return create_app(settings, pools, metrics, tenancy, kept, batches, board or unwatched(metrics))
+    return create_app(settings, pools, metrics, tenancy, kept, batches, board or unwatched(metrics), toll=toll)
 
 
 def unwatched(metrics: RouterMetrics) -> Board:
@@ -201,13 +203,16 @@ def unwatched(metrics: RouterMetrics) -> Board:
 class Api:
     """An application over a fake cluster and a client that talks to it in process."""
 
-    def __init__(self, cluster: FakeCluster, text: TextModel | None = None, **settings: Any) -> None:
+    def __init__(
+        self, cluster: FakeCluster, text: TextModel | None = None, toll: Toll | None = None, **settings: Any
+    ) -> None:
         self.cluster = cluster
         self.metrics = RouterMetrics()
         self.settings = RouterSettings(**settings)
         self.batches = Batches(self.settings)
         self.kept = MemoryResponses()
-        self.app = app_of(cluster, text or demo_text(), self.metrics, self.settings, self.kept, self.batches)
+        text = text or demo_text()
+        self.app = app_of(cluster, text, self.metrics, self.settings, self.kept, self.batches, toll=toll)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://router")
 
     async def chat(self, **body: Any) -> httpx.Response:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from api_parts import Api, FakeCluster, says
 
-from cli.main import SERVE_FIXED, kvferry
-from cli.options import flag
+from cli.main import kvferry
+from cli.options import SERVE_FIXED, flag
 from docs.tables import renew, tables
 from protocol.settings import ServeSettings
 

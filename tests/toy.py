@@ -97,10 +97,11 @@ def make_engine(
     seqs: int = 8,
     caching: bool = True,
     masks: Masks | None = None,
+    drafts: int = 0,
 ) -> Engine:
     """An engine around the toy model with small limits."""
     kv = torch.full((num_blocks, 1, 2, 1, block_size, 1), -1.0)
-    config = EngineConfig(FINGERPRINT, block_size, 256, Limits(budget, beside, seqs))
+    config = EngineConfig(FINGERPRINT, block_size, 256, Limits(budget, beside, seqs), drafts=drafts)
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=caching)
     return Engine(config, Runner(ToyModel(), kv, block_size, masks), pool)
 

@@ -110,6 +110,7 @@ class Step:
         slots: Tensor,
         block_table: Tensor,
         total_len: Tensor,
+        chained: bool,
         kv: Tensor,
         out: Tensor,
     ) -> None:

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster_state.responses import ResponseStore
 from process.disconnect import until_disconnect
+from process.toll import Toll
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
 from router.api.about import about
@@ -28,7 +29,8 @@ from router.api.batches.files import files_router
 from router.api.bodies.generating import ChatBody, CompletionBody
 from router.api.bodies.reader import BodyReader
 from router.api.documentation import ANSWERED, STREAMED, Application, errors, takes
-from router.api.door import Admission, Door, Generating
+from router.api.door import Door
+from router.api.exchange import Admission, Generating
 from router.api.fold import Endpoint
 from router.api.http_errors import HANDLERS
 from router.api.messages.answer import MessageAnswer
@@ -54,6 +56,7 @@ from router.api.tokenization import DetokenizeBody, TokenizeBody, describe, deto
 from router.batch.batches import Batches
 from router.dashboard import routes as dashboard
 from router.dashboard.board import Board
+from router.siblings.siblings import Siblings
 from router.tenants.tenancy import Tenancy
 
 ENCODING = (400, 404, 413, 415, 429, 500)
@@ -89,15 +92,19 @@ def create_app(
     kept: ResponseStore | None = None,
     batches: Batches | None = None,
     board: Board | None = None,
+    siblings: Siblings | None = None,
+    toll: Toll | None = None,
 ) -> ASGIApp:
     """The application that serves the models of `pools` to those in `tenancy`, or in the settings as they are now, and
     keeps responses in `kept`. It starts and stops none of them; without `batches` none are resumed, without `board`
-    there is no dashboard. Raises ConfigError for keys that cannot be read."""
-    tenancy, batches = tenancy or Tenancy(settings), batches or Batches(settings)
+    there is no dashboard. `siblings`: who shares the port; `toll`: what refusals wait for, if
+    for anything. Raises ConfigError for keys that
+    cannot be read."""
+    tenancy, batches, siblings = tenancy or Tenancy(settings), batches or Batches(settings), siblings or Siblings()
     reader = BodyReader(settings.max_body_mib * 2**20)
     admission = Admission(settings.max_inflight)
     responses = Responses(kept)
-    background = Background(responses, admission)
+    background = Background(responses, admission, siblings)
     offered, shared = endpoints(responses, background), (pools, admission, reader, tenancy, metrics)
     exchanges: dict[str, Generating | Reading] = {each.path: Generating(each, *shared) for each in offered}
     exchanges |= {each.path: Reading(each, *shared) for each in READINGS}
@@ -119,11 +126,12 @@ def create_app(
     ):
         app.include_router(router, **guarded)
     if board is not None:
-        app.include_router(dashboard.shown(board, tenancy.keyring), **guarded)
-        app.include_router(dashboard.page(board, tenancy.keyring), responses=ANSWERED)
-    app.include_router(probes(pools, metrics), responses=ANSWERED)
+        boards = dashboard.Boards(board, siblings)
+        app.include_router(dashboard.shown(boards, tenancy.keyring), **guarded)
+        app.include_router(dashboard.page(boards, tenancy.keyring), responses=ANSWERED)
+    app.include_router(probes(pools, metrics, siblings), responses=ANSWERED)
     batches.serve(app, exchanges, lambda: admission.count, tenancy.realm)
-    return across_origins(Door(app, settings, tenancy, exchanges), settings)
+    return across_origins(Door(app, settings, tenancy, exchanges, toll), settings)
 
 
 def _guarded() -> dict[str, Any]:

@@ -82,7 +82,8 @@ class Generation:
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
         """What the choices produce, as it comes. Raises the KvferryError of the first journey that fails."""
         for leader in self._leaders:
-            leader.journey = self._pool.cluster.start(replace(leader.spec, newcomer=self.newcomer))
+            spec = replace(leader.spec, newcomer=True) if self.newcomer else leader.spec
+            leader.journey = self._pool.cluster.start(spec)
         if len(self.choices) == 1:
             async for piece in self._follow(self.choices[0]):
                 yield self.choices[0], piece
@@ -102,10 +103,12 @@ class Generation:
 
     async def close(self) -> None:
         """Cancel every journey that has not ended."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*map(self._cancel, self.choices), return_exceptions=True)
+        if self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        if left := [choice for choice in self.choices if not choice.ended]:
+            await asyncio.gather(*map(self._cancel, left), return_exceptions=True)
 
     @property
     def route(self) -> Route | None:

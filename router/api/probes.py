@@ -16,22 +16,39 @@ from router.api.answers import Health, Ready, Targets
 from router.api.documentation import answers
 from router.api.pool import Pools
 from router.page.page import chat_page
+from router.siblings.exposition import scraped
+from router.siblings.siblings import Siblings
 
 ASKED = ("1", "true")
 NODES = {"name": "nodes", "in": "query", "required": False, "schema": {"type": "boolean"}}
 
 
-def probes(pools: Pools, metrics: RouterMetrics) -> APIRouter:
-    """Open to whoever asks: see OPEN_PATHS."""
+def probes(pools: Pools, metrics: RouterMetrics, siblings: Siblings) -> APIRouter:
+    """Open to whoever asks: see OPEN_PATHS. Whichever process of several answers, it answers for all of them."""
     router = APIRouter()
+
+    async def own_metrics() -> bytes:
+        return generate_latest(metrics.registry)
+
+    async def own_trouble(placing: bool) -> bytes:
+        return trouble(pools, placing).encode()
+
+    siblings.answers |= {"metrics": own_metrics, "trouble": own_trouble}
 
     @router.get("/", summary="A page to talk to the model", response_class=HTMLResponse)
     async def page() -> Response:
         return chat_page()
 
-    @router.get("/health", summary="The process runs")
-    async def health() -> Health:
-        return Health(status="ok")
+    @router.get(
+        "/health",
+        summary="The process runs, and so do all that share its port",
+        responses=answers(Health, 503),
+    )
+    async def health(response: Response) -> Health:
+        silent = await siblings.silent()
+        if silent:
+            response.status_code = 503
+        return Health(status=f"no answer from router process {silent[0]}" if silent else "ok")
 
     @router.get(
         "/ready",
@@ -43,9 +60,8 @@ def probes(pools: Pools, metrics: RouterMetrics) -> APIRouter:
     async def ready(request: Request, response: Response) -> Ready:
         models = pools.ready()
         nodes = {role: sum(counts[role] for counts in models.values()) for role in ROLES}
-        why = pools.trouble
-        if not nodes["decode"] and request.query_params.get("nodes") in ASKED:
-            why = why or "no node can serve yet"
+        placing = request.query_params.get("nodes") in ASKED
+        why = trouble(pools, placing) or await _troubles(siblings, placing)
         if why:
             response.status_code = 503
             response.headers.update(retry_headers(503))
@@ -53,9 +69,27 @@ def probes(pools: Pools, metrics: RouterMetrics) -> APIRouter:
 
     @router.get("/metrics", summary="Prometheus' text format", response_class=PlainTextResponse)
     async def scrape() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await scraped(metrics, siblings), media_type=CONTENT_TYPE_LATEST)
 
     return router
+
+
+def trouble(pools: Pools, placing: bool) -> str:
+    """Why this process takes no requests, or could place none now; empty where it does."""
+    if pools.trouble or not placing:
+        return pools.trouble
+    serving = any(counts["decode"] for counts in pools.ready().values())
+    return "" if serving else "no node can serve yet"
+
+
+async def _troubles(siblings: Siblings, placing: bool) -> str:
+    """As `trouble`, of those that share the port."""
+    for number, told in (await siblings.ask("trouble", placing)).items():
+        if told is None:
+            return f"no answer from router process {number}"
+        if told:
+            return f"router process {number}: {told.decode()}"
+    return ""
 
 
 def targets(pools: Pools) -> APIRouter:

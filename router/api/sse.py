@@ -32,9 +32,10 @@ class TextEvent:
     """
 
     SLOT = "\x00slot\x00"
+    _SLOT = dump(SLOT)
 
     def __init__(self, shape: Any, under: str = "") -> None:
-        self._head, self._tail = event(shape).split(dump(self.SLOT))
+        self._head, self._tail = event(shape).split(self._SLOT)
         self._head = (f"event: {under}\n".encode() if under else b"") + self._head
 
     def fill(self, text: str) -> bytes:

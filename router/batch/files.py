@@ -3,14 +3,15 @@ outside the event loop."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -25,8 +26,6 @@ PURPOSES = ("batch", "batch_output")
 MOST = 10_000
 """Files of one tenant, whatever their size."""
 _ID = re.compile(r"file-[0-9a-f]{32}")
-_counting = threading.Lock()
-"""Held while room is counted and taken: two files that arrive together may not have the same."""
 
 
 class DiskFailed(KvferryError):
@@ -80,7 +79,7 @@ class FileStore:
             try:
                 with partly.open("wb") as out:
                     shutil.copyfileobj(content, out, 2**20)
-                with _counting:
+                with self._counting():
                     size = partly.stat().st_size
                     self._check_room(size)
                     stored = StoredFile(file_id, size, int(time.time()), filename[:255], purpose)
@@ -125,6 +124,17 @@ class FileStore:
         self.get(file_id)
         self._description(file_id).unlink(missing_ok=True)
         self._content(file_id).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """While room is counted and taken: two files that arrive together, in whatever processes, may not have the
+        same."""
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
 
     def _check_room(self, size: int) -> None:
         known = self.all()

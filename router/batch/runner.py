@@ -113,7 +113,8 @@ class Runner:
                 if self._running >= max(1, self._width()):
                     self._freed.clear()
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._freed.wait(), SAVE_S)
+                        async with asyncio.timeout(SAVE_S):  # not wait_for, which may lose a cancellation
+                            await self._freed.wait()
                     continue
                 row = await asyncio.to_thread(next, left, None)
                 if row is None and not tasks:

@@ -10,37 +10,58 @@ from fastapi.responses import HTMLResponse
 
 from router.call import CALL
 from router.dashboard.board import Board
+from router.dashboard.merged import merged
 from router.dashboard.page import view, whole_page
 from router.dashboard.state import State
+from router.siblings.siblings import Siblings
 from router.tenants.keyring import Keyring
 
 FRESH = {"cache-control": "no-store"}
 
 
-def shown(board: Board, keyring: Keyring) -> APIRouter:
+class Boards:
+    """Those of all processes that share the port, as one."""
+
+    def __init__(self, board: Board, siblings: Siblings) -> None:
+        self._board, self._siblings = board, siblings
+        siblings.answers["state"] = self._own
+
+    async def state(self, viewer: str | None = None) -> State:
+        """As `Board.state`."""
+        own = self._board.state(viewer)
+        if self._siblings.alone:
+            return own
+        told = (await self._siblings.ask("state", viewer)).values()
+        return merged(own, [State.model_validate_json(each) for each in told if each is not None], self._siblings.count)
+
+    async def _own(self, viewer: str | None) -> bytes:
+        return self._board.state(viewer).model_dump_json().encode()
+
+
+def shown(boards: Boards, keyring: Keyring) -> APIRouter:
     """What is asked for by those with a key."""
     router = APIRouter()
 
-    def state(request: Request) -> State:
-        return board.state(request.scope[CALL].tenant or None if keyring.guards else None)
+    async def state(request: Request) -> State:
+        return await boards.state(request.scope[CALL].tenant or None if keyring.guards else None)
 
     @router.get("/dashboard/state", summary="The cluster as this router sees it", response_model=State)
     async def as_json(request: Request) -> Response:
-        return Response(state(request).model_dump_json(), media_type="application/json", headers=FRESH)
+        return Response((await state(request)).model_dump_json(), media_type="application/json", headers=FRESH)
 
     @router.get("/dashboard/view", summary="The same as a part of a page", response_class=HTMLResponse)
     async def as_html(request: Request) -> Response:
-        return HTMLResponse(await asyncio.to_thread(view, state(request)), headers=FRESH)
+        return HTMLResponse(await asyncio.to_thread(view, await state(request)), headers=FRESH)
 
     return router
 
 
-def page(board: Board, keyring: Keyring) -> APIRouter:
+def page(boards: Boards, keyring: Keyring) -> APIRouter:
     """The page around it."""
     router = APIRouter()
 
     @router.get("/dashboard", summary="A page that shows the cluster live", response_class=HTMLResponse)
     async def dashboard() -> Response:
-        return await asyncio.to_thread(whole_page, None if keyring.guards else board.state())
+        return await asyncio.to_thread(whole_page, None if keyring.guards else await boards.state())
 
     return router

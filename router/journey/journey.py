@@ -16,7 +16,7 @@ from placement.terms import Placement
 from protocol.errors import Cancelled, DeadlineExceeded, KvferryError
 from protocol.messages import Job, TokenDelta
 from router.journey import jobs
-from router.journey.alarms import Alarm, Alarms
+from router.journey.alarms import Alarm, Alarms, Mail
 from router.journey.blame import Failure
 from router.journey.chronicle import Record
 from router.journey.course import Course
@@ -44,7 +44,7 @@ class RouterJourney:
         self.route: Route | None = None
         self._spec, self._ground = spec, ground
         self._wire_id = f"{spec.request_id}-{secrets.token_hex(6)}"
-        self._mail: asyncio.Queue[Event | Alarm | KvferryError | None] = asyncio.Queue()
+        self._mail: Mail[Event | Alarm | KvferryError | None] = Mail()
         self._sequence = Sequence()
         self._race = Race()
         self._attempts = 0
@@ -74,7 +74,7 @@ class RouterJourney:
         if not self._over:
             self._outcome = "done" if enough else ""
             self._end(cancel=True)
-            self._mail.put_nowait(Cancelled("the request was cancelled"))
+            self._mail.post(Cancelled("the request was cancelled"))
 
     async def _outputs(self) -> AsyncIterator[Output]:
         if self._over:
@@ -84,14 +84,14 @@ class RouterJourney:
             model, made = self._ground.group.name.first, self._sequence.tokens
             self._record = self._ground.chronicle.begin(self._spec, model, made)
             while not self._sequence.finished:
-                if not self._race:
+                if not self._race.runners:
                     await self._launch()
                 event = await self._next()
                 if isinstance(event, TokenDelta):
                     if event.reuse is not None and self._sequence.tokens:
                         self._ground.metrics.recovered["cached"].inc(event.reuse.cached_len)
                         self._ground.metrics.recovered["computed"].inc(event.reuse.computed)
-                    if len(self._race) > 1:
+                    if len(self._race.runners) > 1:
                         self._race.win(event.attempt)
                     for delta in self._sequence.push(event):
                         yield self._output(delta)
@@ -110,12 +110,12 @@ class RouterJourney:
     async def _next(self) -> Event | Alarm | None:
         """The next event of an attempt that is under way. Raises what ends the request: its deadline, its
         cancellation."""
-        event = await self._mail.get()
+        event = await self._mail.next()
         if self._over:
             raise Cancelled("the request was cancelled")
         if isinstance(event, TokenDelta) or isinstance(event, Failure | Drains):  # noqa: SIM101 - for every token
-            known = event.attempt in self._race or (self._succession and self._succession.concerns(event.attempt))
-            return event if known else None
+            number, heirs = event.attempt, self._succession
+            return event if number in self._race.runners or (heirs and heirs.concerns(number)) else None
         if isinstance(event, KvferryError):
             raise event
         return event
@@ -125,7 +125,7 @@ class RouterJourney:
         assert self._alarms
         reuse = await self._course.reuse()
         while (placement := self._course.place(reuse, self._alarms.left_s)) is None:
-            asyncio.get_running_loop().call_later(self._course.patience.pause_s(), self._mail.put_nowait, None)
+            asyncio.get_running_loop().call_later(self._course.patience.pause_s(), self._mail.post, None)
             await self._next()
         if self._over:
             raise Cancelled("the request was cancelled")
@@ -137,12 +137,12 @@ class RouterJourney:
         """The attempt is late: begin another beside it, elsewhere, under a name of its own, so that each is cancelled
         without the other. The first token wins."""
         late = self._race.leader
-        if late is None or not self._alarms or not self._alarms.late or not self._mail.empty():
+        if late is None or not self._alarms or not self._alarms.late or self._mail:
             return
         self._ground.doubt(late.placement)
         reuse = await self._course.reuse()
         placement = self._course.elsewhere(late.placement, reuse)
-        if not self._over and self._mail.empty() and placement and self._ground.hedges.spend():
+        if not self._over and not self._mail and placement and self._ground.hedges.spend():
             self._ground.metrics.ladder.labels("hedge").inc()
             late_nodes = [node.node_id for node in (late.placement.prefill, late.placement.decode) if node]
             self._ground.chronicle.rung(self._record, "hedge", late_nodes, "its first token is late")
@@ -152,12 +152,12 @@ class RouterJourney:
         assert self._alarms and self._record  # noqa: PT018
         made, job = self._attempts, self._job(name)
         self._prediction.began(job.attempt, placement)
-        post, hashes = self._mail.put_nowait, self._course.hashes
+        post, hashes = self._mail.post, self._course.hashes
         self._race.enter(self._ground.launch(job, placement, post, hashes=hashes))
         self._attempts += 1
         if not self.route:
             self._record.sent(placement)
-        self._alarms.launched(inf if len(self._race) > 1 else max(LATE_S, LATE * placement.first_token_s))
+        self._alarms.launched(inf if len(self._race.runners) > 1 else max(LATE_S, LATE * placement.first_token_s))
         self._course.goes_to(self._race.nodes)
         log.debug("%s attempt %d: %s", name, made, placement)
 
@@ -170,7 +170,7 @@ class RouterJourney:
     async def _bequeath(self, number: int) -> None:
         """The node of that attempt drains."""
         if self._succession is None:
-            self._succession = Succession(self._race, self._course, self._ground, self._mail.put_nowait)
+            self._succession = Succession(self._race, self._course, self._ground, self._mail.post)
         leaves = self._race.leader.placement.decode if self._race.leader else None
         if await self._succession.begin(number, self._job):
             self._attempts += 1
@@ -221,11 +221,11 @@ class RouterJourney:
     def _ring(self, alarm: Alarm) -> None:
         if alarm is Alarm.DEADLINE:
             call = self._spec.call
-            self._mail.put_nowait(DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s"))
+            self._mail.post(DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s"))
         elif alarm is Alarm.STALL:
             self._race.stall()
         else:
-            self._mail.put_nowait(alarm)
+            self._mail.post(alarm)
 
     def _end(self, *, cancel: bool) -> None:
         self._over = True

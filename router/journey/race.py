@@ -8,50 +8,44 @@ from router.nodes.entry import node_key
 
 
 class Race:
-    """Of the first token that an attempt makes; by their numbers. Empty, it is false."""
+    """Of the first token that an attempt makes. `runners`: by their numbers, looked at for every token."""
 
     def __init__(self) -> None:
-        self._runners: dict[int, Attempt] = {}
-
-    def __len__(self) -> int:
-        return len(self._runners)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._runners
+        self.runners: dict[int, Attempt] = {}
 
     @property
     def leader(self) -> Attempt | None:
         """The one that won, or the older one."""
-        return next(iter(self._runners.values()), None)
+        return next(iter(self.runners.values()), None)
 
     @property
     def nodes(self) -> frozenset[NodeKey]:
         """Those of all that run."""
-        places = [runner.placement for runner in self._runners.values()]
+        places = [runner.placement for runner in self.runners.values()]
         return frozenset(node_key(node) for place in places for node in (place.prefill, place.decode) if node)
 
     def enter(self, attempt: Attempt) -> None:
-        self._runners[attempt.job.attempt] = attempt
+        self.runners[attempt.job.attempt] = attempt
 
     def win(self, number: int) -> None:
         """It made a token: the others are dropped."""
-        for other in self._runners.keys() - {number}:
+        for other in self.runners.keys() - {number}:
             self.leave(other)
 
     def succeed(self, number: int, heir: Attempt) -> None:
         """The node of the one has handed it over to the other's: that runs in its place."""
-        self._runners.pop(number).close(cancel=False)
+        self.runners.pop(number).close(cancel=False)
         self.enter(heir)
 
     def leave(self, number: int) -> None:
         """It failed or lost."""
-        self._runners.pop(number).close(cancel=True)
+        self.runners.pop(number).close(cancel=True)
 
     def stall(self) -> None:
-        for runner in self._runners.values():
+        for runner in self.runners.values():
             runner.stall()
 
     def close(self, *, cancel: bool) -> None:
         """The request ended, or is given up."""
-        for runner in self._runners.values():
+        for runner in self.runners.values():
             runner.close(cancel=cancel)

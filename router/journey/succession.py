@@ -44,7 +44,7 @@ class Succession:
         reuse = await self._course.reuse()
         if self.concerns(number):  # it is asked again once the stream is there
             self._again(number)
-        if number not in self._race or self._heir:
+        if number not in self._race.runners or self._heir:
             return False
         attempt = self._race.leader
         placement = None

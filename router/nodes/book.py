@@ -28,7 +28,8 @@ class Book:
 
     def add(self, tokens: int, blocks: int, requests: int) -> None:
         self._now = (self._now[0] + tokens, self._now[1] + blocks, self._now[2] + requests)
-        self._peak = _most((self._peak, self._now))
+        now, peak = self._now, self._peak
+        self._peak = (max(now[0], peak[0]), max(now[1], peak[1]), max(now[2], peak[2]))
 
     def roll(self) -> None:
         """A lease was read."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from protocol.errors import KvferryError, from_body
 from protocol.messages import AttemptFailed, Deviation, FirstToken, Job, Pulse, ShipDone, StepFrame, TokenDelta
+from protocol.reuse import Reuse
 from protocol.wire import WireError, well_typed
 from protocol.work import Generate
 
@@ -44,9 +45,11 @@ def check_answer(message: Any) -> FirstToken | ShipDone | AttemptFailed:
     """A message of a prefill's answer. Raises WireError."""
     if isinstance(message, FirstToken):
         _check_delta(message.delta)
-    if not isinstance(message, FirstToken | ShipDone | AttemptFailed) or not _sound(message):
-        raise WireError(f"a {type(message).__name__} that makes no sense in a prefill's answer")
-    return message
+        if well_typed(message) and _sound((message.queue_s, message.compute_s)):
+            return message
+    elif isinstance(message, ShipDone | AttemptFailed) and _sound(message):
+        return message
+    raise WireError(f"a {type(message).__name__} that makes no sense in a prefill's answer")
 
 
 def refusal_of(status: int, body: bytes, retry_after: str | None) -> KvferryError:
@@ -81,7 +84,7 @@ def suits(delta: TokenDelta, job: Job) -> bool:
 def _check_delta(delta: Any) -> None:
     """Called for every token: nearly all have nothing but tokens."""
     if type(delta) is TokenDelta and type(delta.token_ids) is tuple and type(delta.attempt) is int:
-        plain = delta.logprobs is None and delta.reuse is None and delta.prompt_logprobs is None
+        plain = delta.logprobs is None and delta.prompt_logprobs is None
         if (
             type(delta.request_id) is str
             and type(delta.index) is int
@@ -90,6 +93,7 @@ def _check_delta(delta: Any) -> None:
             and delta.finish_reason in REASONS
             and (delta.stop_token is None or type(delta.stop_token) is int)
             and (plain or _sound(delta))
+            and (delta.reuse is None or (type(delta.reuse) is Reuse and _sound(delta.reuse)))
             and (delta.vector is None or type(delta.vector) is bytes)
         ):
             return

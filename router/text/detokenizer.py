@@ -44,13 +44,22 @@ class ByteDetokenizer:
     def __init__(self, tokenizer: TextTokenizer, hidden: frozenset[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._hidden = hidden
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._waits = False
+        """Whether the decoder has the beginning of a character."""
 
     def feed(self, token_id: int) -> str:
-        return "" if token_id in self._hidden else self._decode(self._token_bytes(token_id))
+        if token_id in self._hidden:
+            return ""
+        data = self._token_bytes(token_id)
+        if not self._waits and data.isascii():
+            return data.decode("ascii")
+        text = self._decoder.decode(data)
+        self._waits = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 class WindowDetokenizer:

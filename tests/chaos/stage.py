@@ -24,7 +24,8 @@ from chaos.redis_proxy import Ways
 from chaos.zygote import ForkedChild, Zygote
 
 from cli.child import Child, Command
-from cli.serve import PREFILL_NICENESS, valkey_command
+from cli.commands import PREFILL_NICENESS
+from cli.serve import valkey_command
 from cli.supervisor import Backoff, Supervisor
 
 TESTS = Path(__file__).parents[1]

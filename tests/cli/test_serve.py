@@ -278,19 +278,21 @@ def test_children_get_only_what_differs_from_their_defaults():
 
 
 @pytest.mark.parametrize(
-    ("threads", "prefill", "device", "shared"),
+    ("threads", "devices", "sharing"),
     [
-        (4096, 1, "cpu", True),
-        (4096, 0, "cpu", False),
-        (4096, 1, "cuda:0", False),
+        (4096, ("cpu", "cpu", "cpu"), 3),
+        (4096, ("cpu", "cpu", "cuda:0"), 2),
+        (4096, ("cpu", "cuda:0", "cuda:1"), 0),
+        (1, ("cuda:0", "cuda:1", "cpu"), 0),
     ],
 )
-def test_a_decode_worker_knows_whether_prompts_are_computed_on_its_cores(threads, prefill, device, shared):
-    settings = ServeSettings(redis_url="redis://127.0.0.1:1/0", prefill=prefill, threads=threads)
-    seats = [Seat("cpu")] * prefill + [Seat(device)]
-    *others, decode = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand])
-    assert ("--shares-cores" in decode.argv) == shared
-    assert not any("--shares-cores" in other.argv for other in others)
+def test_workers_that_compute_on_the_same_cores_share_them(threads, devices, sharing):
+    settings = ServeSettings(redis_url="redis://127.0.0.1:1/0", prefill=1, decode=2, threads=threads)
+    seats = [Seat(device) for device in devices]
+    router, *workers = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand], cores_fd=7)
+    assert sum(["--cores-fd", "7"] in map(list, pairwise(worker.argv)) for worker in workers) == sharing
+    assert [worker.fds for worker in workers].count((7,)) == sharing
+    assert router.fds == ()
 
 
 def test_each_model_has_workers_of_its_own_and_the_router_all_models():

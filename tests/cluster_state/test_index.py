@@ -79,6 +79,21 @@ async def test_a_registered_epoch_overwrites_newer_rows_of_a_clock_that_was_set_
     assert await store.longest_prefix(h, {"a": 3}) == {"a": 4}
 
 
+async def test_a_registered_epoch_takes_rows_of_others_out_and_one_that_is_not_leaves_them(store):
+    h = _hashes(4)
+    await store.publish("a", 9, h, [])
+    await store.publish("a", 3, [], h[2:])
+    assert await store.present("a", 9, h) == 4, "nobody registered epoch 3"
+    await store.announce(replace(LEASE, epoch=3))
+    await store.publish("a", 3, [], h[2:])
+    assert await store.present("a", 9, h) == 2
+    await store.publish("a", 9, [], h[:1])
+    assert await store.present("a", 9, h) == 1, "its own it may take out"
+    await store.publish("b", 1, h, [])
+    await store.publish("a", 3, [], h)
+    assert await store.present("b", 1, h) == 4, "other nodes' rows stay"
+
+
 async def test_rows_that_are_there_are_counted(store):
     h = _hashes(4)
     await store.publish("a", 1, h[:3], [])

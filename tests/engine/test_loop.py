@@ -13,9 +13,10 @@ from waiting import wait_for
 
 from engine import late, self_check
 from engine import loop as engine_loop
-from engine.engine import Engine, audit
+from engine.engine import Engine
 from engine.events import Event, Failed, Generated
 from engine.loop import EngineLoop
+from engine.self_check import audit
 from protocol.messages import Job
 
 

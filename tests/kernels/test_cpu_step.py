@@ -254,3 +254,57 @@ def test_nothing_runs_before_a_batch_is_bound() -> None:
     assert isinstance(step, CpuStep)
     with pytest.raises(ValueError, match="no batch"):
         step._native.run()
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_tokens_of_one_sequence_at_once_are_as_one_after_the_other(
+    name: str, form: str, int8: bool, batch_invariant: bool
+) -> None:
+    """Where rows read what others write: on both sides of a block's end, beside another sequence, by any team."""
+    config = FORMS[form]
+    ahead = 20
+    plan, kv, _ = batch(config, [70 + ahead, 33], int8)
+    tokens = torch.randint(0, config.vocab_size, (ahead + 1,), generator=torch.Generator().manual_seed(1))
+    lens = [*range(70 + 1, 70 + ahead + 1), 33]
+    rows = [0] * ahead + [1]
+    table = plan.block_table[rows]
+    positions = torch.tensor(lens) - 1
+    slots = table.gather(1, (positions // 16)[:, None])[:, 0].long() * 16 + positions % 16
+    chained = BatchPlan(
+        positions=positions,
+        slots=slots,
+        block_table=table,
+        query_start=torch.arange(len(lens) + 1, dtype=torch.int32),
+        total_len=torch.tensor(lens, dtype=torch.int32),
+        query_lens=(1,) * len(lens),
+        total_lens=tuple(lens),
+        num_decodes=len(lens),
+        block_size=16,
+        chained=True,
+    )
+    model = decoder(config, CpuOps(1, name, batch_invariant=batch_invariant))
+    pool, alone = kv.clone(), []
+    with torch.inference_mode():
+        for i in range(len(lens)):
+            one = replace(
+                chained,
+                positions=positions[i : i + 1],
+                slots=slots[i : i + 1],
+                block_table=table[i : i + 1],
+                query_start=chained.query_start[:2],
+                total_len=chained.total_len[i : i + 1],
+                query_lens=(1,),
+                total_lens=(lens[i],),
+                num_decodes=1,
+                chained=False,
+            )
+            alone.append(model.next_logits(tokens[i : i + 1], pool, one).values.clone())
+        for threads, kind in ((1, CpuOps), (2, CpuOps), (5, CpuOps), (2, Layered)):
+            ops = kind(threads, name, batch_invariant=batch_invariant)
+            written = kv.clone()
+            logits = decoder(config, ops).next_logits(tokens, written, chained)
+            assert torch.equal(logits.values, torch.cat(alone))
+            assert torch.equal(written, pool)

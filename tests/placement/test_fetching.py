@@ -74,7 +74,7 @@ def test_the_better_of_two_holders_gives() -> None:
 
 def test_no_more_holders_are_looked_at_than_matter() -> None:
     nodes = [node(f"p{i}", cached=512, waiting=i) for i in range(50)]
-    assert [n.lease.node_id for n in holders(LONG, nodes)] == [f"p{i}" for i in range(CANDIDATES)]
+    assert [each.node.lease.node_id for each in holders(LONG, nodes)] == [f"p{i}" for i in range(CANDIDATES)]
 
 
 @pytest.mark.parametrize(

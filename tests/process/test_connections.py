@@ -20,8 +20,9 @@ from starlette.routing import Route
 from waiting import until
 
 from process.connection_limits import MAX_HEADER_BYTES, MAX_HEADERS, Limits
-from process.connections import guarded
+from process.farewell import lingering
 from process.http import Server, bind
+from process.toll import PATIENCE_S, Toll
 
 HEAD = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
 GET = b"GET /echo HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -72,7 +73,7 @@ class Socket:
 
 
 @contextlib.asynccontextmanager
-async def serving(keep_alive: int = 5, **limits: Any) -> AsyncIterator[Served]:
+async def serving(keep_alive: int = 5, toll: Toll | None = None, **limits: Any) -> AsyncIterator[Served]:
     seen = Seen()
 
     async def echo(request: Request) -> Response:
@@ -113,8 +114,8 @@ async def serving(keep_alive: int = 5, **limits: Any) -> AsyncIterator[Served]:
         Route("/trickle", flowing(b"x" * 2**12, 0, 10_000)),
     ]
     config = uvicorn.Config(
-        Starlette(routes=routes), http=guarded(Limits(**limits)), lifespan="off", log_config=None, access_log=False,
-        timeout_keep_alive=keep_alive, timeout_graceful_shutdown=1,
+        Starlette(routes=routes), http=lingering(Limits(**limits), toll or Toll()), lifespan="off", log_config=None,
+        access_log=False, timeout_keep_alive=keep_alive, timeout_graceful_shutdown=1,
     )  # fmt: skip
     with bind("127.0.0.1", 0) as sock:
         server = Server(config)
@@ -389,3 +390,27 @@ async def test_headers_are_counted() -> None:
         many = b"".join(b"x-%d: 1\r\n" % number for number in range(MAX_HEADERS))
         assert b"200 OK" in await (await served.connect(GET[:-2] + many[: many.rindex(b"x-")] + b"\r\n")).until(b"done")
         assert error_of(await (await served.connect(GET[:-2] + many + b"\r\n")).rest()) == (431, "header_too_long")
+
+
+async def test_what_is_no_request_is_told_so_later_where_its_address_has_sent_too_much_of_it() -> None:
+    toll = Toll()
+    async with serving(toll=toll) as served:
+        assert error_of(await (await served.connect(b"\0" * 9)).rest())[0] == 400
+        toll.served()
+        while toll.delay_s("127.0.0.1", 0.01) < 1:
+            pass
+        wrong = await served.connect(b"\0" * 9)
+        neighbour = await served.connect(GET)
+        await neighbour.until(b"done")
+        with pytest.raises(TimeoutError):
+            await wrong.until(b"\r\n\r\n", 0.3)
+        assert error_of(await wrong.rest(PATIENCE_S + 5))[0] == 400
+        going_on = await served.connect(b"\0" * 9)
+        await asyncio.sleep(0.1)
+        going_on.writer.write(GET)
+        await going_on.rest(PATIENCE_S + 5)
+        assert served.seen.bodies == [0]
+        left = await served.connect(b"\0" * 9)
+        left.close()
+        neighbour.close()
+        await until(lambda: not served.server.server_state.connections)

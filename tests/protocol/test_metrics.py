@@ -38,7 +38,7 @@ def test_names_and_help(metrics: Metrics) -> None:
 def test_every_attribute_is_served_and_alive_before_the_first_event(metrics: Metrics) -> None:
     served = {family.name: family.samples for family in metrics.registry.collect()}
     assert not [name for name, samples in served.items() if not samples]
-    rooms = ("canary", "fetches", "tiers", "reuse", "scaling", "loop")
+    rooms = ("canary", "fetches", "tiers", "speculation", "reuse", "scaling", "loop")
     rooms = [getattr(metrics, name) for name in rooms if hasattr(metrics, name)]
     parts = [part for room in (metrics, *rooms) for part in vars(room).values()]
     held = [m for m in parts if isinstance(m, Counter | Gauge | Histogram | dict)]

@@ -13,6 +13,7 @@ from simulate.compare import POLICIES
 from simulate.eviction import EVICTIONS
 from simulate.fleet import Shape
 from simulate.machine import Machine
+from simulate.memory import Memory
 from simulate.others import RoundRobin
 from simulate.workloads import WORKLOADS, Asked, hashes_of
 from simulate.world import Loss, World
@@ -92,6 +93,32 @@ def test_every_order_of_eviction_keeps_the_books(eviction: str) -> None:
     machine = replace(MACHINE, prefill_tokens_per_s=20_000, blocks=3000)
     world = played(Shape(2, 2, machine, eviction=eviction), trace)
     assert sum(node.memory.evicted_total for node in world.fleet.nodes.values()) > 100
+
+
+def test_a_parent_cheaper_than_its_children_stays_until_they_left() -> None:
+    """Cost grows with position: ranked by it, a chain's first block would come before its tail."""
+    pool = Memory(4, "gdsf-cost")
+    chain = [bytes([number]) * 16 for number in range(4)]
+    pool.take("a", chain, 4)
+    pool.fill("a", chain)
+    pool.give("a")
+    for left in (3, 2, 1):
+        pool.take("b", (), 4 - left)
+        pool.give("b")
+        assert pool.found(chain) == left
+    pool.check_integrity()
+
+
+def test_what_was_used_again_outlives_what_was_used_once() -> None:
+    pool = Memory(8, "slru")
+    liked, others = [b"l" * 16, b"m" * 16], [bytes([number]) * 16 for number in range(8)]
+    for owner, hashes in enumerate((liked, liked, *([other] for other in others))):
+        assert pool.take(owner, hashes, len(hashes)) is not None
+        pool.fill(owner, hashes)
+        pool.give(owner)
+    assert pool.found(liked) == 2
+    assert pool.found(others[:1]) == 0
+    pool.check_integrity()
 
 
 def test_a_client_that_waits_asks_again_after_its_answer() -> None:

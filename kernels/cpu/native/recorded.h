@@ -56,7 +56,7 @@ class NativeStep {
 
   // The batch that the following runs are of: they read these arrays anew, which may change in between, and write `out`:
   // hidden states, or logits where it is float32.
-  void bind(Array tokens, Array positions, Array slots, Array block_table, Array total_len, Array kv, Array out) {
+  void bind(Array tokens, Array positions, Array slots, Array block_table, Array total_len, bool chained, Array kv, Array out) {
     const int64_t rows = elements(positions);
     require(rows <= max_rows_ && !layers_.empty(), "more rows than the step was made for");
     StepTask task{};
@@ -74,6 +74,7 @@ class NativeStep {
     task.scratch = view_;
     task.batch = {rows, typed<int64_t>(positions, 1), typed<int64_t>(slots, 1), typed<int32_t>(block_table, 2),
                   static_cast<int64_t>(block_table.shape(1)), typed<int32_t>(total_len, 1)};
+    task.chained = chained;
     task.layer_step = kv.stride(1) * static_cast<int64_t>(kv.itemsize());
     task.tokens = typed<int64_t>(tokens, 1);
     if (kind_of(out) == 0) {

@@ -61,14 +61,22 @@ KVF_INLINE void write_new(const StepView& s, const StepLayer& layer, const KVLay
   write_slot(kv, s.batch.slots[row], head, turned, k + s.model.kv_heads * s.model.dim);
 }
 
-// The row's last chunk writes the new K and V; no other chunk reads them.
+// All rows' new K and V, where rows read those of others.
+KVF_INLINE void write_chained(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
+  const Share items = share(s.batch.rows * s.model.kv_heads, s.member, s.size);
+  for (int64_t i = items.begin; i < items.end; ++i)
+    write_new(s, layer, kv, i / s.model.kv_heads, i % s.model.kv_heads);
+  s.barrier.wait(s.member);
+}
+
+// Where rows are of sequences of their own, the row's last chunk writes the new K and V: no other chunk reads them.
 KVF_INLINE void attend_step(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
   const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads, step = partial_floats(dim);
   visit_pieces(s.batch, s.model.kv_heads, layer.window, s.member, s.size, [&](const Piece& piece, const Span* after) {
     const int64_t row = piece.row, head = piece.span.head;
     alignas(64) bf16 turned[kMaxGroup * kMaxDim];
     prepare_queries(s, layer, row, head, turned);
-    if (piece.last) write_new(s, layer, kv, row, head);
+    if (piece.last && !s.task.chained) write_new(s, layer, kv, row, head);
     float* partial = partial_of(s.task.scratch.partial, row, head * group, s.model.heads, dim) + piece.chunk * step;
     attend_any<bf16>(turned, group, kv, piece.span, after, s.model.scale, partial, kMaxChunks * step);
   });
@@ -81,7 +89,7 @@ KVF_INLINE void attend_step_blocks(const StepView& s, const StepLayer& layer, co
     const int64_t row = item / s.model.kv_heads, head = item % s.model.kv_heads;
     alignas(64) bf16 turned[kMaxGroup * kMaxDim];
     prepare_queries(s, layer, row, head, turned);
-    write_new(s, layer, kv, row, head);
+    if (!s.task.chained) write_new(s, layer, kv, row, head);
     const Sequence sequence{kv, s.batch.block_table + row * s.batch.table_step, head, layer.window, s.model.scale};
     attend_token(sequence, s.batch.positions[row], turned, group,
                  s.task.scratch.memory + s.member * s.task.scratch.memory_step,
@@ -159,6 +167,7 @@ void run_step(void* argument, int member, int size, Barrier& barrier) {
     dense_together(layer.qkv, step_inputs(s, layer.qkv, s.local), t.batch.rows, t.scratch.qkv, s.qkv_size(), member,
                    barrier);
     barrier.wait(member);
+    if (t.chained) write_chained(s, layer, kv);
     m.batch_invariant ? attend_step_blocks(s, layer, kv) : attend_step(s, layer, kv);
     barrier.wait(member);
     m.batch_invariant ? gather_heads(s) : merge_heads(s, layer);

@@ -222,7 +222,9 @@ struct StepScratch {
 
 // Of `tokens`: out [rows, hidden] = their hidden states after the final norm, or logits [rows, vocabulary] and best [rows],
 // where each row's largest lies; what is not made is null. layer_step: bytes between layers of kv.
+// chained: some rows read what others write in this step.
 struct StepTask {
+  bool chained;
   const StepModel* model;
   StepScratch scratch;
   Batch batch;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -19,6 +20,9 @@ MAX_OBJECTS = 2**15
 """Lists and objects among them: most of them are looked at, one by one."""
 AT_ONCE = 32
 """As many of the longest bodies may be arriving at the same time."""
+
+READ_AT = "kvferry.read_at"
+"""Key in a request's ASGI scope of when its body was read, and its turn had come: seconds of the monotonic clock."""
 
 _BOM = b"\xef\xbb\xbf"
 """What some clients write in front of UTF-8."""
@@ -61,6 +65,7 @@ class BodyReader:
             data = b"".join(parts)
             if size >= LONG_BYTES:
                 await self._pace.turn(cost_s(data))
+            request.scope[READ_AT] = time.monotonic()
             return data
         except ClientDisconnect as error:
             raise Cancelled("the client went away") from error

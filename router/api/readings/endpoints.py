@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from router.api.answers import ErrorAnswer
 from router.api.bodies.generating import RequestBody
 from router.api.bodies.reader import parse
-from router.api.door import Exchange
+from router.api.exchange import Exchange
 from router.api.pool import Pool
 from router.api.readings.answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
 from router.api.readings.embeddings import EmbeddingBody, embeddings

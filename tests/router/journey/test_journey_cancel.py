@@ -98,7 +98,7 @@ async def test_while_the_attempt_is_being_sent() -> None:
     async with Bench([prefill(), decode()]) as bench:
         journey = bench.start(50)
         task = asyncio.create_task(collect(journey))
-        while not journey._race:  # noqa: ASYNC110
+        while not journey._race.runners:  # noqa: ASYNC110
             await asyncio.sleep(0)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

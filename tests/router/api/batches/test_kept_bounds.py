@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from collections.abc import AsyncIterator
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +29,18 @@ async def test_files_have_a_number_too(tmp_path: Path, monkeypatch: pytest.Monke
     answers = [await at.http.post("/v1/files", files=FILE, data={"purpose": "batch"}) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 413]
     assert "no more than 2" in error_of(answers[2])["message"]
+
+
+def test_room_is_counted_by_one_process_at_a_time(tmp_path: Path) -> None:
+    files = FileStore(tmp_path, "", 100)
+    files.add(BytesIO(b"x"), "one", "batch")
+    command = f"flock -x {files.folder} sh -c 'echo held; sleep 0.5'"
+    with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "held\n"
+        began = time.monotonic()
+        files.add(BytesIO(b"y"), "another", "batch")
+        assert time.monotonic() - began > 0.3
 
 
 async def test_two_that_arrive_together_do_not_share_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

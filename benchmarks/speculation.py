@@ -1,0 +1,125 @@
+"""What `--num-speculative-tokens` brings: output tokens a second of streams with it and without, on one engine.
+
+    python -m benchmarks.speculation [--model smollm2 --quantization none --most 8 --rounds 3 --streams 1 8]
+
+Texts: a copy of prose and of code (what extraction, quoting and edits are like for the most part), and free text that
+is drawn at temperature 1, in which little repeats. Prompts are in the cache; medians of the rounds. Both ways must make
+the same tokens, or it ends with an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import workloads
+from benchmarks.table import markdown
+from cli.door import set_threads
+from engine.engine import Engine
+from engine.events import Generated, Stepped
+from node.assembly import assemble
+from process.limits import available_cores
+from protocol.messages import Job
+from protocol.sampling import SamplingParams
+from protocol.settings import RouterSettings, WorkerSettings
+from protocol.work import Generate
+from router.text.load import load_text_model
+
+PROSE = Path(__file__).with_name("prose.txt").read_text()
+CODE = inspect.getsource(workloads)
+SOURCE_CHARS, OUTPUT = 2000, 256
+TEXTS = {
+    "copy of prose": (f"Text:\n{PROSE[:SOURCE_CHARS]}\n\nThe same text once more:\n{PROSE[:80]}", 0.0),
+    "copy of code": (f"```python\n{CODE[:SOURCE_CHARS]}\n```\nThe same code once more:\n```python\n{CODE[:80]}", 0.0),
+    "free text": (PROSE[-600:], 1.0),
+}
+
+
+class Bench:
+    """An engine, and the jobs that it runs."""
+
+    def __init__(self, engine: Engine, most: int) -> None:
+        self._engine, self._speculation, self._most = engine, engine.stepper._speculation, most
+        self._runs = 0
+
+    def run(self, prompt: Sequence[int], temperature: float, streams: int, speculates: bool) -> Run:
+        """Of equal prompts, each with a seed of its own."""
+        self._runs += 1
+        self._speculation._most = self._most if speculates else 0
+        engine = self._engine
+        for number in range(streams):
+            params = SamplingParams(max_tokens=OUTPUT, temperature=temperature, seed=number, ignore_eos=True)
+            name = f"{self._runs}-{number}"
+            engine.add(Job(name, 0, tuple(prompt), len(prompt), Generate(params), "bench"))
+        while any(not request.output_here for request in engine.roster):
+            engine.step()
+        began, engine.events[:] = time.perf_counter(), []
+        while engine.has_work():
+            engine.step()
+        return Run(time.perf_counter() - began, engine)
+
+
+class Run:
+    """seconds, texts by stream, tokens made, drafts and right ones of a run."""
+
+    def __init__(self, seconds: float, engine: Engine) -> None:
+        texts = defaultdict[str, list[int]](list)
+        steps = [event for event in engine.events if isinstance(event, Stepped)]
+        for event in engine.events:
+            if isinstance(event, Generated):
+                texts[event.key[0].partition("-")[2]] += event.delta.token_ids
+        self.seconds, self.texts = seconds, dict(texts)
+        self.tokens = sum(step.decode_tokens for step in steps)
+        self.drafted, self.accepted = sum(step.drafted for step in steps), sum(step.accepted for step in steps)
+
+
+def compare(bench: Bench, prompt: Sequence[int], temperature: float, streams: int, rounds: int) -> tuple[str, ...]:
+    """A row of the table; the first round does not count."""
+    taken: dict[bool, list[Run]] = {False: [], True: []}
+    for number in range(rounds + 1):
+        for speculates in (False, True) if number % 2 else (True, False):
+            taken[speculates].append(bench.run(prompt, temperature, streams, speculates))
+    if any(run.texts != taken[False][0].texts for runs in taken.values() for run in runs):
+        raise RuntimeError("speculation changed a text")
+    without, with_ = (statistics.median(run.tokens / run.seconds for run in taken[way][1:]) for way in (False, True))
+    ratio = statistics.median(a.seconds / b.seconds for a, b in zip(taken[False][1:], taken[True][1:], strict=True))
+    last = taken[True][-1]
+    share = f"{100 * last.accepted / last.drafted:.0f} % of {last.drafted}" if last.drafted else "-"
+    return f"{without:.0f}", f"{with_:.0f}", f"{ratio:.2f}", share
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--most", type=int, default=8, help="drafts of a stream in a step")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=available_cores())
+    asked = parser.parse_args()
+    set_threads(asked.threads)
+    torch.set_num_threads(asked.threads)
+    text = load_text_model(RouterSettings(model=(asked.model,)))
+    settings = WorkerSettings(
+        model=asked.model, dtype="bfloat16", quantization=asked.quantization, threads=asked.threads, kv_cache_gib=0.25,
+        num_speculative_tokens=asked.most,
+    )  # fmt: skip
+    bench = Bench(assemble(settings).engine, asked.most)
+    rows = []
+    for streams in asked.streams:
+        for name, (prompt, temperature) in TEXTS.items():
+            found = compare(bench, text.encode(prompt), temperature, streams, asked.rounds)
+            rows.append((name, str(streams), *found))
+            print(*rows[-1], flush=True)
+    print(markdown(("text", "streams", "tokens/s", f"with {asked.most} drafts", "ratio", "drafts right"), rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Command lines of kvferry's own processes, for those who start them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cli.child import Command
+from cli.options import to_argv, variable
+from cluster_state.redis_url import has_password
+from protocol.settings import CommonSettings, RouterSettings, WorkerSettings
+
+PREFILL_NICENESS = 5
+"""Prefill and decode processes share the cores: while a prompt is computed, running streams keep three quarters of them
+and flow on."""
+
+Program = Callable[[str], Sequence[str]]
+"""From a subcommand (`router`) to the start of the command line that runs it."""
+
+
+def kvferry_program(subcommand: str) -> list[str]:
+    """The console script beside this interpreter, so that `ps` shows the command; from a bare checkout, the module."""
+    script = Path(sys.executable).with_name("kvferry")
+    return [str(script), subcommand] if script.exists() else [sys.executable, "-m", "cli.main", subcommand]
+
+
+def settings_command(name: str, subcommand: str, settings: CommonSettings, program: Program) -> Command:
+    """A subcommand with these settings; what is secret goes into its environment."""
+    env = {variable("cluster_secret"): settings.cluster_secret}
+    if isinstance(settings, RouterSettings) and settings.api_key:
+        env[variable("api_key")] = settings.api_key
+    skip = {"api_key", "cluster_secret", "role", "status_fd"}
+    if has_password(settings.redis_url):
+        env[variable("redis_url")] = settings.redis_url
+        skip.add("redis_url")
+    argv = (*program(subcommand), *to_argv(settings, skip=skip))
+    shared = (settings.cores_fd,) if isinstance(settings, WorkerSettings) and settings.cores_fd >= 0 else ()
+    return Command(name, argv, env, niceness=PREFILL_NICENESS if subcommand == "prefill" else 0, fds=shared)

@@ -1,0 +1,116 @@
+"""`kvferry router --workers N`: several router processes on one port, and who keeps them running.
+
+Each listens for itself (SO_REUSEPORT): the kernel deals new connections out by a hash of their addresses, evenly, and
+to nobody who is gone. A listening socket that all inherit would give most of them to the process that was idle last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cli.child import Child
+from cli.commands import Program, kvferry_program, settings_command
+from cli.progress import Lines, Objects, log_through
+from cli.supervisor import Supervisor
+from process.awake import LoopClock
+from process.http import bind
+from process.signals import Stop
+from process.status import Status
+from protocol.settings import RouterSettings
+from router.siblings.siblings import ask
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Between two looks at a process, and what it may take to answer one."""
+HUNG_S = 10.0
+"""A process that has not answered for so long is replaced. Nodes gave its streams up long before."""
+DRAIN_SPARE_S = 10.0
+"""What a process may need to end behind its last request."""
+HURRY_S = 3.5
+
+
+async def serve_routers(settings: RouterSettings, program: Program = kvferry_program) -> None:
+    """Run `settings.workers` routers on one port until SIGTERM, which they drain after, or SIGINT. When this returns or
+    raises, none of them runs. Raises ConfigError or KvferryError when they cannot be had."""
+    progress = (Objects if settings.log_format == "json" else Lines)(sys.stderr)
+    log_through(progress)
+    stop = Stop()
+    stop.listen()
+
+    def show(child: Child) -> None:
+        progress.update(child.name, child.progress, child.ready.is_set())
+
+    supervisor = Supervisor(progress.echo, show)
+    with (
+        contextlib.closing(bind(settings.host, settings.port)) as held,
+        tempfile.TemporaryDirectory(prefix="kvferry-router-") as folder,
+    ):
+        shared = dataclasses.replace(settings, port=held.getsockname()[1], workers_dir=folder)
+        life = asyncio.create_task(_live(supervisor, shared, program, show))
+        signalled = asyncio.create_task(stop.asked.wait())
+        try:
+            fates: list[asyncio.Future[Any]] = [life, signalled, supervisor.failure]
+            await asyncio.wait(fates, return_when=asyncio.FIRST_COMPLETED)
+            if not signalled.done():
+                await (supervisor.failure if supervisor.failure.done() else life)
+        finally:
+            life.cancel()
+            signalled.cancel()
+            await _ended(supervisor, stop, settings.request_timeout + DRAIN_SPARE_S)
+
+
+async def _live(
+    supervisor: Supervisor, settings: RouterSettings, program: Program, show: Callable[[Child], None]
+) -> None:
+    """Start them, say when all of them serve, and look after them."""
+    children = []
+    for number in range(settings.workers):
+        own = dataclasses.replace(settings, worker=number)
+        children.append(supervisor.start(settings_command(f"router-{number}", "router", own, program)))
+        show(children[-1])
+    clock = LoopClock()
+    clock.start()
+    folder = Path(settings.workers_dir)
+    async with asyncio.TaskGroup() as looks:
+        for number, child in enumerate(children):
+            looks.create_task(_look_after(child, folder, number, clock))
+        await supervisor.ready(children)
+        url = children[0].url or ""
+        log.info("%d routers ready at %s", len(children), url)
+        Status.from_fd(settings.status_fd).ready(url, **children[0].facts)
+
+
+async def _look_after(child: Child, folder: Path, number: int, clock: LoopClock) -> None:
+    """Kill it when it hangs; the supervisor starts another."""
+    heard_at = clock.now()
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if not child.ready.is_set() or await ask(folder, number, "alive", within_s=LOOK_S) is not None:
+            heard_at = clock.now()
+        elif clock.now() - heard_at > HUNG_S:
+            log.error("%s has not answered for %.0f s", child.name, HUNG_S)
+            child.signal(signal.SIGKILL)
+            heard_at = clock.now()
+
+
+async def _ended(supervisor: Supervisor, stop: Stop, drain_s: float) -> None:
+    """All of them drain, until there is a hurry."""
+    ending = asyncio.create_task(supervisor.stop(drain_s + HURRY_S, drain_s))
+    hurried = asyncio.create_task(stop.hurry.wait())
+    if not stop.asked.is_set():  # one of them cannot be had: there is nothing to wait for
+        stop.hurry.set()
+    await asyncio.wait((ending, hurried), return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    for child in supervisor.children:
+        child.signal(signal.SIGINT)
+    await ending

@@ -1,0 +1,71 @@
+"""An engine's time on cores that others compute on, too: it computes while it has them, and hands them on between
+layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from engine.models.base import Wanted
+
+PATIENCE_S = 0.25
+"""The longest wait for the cores: who has them may be stopped, or compute what cannot be handed on."""
+LEAST_S = 0.005
+"""For which they are kept at least: handing them on takes a part of a millisecond."""
+
+
+class Shared(Protocol):
+    """What is asked of the cores: see `process.cores`."""
+
+    def take(self, within_s: float) -> bool: ...
+    def leave(self) -> None: ...
+    def wanted(self) -> bool: ...
+
+
+class Shift:
+    """Of one engine; without cores that it shares, they are always its own. A step of streams is one piece, of
+    milliseconds. One with prompts keeps the cores for `turn_s`, seconds, less what others kept them before: streams
+    elsewhere have a token in every `turn_s`."""
+
+    def __init__(
+        self, cores: Shared | None = None, turn_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._cores, self._turn_s, self._clock = cores, turn_s, clock
+        self._patience_s = PATIENCE_S
+        self._has = False
+        self._since = self._waited_s = 0.0
+
+    @contextmanager
+    def computing(self, wanted: Wanted) -> Iterator[Wanted]:
+        """Wait for the cores, and have them inside. Yields what is to be asked between layers instead of `wanted`."""
+        if self._cores is None:
+            yield wanted
+            return
+        self._take(self._cores)
+        try:
+            yield lambda: self._hand_on() and wanted()
+        finally:
+            self._leave()
+
+    def _hand_on(self) -> bool:
+        """Let others have the cores, if it is time to. Always true."""
+        kept_s = self._clock() - self._since
+        if self._cores and self._has and kept_s > max(LEAST_S, self._turn_s - self._waited_s) and self._cores.wanted():
+            self._leave()
+            self._take(self._cores)
+        return True
+
+    def _take(self, cores: Shared) -> None:
+        """Who waited in vain does not wait again until the cores were free once."""
+        began = self._clock()
+        self._has = cores.take(self._patience_s)
+        self._patience_s = PATIENCE_S if self._has else 0.0
+        self._since = self._clock()
+        self._waited_s = self._since - began
+
+    def _leave(self) -> None:
+        if self._cores and self._has:
+            self._has = False
+            self._cores.leave()

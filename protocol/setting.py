@@ -1,0 +1,28 @@
+"""One field of a settings class: its metadata holds the flag's help text, choices and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    hidden: bool = False,
+    former: str = "",
+) -> Any:
+    """A field of a settings class, with what the command line needs to offer and check it. A tuple is a flag that may
+    be repeated, and a variable with spaces between its values.
+
+    choices       the allowed words, where there are no others
+    least, most   inclusive bounds of a number
+    hidden        for the supervisor, not for people: help and README leave it out
+    former        the name it had before, which is still understood
+    """
+    metadata = {"help": help, "choices": choices, "least": least, "most": most, "hidden": hidden, "former": former}
+    return field(default=default, metadata=metadata)

@@ -1,0 +1,18 @@
+"""What a node counts of tokens that it guesses."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter
+
+
+class SpeculationMetrics:
+    """Beside the others of a node. drafted, accepted: tokens."""
+
+    def __init__(self, role: str, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ["role"], registry=registry).labels(role)
+
+        self.drafted = counter(
+            "kvferry_spec_decode_draft_tokens", "Tokens computed because they followed before (speculation)."
+        )
+        self.accepted = counter("kvferry_spec_decode_accepted_tokens", "Those of them that were drawn.")

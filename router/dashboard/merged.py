@@ -1,0 +1,91 @@
+"""The states of several router processes behind one port as one, as if they were one router."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from statistics import fmean
+
+from protocol.labels import NODE_STATES
+from router.dashboard.board import EVENTS, RECENT, RUNNING
+from router.dashboard.state import Counts, Event, Node, State, Suspect, Transfer
+
+OF_NODES = ("joined", "lost", *NODE_STATES, "incompatible")
+"""Kinds of events that every router sees."""
+
+
+def merged(own: State, others: Sequence[State], count: int) -> State:
+    """What all routers know alike is as this one sees it; what is each one's own is added. `count`: of processes, some
+    of which may not have told."""
+    states = [own, *others]
+    told = f"{len(states)} of {count}" if len(states) < count else f"{count}"
+    newest_first = zip_longest(*(reversed(state.points) for state in states))
+    running = [asked for state in states for asked in state.running]
+    recent = [asked for state in states for asked in state.recent]
+    return own.model_copy(
+        update={
+            "router": f"{own.router}, one of {told} processes",
+            "up_s": max(state.up_s for state in states),
+            "registry": all(state.registry for state in states),
+            "queued": sum(state.queued for state in states),
+            "nodes": [_node(node, others) for node in own.nodes],
+            "points": [_beside([point for point in points if point]) for points in newest_first][::-1],
+            "total": _beside([state.total for state in states]),
+            "transfers": _transfers(states),
+            "running": sorted(running, key=lambda asked: -asked.seconds)[:RUNNING],
+            "running_total": sum(state.running_total for state in states),
+            "recent": sorted(recent, key=lambda asked: asked.ago_s or 0.0)[:RECENT],
+            "events": _events(own, others),
+            "suspects": _suspects(states),
+        }
+    )
+
+
+def _beside(points: Sequence[Counts]) -> Counts:
+    """The sum of what was counted at the same time: over as many seconds as one of them, on average."""
+    return Counts.of(points).model_copy(
+        update={"ago_s": fmean(point.ago_s for point in points), "seconds": fmean(point.seconds for point in points)}
+    )
+
+
+def _node(node: Node, others: Sequence[State]) -> Node:
+    """With the streams of all, and trouble that any of them has with it."""
+    seen = [each for state in others for each in state.nodes if (each.id, each.role) == (node.id, node.role)]
+    trouble = node.trouble or next((each.trouble for each in seen if each.trouble), "")
+    return node.model_copy(update={"streams": node.streams + sum(each.streams for each in seen), "trouble": trouble})
+
+
+def _transfers(states: Sequence[State]) -> list[Transfer]:
+    """Ships are each one's own; copies and moves are told by nodes, of all routers."""
+    ships: dict[tuple[str, str], list[Transfer]] = {}
+    for each in (each for state in states for each in state.transfers if each.kind == "ship"):
+        ships.setdefault((each.source, each.target), []).append(each)
+    rows = [
+        Transfer(
+            source=source,
+            target=target,
+            transfers=sum(row.transfers for row in found),
+            blocks=sum(row.blocks for row in found),
+            bytes_per_s=sum(row.bytes_per_s for row in found),
+            seconds=fmean(row.seconds or 0.0 for row in found),
+        )
+        for (source, target), found in ships.items()
+    ]
+    rows.sort(key=lambda row: -row.bytes_per_s)
+    return rows + [each for each in states[0].transfers if each.kind != "ship"]
+
+
+def _events(own: State, others: Sequence[State]) -> list[Event]:
+    """What befell requests of all; what nodes did, all of them saw."""
+    found = [*own.events, *(event for state in others for event in state.events if event.kind not in OF_NODES)]
+    return sorted(found, key=lambda event: event.ago_s)[:EVENTS]
+
+
+def _suspects(states: Sequence[State]) -> list[Suspect]:
+    """Once each, for as long as who suspects it longest."""
+    found: dict[tuple[str, str, str], Suspect] = {}
+    for suspect in (suspect for state in states for suspect in state.suspects):
+        key = (suspect.kind, suspect.prefill, suspect.decode)
+        if key not in found or found[key].seconds < suspect.seconds:
+            found[key] = suspect
+    return list(found.values())

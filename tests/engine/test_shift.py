@@ -1,0 +1,112 @@
+"""An engine computes while it has the cores, hands them on in time, and never depends on them."""
+
+from __future__ import annotations
+
+import pytest
+from toy import expected, make_engine, make_job, tokens_of
+
+from engine.models.base import always
+from engine.shift import LEAST_S, PATIENCE_S, Shift
+
+TURN_S = 0.05
+
+
+class Cores:
+    """Shared with somebody who, in its turn, keeps them for `theirs_s`."""
+
+    def __init__(self) -> None:
+        self.now, self.theirs_s = 100.0, 0.0
+        self.held, self.waiting, self.stopped = False, False, False
+        self.asked: list[float] = []
+        self.handed_on = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def take(self, within_s: float) -> bool:
+        self.asked.append(within_s)
+        wait_s = within_s if self.stopped else self.theirs_s
+        self.now += wait_s
+        self.held = not self.stopped
+        return self.held
+
+    def leave(self) -> None:
+        assert self.held
+        self.held = False
+        self.handed_on += 1
+
+    def wanted(self) -> bool:
+        return self.waiting
+
+
+@pytest.fixture
+def cores() -> Cores:
+    return Cores()
+
+
+@pytest.fixture
+def shift(cores: Cores) -> Shift:
+    return Shift(cores, TURN_S, cores.clock)
+
+
+def layers(shift: Shift, cores: Cores, count: int, layer_s: float) -> list[int]:
+    """Compute so many. Returns behind which of them the cores were handed on."""
+    found = []
+    with shift.computing(always) as wanted:
+        for index in range(count):
+            assert cores.held or cores.stopped
+            cores.now += layer_s
+            before = cores.handed_on
+            assert wanted()
+            if cores.handed_on > before:
+                found.append(index)
+    assert not cores.held
+    return found
+
+
+def test_nobody_else_wants_them(shift: Shift, cores: Cores) -> None:
+    assert layers(shift, cores, 100, 0.01) == []
+    assert cores.handed_on == 1
+
+
+def test_streams_elsewhere_have_a_token_in_every_turn(shift: Shift, cores: Cores) -> None:
+    cores.waiting, cores.theirs_s = True, 0.012
+    assert layers(shift, cores, 12, 0.01) == [3, 7, 11]
+
+
+def test_they_are_kept_for_a_moment_at_least(shift: Shift, cores: Cores) -> None:
+    cores.waiting, cores.theirs_s = True, 2 * TURN_S
+    assert layers(shift, cores, 12, LEAST_S * 0.4) == [2, 5, 8, 11]
+
+
+def test_what_is_not_wanted_is_still_heard(shift: Shift) -> None:
+    with shift.computing(lambda: False) as wanted:
+        assert not wanted()
+
+
+def test_an_error_leaves_them_free(shift: Shift, cores: Cores) -> None:
+    with pytest.raises(ZeroDivisionError), shift.computing(always):
+        raise ZeroDivisionError
+    assert not cores.held
+
+
+def test_who_waited_in_vain_computes_and_waits_no_more_until_they_were_free(shift: Shift, cores: Cores) -> None:
+    cores.stopped = cores.waiting = True
+    assert layers(shift, cores, 3, 1.0) == []
+    layers(shift, cores, 3, 0.01)
+    cores.stopped = False
+    layers(shift, cores, 3, 0.01)
+    layers(shift, cores, 3, 0.01)
+    assert cores.asked == [PATIENCE_S, 0.0, 0.0, PATIENCE_S]
+
+
+def test_a_whole_engine_computes_the_same(cores: Cores) -> None:
+    engine = make_engine()
+    engine.runner._shift = Shift(cores, TURN_S)
+    prompt = [1, 2, 3, 4, 5, 6]
+    engine.add(make_job("a", prompt, max_tokens=5))
+    while engine.has_work():
+        engine.step()
+    assert tokens_of(engine, "a") == expected(prompt, 5)
+    assert len(cores.asked) == 5
+    assert not cores.held
