@@ -205,6 +205,9 @@ env:
 - {name: tmp, mountPath: /tmp}
 {{- if .worker }}
 - {name: shm, mountPath: /dev/shm}
+{{- if .root.Values.worker.kvDisk.gib }}
+- {name: kv-disk, mountPath: /kv-disk}
+{{- end }}
 {{- end }}
 {{- if include "kvferry.redisPassword" .root }}
 - {name: redis, mountPath: /run/kvferry/redis, readOnly: true}
@@ -233,6 +236,13 @@ env:
 - {name: tmp, emptyDir: {sizeLimit: {{ .values.tmpSize | default .root.Values.worker.tmpSize }}}}
 {{- if .worker }}
 - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .root.Values.worker.sharedMemory }}}}
+{{- with .root.Values.worker.kvDisk }}
+{{- if .gib }}
+{{- /* With room for the files that are being written. */}}
+{{- $volume := .volume | default (dict "emptyDir" (dict "sizeLimit" (printf "%dGi" (add 2 (ceil .gib | int))))) }}
+- {{- merge (dict "name" "kv-disk") $volume | toYaml | nindent 2 }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- with include "kvferry.redisPassword" .root }}
 {{- $secret := splitList "/" . }}
