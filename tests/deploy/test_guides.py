@@ -14,6 +14,7 @@ from cli.options import ENV_PREFIX, variable
 from tests.deploy.binaries import ROOT
 from tests.deploy.charts import CHART
 from tests.deploy.dashboard import known_names, load, metric_names
+from tests.deploy.manifests import Manifest
 
 DEPLOY = ROOT / "deploy"
 PAGES = {
@@ -25,7 +26,7 @@ ADAPTERS = {"kvferry_prefill_backlog"}
 VALUES = json.loads((CHART / "values.schema.json").read_text())["properties"]
 
 
-def known(path: list[str], schema: dict) -> bool:
+def known(path: list[str], schema: Manifest) -> bool:
     """Whether there is such a value; inside objects of Kubernetes, whatever is there."""
     if not path:
         return True
