@@ -33,7 +33,8 @@
 #
 # TORCH is what pip is asked for: a version this tree is tested with; any from 2.11 on works. Choose another build by, say,
 #   make serve TORCH='torch --index-url https://download.pytorch.org/whl/cpu'
-# EXTRA is worker-cu13 where torch is built for CUDA 13 (worker: CUDA 12, or no GPU).
+# EXTRA, of what a worker is made of, follows from it: worker-cu13 where torch is built for CUDA 13, as PyPI's is; worker
+# where it is built for CUDA 12 or for none.
 #
 # The CPU kernels are compiled when the package is installed and again when their sources change; without a C++ compiler
 # it installs all the same and a CPU runs PyTorch's operations.
@@ -42,7 +43,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
-EXTRA  ?= worker
+EXTRA  ?=
 
 # What takes long says so, and then how long it took: $(call shown,what,commands)
 shown = printf '%s ... ' '$(1)'; begun=$$(date +%s); { $(2); } || { echo failed; exit 2; }; echo "$$(($$(date +%s) - begun)) s"
@@ -50,8 +51,13 @@ shown = printf '%s ... ' '$(1)'; begun=$$(date +%s); { $(2); } || { echo failed;
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 UV     := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --reinstall-package kvferry
-TESTED  := '.[$(EXTRA),test]'
-BENCHED := '.[$(EXTRA),bench]'
+# The link's CUDA and torch's ask for the same packages: those of another version cannot be installed beside it.
+FITTING := import importlib.util as u, pathlib, runpy; \
+  found = runpy.run_path(str(pathlib.Path(u.find_spec("torch").origin).with_name("version.py"))); \
+  print("worker-cu13" if (found.get("cuda") or "").startswith("13.") else "worker")
+WORKER   = $(or $(EXTRA),$(shell $(BIN)/python -c '$(FITTING)'))
+TESTED   = '.[$(WORKER),test]'
+BENCHED  = '.[$(WORKER),bench]'
 EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.py kernels/test_cpu_quantised.py \
   kernels/test_cpu_step.py kernels/test_int8_cache.py kernels/test_batch_invariance.py kernels/test_draw.py engine/test_models_packed.py)
 NATIVE_TESTS := $(filter-out tests/kernels/test_batch_invariance.py tests/engine/%,$(EMULATED_TESTS))
@@ -199,7 +205,7 @@ lock: $(VENV)/test.done
 
 # KVFERRY_TEST_CRDS=FOLDER holds a folder of CRDs (YAML) of projects that are in no package: LWS, KServe, InferencePool.
 test-deploy: $(VENV)/test.done $(VENV)/model.done
-	$(BIN)/python -m pytest tests/deploy tests/cluster/test_manifests_live.py tests/cluster/test_rollouts.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/deploy $(addprefix tests/cluster/test_,manifests_live.py rollouts.py upgrade.py monitoring_live.py) $(PYTEST_ARGS)
 
 test-images: $(VENV)/test.done
 	$(BIN)/python -m pytest -m images tests/deploy $(PYTEST_ARGS)
@@ -226,7 +232,7 @@ $(VENV)/torch.done: $(VENV)/torch.wanted
 	@touch $@
 
 $(VENV)/worker.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
-	@$(call shown,installing kvferry with transformers and UCX (about 150 MB) and compiling its CPU kernels,$(UV) -e '.[$(EXTRA)]')
+	@$(call shown,installing kvferry with transformers and UCX (about 150 MB) and compiling its CPU kernels,$(UV) -e '.[$(WORKER)]')
 	@touch $@
 
 $(VENV)/test.done: pyproject.toml $(NATIVE) $(VENV)/torch.done

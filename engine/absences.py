@@ -28,8 +28,8 @@ class Absences:
         self._old: dict[bytes, str] = {}
 
     def note(self, hashes: Iterable[bytes], reason: str) -> None:
-        """These blocks are not here: `evicted`, `retracted`, or `not_arrived` for as long as they are awaited and when
-        they never come."""
+        """These blocks are not here: `evicted`, `retracted`, or `not_arrived` and `computing` for as long as they are
+        awaited and when they never come."""
         for block_hash in hashes:
             if len(self._young) >= self._half:
                 self._old, self._young = self._young, {}

@@ -216,6 +216,7 @@ class Scheduler:
             return
         else:
             request.missed = self.pool.absences.missed(request)
+            self.pool.absences.note(request.hashes[request.registered :], "computing")
         request.admitted = time.monotonic()
         request.cached_len = request.computed_len
         self.newly_admitted.append(request)

@@ -16,9 +16,10 @@ RUNGS = (
     "move",
 )
 RECOVERED_SOURCES = ("cached", "computed")
-FOUND_MISSING = ("evicted", "not_arrived", "retracted", "fenced", "unknown")
+FOUND_MISSING = ("evicted", "not_arrived", "computing", "retracted", "fenced", "unknown")
 """Why a node does not have what was predicted there, as it knows: it evicted it since; a ship or a copy was to bring it
-and has not landed; it was found to be wrong; it was in a process that this one replaced; or nothing is known of it."""
+and has not landed; another request was to compute it and has not got there; it was found to be wrong; it was in a
+process that this one replaced; or nothing is known of it."""
 DEFLECTED = ("node_lost", "not_arrived", "fenced", "layout", "refused", "outrun")
 """Why a request was not computed where it was predicted to find its prefix, as its attempt there ended: the node was
 lost; blocks did not come through to decode; another process had replaced it; layouts differed; the node refused, drains

@@ -15,7 +15,7 @@ from protocol import labels
 from protocol.canary_metrics import CanaryMetrics
 from protocol.fetch_metrics import FetchMetrics
 from protocol.loop_metrics import LoopMetrics
-from protocol.model_metrics import ModelMetrics, ModelRegistry
+from protocol.model_metrics import ModelMetrics, ModelRegistry, live_nodes
 from protocol.reuse_metrics import ReuseMetrics
 from protocol.scaling_metrics import NodeScaling, RouterScaling
 from protocol.speculation_metrics import SpeculationMetrics
@@ -92,7 +92,7 @@ class RouterMetrics:
             "Times that a pair of nodes, or one node, got no more ships for ten minutes: too many were wrong.",
             registry=r,
         )
-        self.nodes = Gauge("kvferry_nodes", "Live nodes by role and state.", ["role", "state"], registry=r)
+        self.nodes = live_nodes(r)
         self.index_seconds = Histogram(
             "kvferry_index_lookup_seconds", "Seconds per longest-prefix lookup.", registry=r, buckets=STEP_BUCKETS
         )
@@ -128,7 +128,6 @@ class RouterMetrics:
         _exist(self.requests, labels.ENDPOINTS, ("200",))
         _exist(self.placements, labels.PLACEMENT_KINDS)
         _exist(self.ladder, labels.RUNGS)
-        _exist(self.nodes, labels.ROLES, labels.NODE_STATES)
         _exist(self.refused, labels.REFUSALS)
         for status, code in labels.ERROR_ANSWERS:
             self.errors.labels(status, code)
@@ -138,6 +137,7 @@ class RouterMetrics:
         """What is counted by model."""
         self.scaling.exist(model)
         self.reuse.of(model)
+        _exist(self.nodes, labels.ROLES, labels.NODE_STATES, (model,))
         return ModelMetrics(
             ttft=self.ttft.labels(model),
             itl=self.itl.labels(model),

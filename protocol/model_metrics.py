@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 
 from protocol import labels
 
@@ -18,6 +18,13 @@ class ModelMetrics:
     itl: Histogram
     prompt_tokens: dict[str, Counter]
     output_tokens: Counter
+
+
+def live_nodes(registry: CollectorRegistry) -> Gauge:
+    """By role, state and model, as a router sees them. A node of another wire version has no model that could be
+    told."""
+    told = "Live nodes by role, state and model (without one: of another wire version)."
+    return Gauge("kvferry_nodes", told, ["role", "state", *labels.MODEL], registry=registry)
 
 
 class ModelRegistry(CollectorRegistry):

@@ -21,7 +21,7 @@ async def leases_of(redis_url: str, cluster: str = "default") -> list[NodeLease]
     finally:
         await store.close()
     if not leases:
-        raise ConfigError(f"no node is ready in {redis_url}", param="calibrate")
+        raise ConfigError(f"no node of cluster {cluster} is ready there", param="calibrate")
     return leases
 
 

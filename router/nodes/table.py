@@ -230,12 +230,12 @@ class NodeTable:
             group.keep(entry for entry in self.entries.values() if self._groups[entry.key] is group)
 
     def _count(self) -> None:
-        counts = Counter(
-            (entry.lease.role, self._groups[entry.key].state(entry.lease)) for entry in self.entries.values()
-        )
-        counts.update({(role, "incompatible"): count for role, count in self.foreigners.roles.items()})
-        for role, state in product(ROLES, NODE_STATES):
-            self._metrics.nodes.labels(role, state).set(counts[role, state])
+        groups = [(entry.lease, self._groups[entry.key]) for entry in self.entries.values()]
+        counts = Counter((lease.role, group.state(lease), group.name.first) for lease, group in groups)
+        for role, state, group in product(ROLES, NODE_STATES, self.groups):
+            self._metrics.nodes.labels(role, state, group.name.first).set(counts[role, state, group.name.first])
+        for role in ROLES:
+            self._metrics.nodes.labels(role, "incompatible", "").set(self.foreigners.roles[role])
 
 
 def _name(lease: NodeLease) -> ModelName:

@@ -45,6 +45,17 @@ def described(image: str) -> dict[str, Any]:
     return dict(json.loads(docker("image", "inspect", image))[0])
 
 
+def added(image: str) -> int:
+    """Bytes of an image's layers on top of its base, whatever that is: from the first that our Dockerfiles make."""
+    total, shown = 0, "{{.Size}} {{.CreatedBy}}"
+    for line in docker("history", "--no-trunc", "--human=false", "--format", shown, image).splitlines():
+        size, _, command = line.partition(" ")
+        total += int(size)
+        if "install-debian" in command:
+            return total
+    pytest.fail(f"no layer of {image} is of our Dockerfile")
+
+
 class Project:
     """A compose file's services under a project name of their own."""
 

@@ -20,6 +20,7 @@ SIDECAR = {
     },
     "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
 }
+CLAIM = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "42Gi"}}}
 EVERYWHERE: dict[str, Any] = {
     "extraEnv": [{"name": "TZ", "value": "UTC"}],
     "extraVolumes": [{"name": "more", "emptyDir": {}}],
@@ -45,7 +46,12 @@ FULL: dict[str, Any] = {
         "egress": {"enabled": True, "extra": [{"ports": [{"port": 443, "protocol": "TCP"}]}]},
     },
     "router": {**EVERYWHERE, "tls": {"secretName": "kvferry-tls"}, "queueTimeout": 30, "extraArgs": ["--batch-rows=4"]},
-    "worker": {"nearEachOther": "kubernetes.io/hostname", "rdma": {"resource": "rdma/hca"}, "disk": {"enabled": True}},
+    "tracing": {"endpoint": "http://collector.monitoring:4318"},
+    "worker": {
+        "nearEachOther": "kubernetes.io/hostname",
+        "rdma": {"resource": "rdma/hca"},
+        "kvDisk": {"gib": 40, "volume": {"ephemeral": {"volumeClaimTemplate": {"spec": CLAIM}}}},
+    },
     "prefill": {**EVERYWHERE, "extraArgs": ["--threads=4"]},
     "decode": {**EVERYWHERE, "affinity": {}, "disruptionBudget": {}},
     "redis": {**EVERYWHERE, "tls": {"secretName": "kvferry-redis-tls"}, "existingSecret": "kvferry-redis-own"},

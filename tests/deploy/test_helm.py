@@ -11,9 +11,10 @@ import yaml
 
 from cluster_state import redis_url
 from docs import chart as made_docs
+from process import tracing
 from tests.deploy.charts import CHART, EXAMPLES, chart, plain, refusal
 from tests.deploy.installations import FULL
-from tests.deploy.manifests import PROCESSES, Manifest, Objects, of_kind, pod_specs, render
+from tests.deploy.manifests import PROCESSES, Manifest, Objects, container_command, of_kind, pod_specs, render
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -88,6 +89,9 @@ def test_every_value_is_described_and_of_its_type() -> None:
         ({"redis": {"enabled": False}, "externalRedis": {"url": "redis://c", "urlSecret": {"name": "s"}}}, "one of"),
         ({"model": {"fetch": {"enabled": True, "repository": "a/b"}}}, "model.volume.enabled"),
         ({"model": {"volume": {"enabled": True}}}, "/models"),
+        ({"model": {"name": "Qwen/Qwen3-8B"}}, "model.fetch.repository"),
+        ({"worker": {"kvDisk": {"gib": 5}, "device": "cuda"}}, "worker.kvDisk.gib"),
+        ({"worker": {"kvDisk": {"gib": 5}, "gpus": 1}}, "worker.kvDisk.gib"),
         ({"model": {"name": "/models/m", "volume": {"enabled": True}, "fetch": {"enabled": True}}}, "repository"),
         ({"autoscaling": {"decode": {"enabled": True, "min": 0}}}, "autoscaling.decode.min"),
         ({"autoscaling": {"decode": {"enabled": True, "min": 9, "max": 3}}}, "max 3"),
@@ -196,6 +200,32 @@ def test_another_version_of_the_chart_alone_rolls_no_pod() -> None:
         labels = item["spec"]["template"]["metadata"]["labels"]
         assert labels["cost"] == "llm"
         assert not {"helm.sh/chart", "app.kubernetes.io/version", "app.kubernetes.io/managed-by"} & labels.keys()
+
+
+def test_blocks_on_disk_have_a_volume_that_fits_them() -> None:
+    """Of workers alone; without the value there is none."""
+    for values, volume in (
+        ({"gib": 2.5}, {"emptyDir": {"sizeLimit": "4Gi"}}),
+        ({"gib": 2, "volume": {"hostPath": {"path": "/kv"}}}, {"hostPath": {"path": "/kv"}}),
+        ({"volume": {"emptyDir": {}}}, None),
+    ):
+        objects = chart(worker={"kvDisk": values})
+        for name, spec in pod_specs(objects).items():
+            found = [each for each in spec["volumes"] if each["name"] == "kv-disk"]
+            wanted = volume if name in PROCESSES[1:] else None
+            assert found == ([{"name": "kv-disk", **wanted}] if wanted else [])
+        settings = of_kind(objects, "ConfigMap")["kvferry-worker"]["data"]
+        assert settings.get("KVFERRY_KV_DISK_GIB") == (str(values["gib"]) if volume else None)
+        assert ("KVFERRY_KV_DISK_PATH" in settings) == bool(volume)
+
+
+def test_every_process_is_told_where_traces_go() -> None:
+    """By a variable of OpenTelemetry's, that the tracer listens to."""
+    objects = chart(tracing={"endpoint": "http://collector:4318"})
+    for process in PROCESSES:
+        _, env = container_command(objects, process)
+        assert tracing.wanted(env)
+        assert not tracing.wanted(container_command(chart(), process)[1])
 
 
 def test_what_is_switched_on_reaches_every_pod() -> None:

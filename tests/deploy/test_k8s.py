@@ -133,7 +133,7 @@ def test_pods_meet_the_restricted_standard(objects: Objects, installation: str) 
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
         kinds = {kind for volume in spec["volumes"] for kind in volume} - {"name"}
-        assert kinds <= {"emptyDir", "secret", "configMap", "persistentVolumeClaim"}
+        assert kinds <= {"emptyDir", "ephemeral", "secret", "configMap", "persistentVolumeClaim"}
     for container in our_containers(objects):
         context = container["securityContext"]
         assert context["allowPrivilegeEscalation"] is False

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import redis
@@ -16,6 +17,7 @@ from waiting import wait_for
 from cli.preflight import redis_answers, valkey_binary
 from protocol.errors import ConfigError
 from protocol.settings import RouterSettings
+from simulate.calibrate import leases_of
 from tests.deploy.binaries import ROOT, need, redis_cli_binary
 from tests.deploy.charts import chart
 from tests.deploy.manifests import Manifest, Objects, of_kind, pod_specs, render
@@ -93,6 +95,14 @@ def test_the_processes_are_let_in_by_the_password_and_nobody_else_is(
             server.execute_command(*words)
     assert PASSWORD not in (tmp_path / "users.acl").read_text()
     assert (tmp_path / "users.acl").stat().st_mode & 0o077 == 0
+
+
+async def test_a_plan_reads_the_rates_of_nodes_there(server: redis.Redis, port: int) -> None:
+    """With what a pod has at hand; what it says to whoever typed it has no password."""
+    url = of_config("KVFERRY_REDIS_URL").replace("kvferry-redis:6379", f"{LOOPBACK}:{port}")
+    with pytest.raises(ConfigError, match="no node of cluster default is ready") as told:
+        await leases_of(url.replace("kvferry@", f"kvferry:{quote(PASSWORD)}@"))
+    assert quote(PASSWORD) not in str(told.value)
 
 
 def test_probes_pass_with_the_password_alone(server: redis.Redis, environment: dict[str, str]) -> None:

@@ -17,7 +17,7 @@ CHOSEN = 'cluster=~"$cluster", namespace=~"$namespace"'
     [
         ("sum by (role, state) (x)", "sum by (role, state) (x)", "{{role}} {{state}}"),
         ('rate(x{role="a"}) / rate(y)', 'rate(x{role="a"}[$__rate_interval]) / rate(y[$__rate_interval])', ""),
-        ("sum(kvferry_nodes)", f"sum(kvferry_nodes{{{CHOSEN}}})", ""),
+        ("sum(kvferry_registry_up)", f"sum(kvferry_registry_up{{{CHOSEN}}})", ""),
         ('kvferry_kv_blocks{state="free"}', f'kvferry_kv_blocks{{state="free", {CHOSEN}, model_name=~"$model"}}', ""),
         (
             "rate(kvferry_output_tokens_total)",

@@ -95,6 +95,16 @@ def test_what_an_earlier_process_had() -> None:
     assert asked(engine, "b", list(range(60, 80)), 16, epoch=8).missed == (("unknown", 16),)
 
 
+def test_what_another_request_computes_at_that_moment() -> None:
+    """As where many come at once with the same beginning, and all but the first are predicted to find it."""
+    engine = make_engine()
+    engine.add(make_job("first", PROMPT))
+    account = asked(engine, "beside", [*PROMPT, 7], 40)
+    assert (account.cached_len, account.missed) == (32, (("computing", 8),))
+    assert asked(engine, "later", [*PROMPT, 8], 40).missed == ()
+    assert not engine.pool.absences._young
+
+
 def test_what_nobody_here_knows_of() -> None:
     assert asked(make_engine(), "a", PROMPT, 36).missed == (("unknown", 36),)
 

@@ -73,8 +73,11 @@ async def test_fingerprints_are_compared_within_a_model() -> None:
     odd = replace(node("d3", "decode", "b"), fingerprint="other")
     ids = await table.see(node("d1", "decode", "a"), node("p2", "prefill", "b"), node("d2", "decode", "b"), odd)
     assert ids == [{"d1"}, {"p2", "d2"}]
-    states = {state: table.metrics.nodes.labels("decode", state)._value.get() for state in ("ready", "incompatible")}
-    assert states == {"ready": 2, "incompatible": 1}
+    states = ("ready", "incompatible")
+    told = {name: [table.metrics.nodes.labels("decode", state, name)._value.get() for state in states] for name in "ab"}
+    assert told == {"a": [1, 0], "b": [1, 1]}
+    await table.see(node("d2", "decode", "b"))
+    assert table.metrics.nodes.labels("decode", "ready", "a")._value.get() == 0
 
 
 async def test_served_names_tell_models_of_one_name_apart() -> None:

@@ -63,7 +63,7 @@ class Table(NodeTable):
         return self.entries[(lease.node_id, lease.epoch)]
 
     def count(self, role: str, state: str) -> float:
-        return float(self.metrics.nodes.labels(role, state)._value.get())
+        return float(self.metrics.nodes.labels(role, state, "m")._value.get())
 
 
 P1, D1, D2 = lease_of("p1", "prefill"), lease_of("d1", "decode"), lease_of("d2", "decode")
@@ -340,9 +340,9 @@ async def test_nodes_of_another_wire_version_are_named_once_counted_and_not_used
     assert line.startswith(f"node d2 speaks wire version {WIRE_VERSION + 1} and this router {WIRE_VERSION}: not used")
     assert {key[0] for key in table.entries} == {"d1"}
     count = table.metrics.registry.get_sample_value
-    assert count("kvferry_nodes", {"role": "decode", "state": "incompatible"}) == 1
-    assert count("kvferry_nodes", {"role": "decode", "state": "ready"}) == 1
+    assert count("kvferry_nodes", {"role": "decode", "state": "incompatible", "model_name": ""}) == 1
+    assert count("kvferry_nodes", {"role": "decode", "state": "ready", "model_name": "m"}) == 1
     table.registry.foreign = ()
     await table.poll(lease_of("d1", "decode"), lease_of("d2", "decode", 2))
-    assert count("kvferry_nodes", {"role": "decode", "state": "incompatible"}) == 0
+    assert count("kvferry_nodes", {"role": "decode", "state": "incompatible", "model_name": ""}) == 0
     assert ("d2", 2) in table.entries

@@ -111,6 +111,9 @@ KVFERRY_QUEUE_TIMEOUT: {{ . | quote }}
 {{- with .Values.log.format }}
 KVFERRY_LOG_FORMAT: {{ . }}
 {{- end }}
+{{- with .Values.tracing.endpoint }}
+OTEL_EXPORTER_OTLP_ENDPOINT: {{ . | quote }}
+{{- end }}
 {{- end }}
 
 {{- define "kvferry.workerSettings" -}}
@@ -123,6 +126,13 @@ KVFERRY_DTYPE: {{ .dtype }}
 KVFERRY_BLOCK_SIZE: {{ .blockSize | quote }}
 {{- if .kvCacheGib }}
 KVFERRY_KV_CACHE_GIB: {{ .kvCacheGib | quote }}
+{{- end }}
+{{- if .kvDisk.gib }}
+{{- if or (int .gpus) (hasPrefix "cuda" .device) }}
+{{- fail "worker.kvDisk.gib: blocks of pools on a GPU are not kept on disk yet" }}
+{{- end }}
+KVFERRY_KV_DISK_PATH: /kv-disk
+KVFERRY_KV_DISK_GIB: {{ .kvDisk.gib | quote }}
 {{- end }}
 KVFERRY_UCX_TRANSPORTS: {{ .ucxTransports | quote }}
 {{- with .ucxNetDevices }}

@@ -205,8 +205,8 @@ env:
 - {name: tmp, mountPath: /tmp}
 {{- if .worker }}
 - {name: shm, mountPath: /dev/shm}
-{{- with include "kvferry.diskVolume" .root }}
-- {name: kv, mountPath: {{ $.root.Values.worker.disk.mountPath }}}
+{{- if .root.Values.worker.kvDisk.gib }}
+- {name: kv-disk, mountPath: /kv-disk}
 {{- end }}
 {{- end }}
 {{- if include "kvferry.redisPassword" .root }}
@@ -236,8 +236,12 @@ env:
 - {name: tmp, emptyDir: {sizeLimit: {{ .values.tmpSize | default .root.Values.worker.tmpSize }}}}
 {{- if .worker }}
 - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .root.Values.worker.sharedMemory }}}}
-{{- with include "kvferry.diskVolume" .root | trim }}
-{{ . }}
+{{- with .root.Values.worker.kvDisk }}
+{{- if .gib }}
+{{- /* With room for rounding and for the files that are being written: a pod that goes beyond it is evicted. */}}
+{{- $volume := .volume | default (dict "emptyDir" (dict "sizeLimit" (printf "%dGi" (add1 (ceil (mulf (float64 .gib) 1.1) | int))))) }}
+- {{- merge (dict "name" "kv-disk") $volume | toYaml | nindent 2 }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- with include "kvferry.redisPassword" .root }}

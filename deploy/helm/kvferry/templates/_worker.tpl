@@ -28,10 +28,6 @@ spec:
         {{- with .maxNumSeqs }}
         - --max-num-seqs={{ . }}
         {{- end }}
-        {{- with include "kvferry.diskVolume" $root }}
-        - --kv-disk-path={{ $root.Values.worker.disk.mountPath }}
-        - --kv-disk-gib={{ $root.Values.worker.disk.gib }}
-        {{- end }}
         {{- range .extraArgs }}
         - {{ . | quote }}
         {{- end }}
@@ -105,35 +101,4 @@ leaderWorkerTemplate:
 rolloutStrategy: {{- toYaml (.values.strategy.rollingUpdate | default dict) | nindent 2 }}
 {{ toYaml $pod.metadata }}
 template: {{- toYaml $pod.spec | nindent 2 }}
-{{- end }}
-
-{{/* The volume of its KV blocks on disk: `volumes` of a worker has it; empty where there is none. Argument: a root. */}}
-{{- define "kvferry.diskVolume" -}}
-{{- with .Values.worker }}{{- $device := .device }}
-{{- with .disk }}
-{{- if .enabled }}
-{{- if hasPrefix "cuda" $device }}
-{{- fail "worker.disk.enabled: blocks of pools on a GPU cannot be kept on disk as yet" }}
-{{- end }}
-{{- $size := .size | default (printf "%dGi" (int64 (add1 (ceil (mulf (float64 .gib) 1.1))))) }}
-{{- if eq .volume "ephemeral" }}
-- name: kv
-  ephemeral:
-    volumeClaimTemplate:
-      spec:
-        accessModes: {{ toJson .accessModes }}
-        {{- with .storageClass }}
-        storageClassName: {{ . }}
-        {{- end }}
-        resources: {requests: {storage: {{ $size }}}}
-{{- else if eq .volume "hostPath" }}
-- {name: kv, hostPath: {path: {{ required "worker.disk.hostPath: which directory" .hostPath }}, type: Directory}}
-{{- else if eq .volume "existingClaim" }}
-- {name: kv, persistentVolumeClaim: {claimName: {{ required "worker.disk.existingClaim: which claim" .existingClaim }}}}
-{{- else }}
-- {name: kv, emptyDir: {sizeLimit: {{ $size }}}}
-{{- end }}
-{{- end }}
-{{- end }}
-{{- end }}
 {{- end }}

@@ -1,0 +1,42 @@
+"""What make installs fits together: the link's CUDA is that of torch's build."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def planned(home: Path, target: str, cuda: str | None, *words: str) -> str:
+    """What would be installed of kvferry for a target, beside a torch of that build."""
+    torch = home / "site" / "torch"
+    torch.mkdir(parents=True)
+    (torch / "__init__.py").write_text("raise RuntimeError('it takes five seconds to import')\n")
+    (torch / "version.py").write_text(f"__version__ = '2.13.0'\ncuda: str | None = {cuda!r}\n")
+    python = home / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={torch.parent} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    command = ["make", "-n", f"VENV={python.parents[1]}", *words, f"{python.parents[1]}/{target}.done"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (found,) = re.findall(r"'\.\[(.+?)\]'", done.stdout)
+    return str(found)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "extra"), [("13.0", "worker-cu13"), ("13.2", "worker-cu13"), ("12.8", "worker"), (None, "worker")]
+)
+@pytest.mark.parametrize(("target", "more"), [("worker", ""), ("test", ",test"), ("bench", ",bench")])
+def test_the_links_cuda_is_torchs(tmp_path: Path, target: str, more: str, cuda: str | None, extra: str) -> None:
+    """PyPI's torch is built for CUDA 13, and no UCX of CUDA 12 can be installed beside it."""
+    assert planned(tmp_path, target, cuda) == extra + more
+
+
+def test_one_that_is_named_is_taken(tmp_path: Path) -> None:
+    assert planned(tmp_path, "worker", "13.0", "EXTRA=worker") == "worker"
