@@ -23,6 +23,7 @@ from simulate.machine import LARGE
 from simulate.memory import Memory
 from simulate.workloads import WORKLOADS, Asked
 
+ORDERS = ("lru", *(name for name in EVICTIONS if name != "lru"))
 COUNT, SEEDS, NODES = 1000, (0, 1, 2), 8
 SIZES = (1500, 3000, 6000)
 """Blocks of a pool."""
@@ -89,24 +90,24 @@ def replayed(workload: str, eviction: str, blocks: int, seed: int) -> Replay:
 
 def main(chosen: Sequence[str]) -> None:
     workloads = chosen or [name for name, case in CASES.items() if not case.losses]
-    print("| workload | blocks | LRU: tokens found, seconds saved | " + " | ".join(EVICTIONS[1:]) + " |")
-    print("| --- | --- | --- |" + " --- |" * (len(EVICTIONS) - 1))
-    cost = dict.fromkeys(EVICTIONS, 0.0)
+    print("| workload | blocks | LRU: tokens found, seconds saved | " + " | ".join(ORDERS[1:]) + " |")
+    print("| --- | --- | --- |" + " --- |" * (len(ORDERS) - 1))
+    cost = dict.fromkeys(ORDERS, 0.0)
     for workload in workloads:
         for blocks in SIZES:
-            runs = {name: [replayed(workload, name, blocks, seed) for seed in SEEDS] for name in EVICTIONS}
-            for name in EVICTIONS:
+            runs = {name: [replayed(workload, name, blocks, seed) for seed in SEEDS] for name in ORDERS}
+            for name in ORDERS:
                 cost[name] += sum(run.pool_s for run in runs[name])
             lru = runs["lru"]
             row = [f"{mean(100 * r.found / r.prompts for r in lru):.1f} %, "
                    f"{mean(100 * r.saved_s / r.whole_s for r in lru):.1f} %"]  # fmt: skip
-            for name in EVICTIONS[1:]:
+            for name in ORDERS[1:]:
                 gains = [100 * (r.saved_s / max(o.saved_s, 1e-9) - 1) if o.saved_s else 0.0
                          for r, o in zip(runs[name], lru, strict=True)]  # fmt: skip
                 row.append(f"{mean(gains):+.1f} ({min(gains):+.1f} … {max(gains):+.1f})")
             skipped = f" ({lru[0].skipped} without room)" if lru[0].skipped else ""
             print(f"| {workload} | {blocks}{skipped} | " + " | ".join(row) + " |", flush=True)
-    print("\nSeconds in the pool: " + ", ".join(f"{name} {cost[name]:.1f}" for name in EVICTIONS))
+    print("\nSeconds in the pool: " + ", ".join(f"{name} {cost[name]:.1f}" for name in ORDERS))
 
 
 if __name__ == "__main__":

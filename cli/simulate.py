@@ -58,9 +58,9 @@ def goal_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--seed", default=1, show_default=True, help="of the generators")
 @click.option(
     "--eviction",
-    default="lru",
+    default="slru",
     show_default=True,
-    help="what leaves a full pool first: lru, s3fifo, gdsf, gdsf-cost, slru",
+    help="what leaves a full pool first: slru (the engine's own), lru, s3fifo, gdsf, gdsf-cost",
 )
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="write an SVG with the figures there")
 @goal_options

@@ -7,13 +7,13 @@ a block stands before its parent: a node never drops a block before its descenda
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine import recount
 from engine.absences import Absences
 from engine.free_list import FreeList
+from engine.idle import PROTECTED, Idle
 from engine.ports import Holds
 from engine.tails import Tails
 
@@ -37,9 +37,9 @@ class BlockPool:
         self.evicted_total = 0
         self.tails = Tails()
         self.absences = Absences(num_blocks)
+        self.idle = Idle(num_blocks // PROTECTED)
         self._blocks = [Block() for _ in range(num_blocks)]
         self._free = FreeList(num_blocks)
-        self._cached: OrderedDict[int, None] = OrderedDict()
         self._by_hash: dict[bytes, int] = {}
         self._stored: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
@@ -51,12 +51,12 @@ class BlockPool:
 
     @property
     def cached_blocks(self) -> int:
-        return len(self._cached)
+        return len(self.idle)
 
     @property
     def available(self) -> int:
         """Blocks that can be had now, evicting if need be."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self.idle)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Block ids of the longest leading run of `hashes` that is here. Takes no hold."""
@@ -74,11 +74,11 @@ class BlockPool:
     ) -> list[int] | None:
         """Hold `reused` (from `match`, just now) and `fresh` new blocks for the owner; returns their ids in order, or
         None, with nothing changed, when fewer than `keep` blocks would stay available."""
-        idle = sum(block_id in self._cached for block_id in reused)
+        idle = sum(block_id in self.idle for block_id in reused)
         if fresh + keep > self.available - idle:
             return None
         for block_id in reused:
-            self._cached.pop(block_id, None)
+            self.idle.remove(block_id)
         taken = [*reused, *(self._take() for _ in range(fresh))]
         self.holds.hold(owner, reason, taken)
         return taken
@@ -100,7 +100,7 @@ class BlockPool:
         if known == block_id:
             return block_id
         if known is not None:
-            self._cached.pop(known, None)
+            self.idle.remove(known)
             for owner, reason in holders:
                 self.holds.hold(owner, reason, [known])
                 self.release(owner, reason, [block_id])
@@ -135,8 +135,8 @@ class BlockPool:
             self.tails.forget(block_id)
             if self._blocks[block_id].hash is not None:
                 self._hide(block_id, "retracted")
-            if block_id in self._cached:
-                del self._cached[block_id]
+            if block_id in self.idle:
+                self.idle.remove(block_id)
                 self._free.put(block_id)
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
@@ -179,7 +179,7 @@ class BlockPool:
         assert counted == self.num_blocks, f"{counted} blocks are free, cached or held, of {self.num_blocks}"
 
     def _check(self, block_id: int) -> None:
-        block, free, cached = self._blocks[block_id], block_id in self._free, block_id in self._cached
+        block, free, cached = self._blocks[block_id], block_id in self._free, block_id in self.idle
         assert not (free and cached), f"block {block_id} is free and cached"
         assert (free or cached) != self.holds.held(block_id), f"block {block_id} leaked or is free while held"
         if block.hash is None:
@@ -199,7 +199,7 @@ class BlockPool:
         return block_id
 
     def _evict(self) -> None:
-        block_id, _ = self._cached.popitem(last=False)
+        block_id = self.idle.pop()
         assert not self._blocks[block_id].children, "evicted before its descendants"
         self._hide(block_id, "evicted")
         self.evicted_total += 1
@@ -209,6 +209,7 @@ class BlockPool:
         """It is not found any more."""
         block = self._blocks[block_id]
         assert block.hash is not None
+        self.idle.forget(block_id)
         del self._by_hash[block.hash]
         self.absences.note((block.hash,), reason)
         _note(block.hash, self._removed, self._stored)
@@ -219,7 +220,7 @@ class BlockPool:
 
     def _let_go(self, block_id: int) -> None:
         if self._blocks[block_id].hash is not None:
-            self._cached[block_id] = None
+            self.idle.put(block_id)
         else:
             self._free.put(block_id, last=block_id in self.tails)
 

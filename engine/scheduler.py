@@ -184,6 +184,8 @@ class Scheduler:
         block_ids = self.pool.acquire(*request.holder, reused, self._blocks_of(request) - len(reused), keep=kept)
         if block_ids is None:
             return False
+        if not resumed(request):
+            self.pool.idle.found(reused)
         request.block_ids = block_ids
         request.computed_len = len(reused) * self.block_size
         request.registered = len(reused)

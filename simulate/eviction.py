@@ -1,7 +1,7 @@
-"""Orders in which idle blocks leave a pool, to compare with the engine's own (LRU). In the simulator only.
+"""Orders in which idle blocks leave a pool, to compare with the engine's own (`engine/idle.py`). In the simulator only.
 
-Each is a mapping like the `OrderedDict` of a pool's idle blocks. A block with children in the pool is never given up:
-chains leave from their tails.
+Each stands in the place of a pool's `Idle`. A block with children in the pool is never given up: chains leave from
+their tails.
 """
 
 from __future__ import annotations
@@ -9,59 +9,57 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from engine.idle import Idle
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.block_pool import BlockPool
 
-EVICTIONS = ("lru", "s3fifo", "gdsf", "gdsf-cost", "slru")
+EVICTIONS = ("slru", "lru", "s3fifo", "gdsf", "gdsf-cost")
+"""The first is the engine's own."""
 SMALL = 10
 """Of S3-FIFO: one block of so many may be in the queue of those that were used once."""
 MOST_USES = 3
 COST_BLOCKS = 512
 """Position, in blocks, at which one costs twice as much to compute again (Machine.attention_len)."""
-PROTECTED = 0.5
-"""Of SLRU: the share of a pool that idle blocks used more than once may have."""
 MOST_LOOKS = 64
 """At heads of queues for one block; then the block that is idle for longest leaves."""
 
 
-class Order(Protocol):
-    def used(self, blocks: Iterable[int]) -> None:
-        """These were found."""
-
-
-def order_of(name: str, pool: BlockPool, num_blocks: int) -> Order | None:
-    """None: the pool's own. Raises ConfigError."""
+def order_of(name: str, pool: BlockPool) -> Idle:
+    """Raises ConfigError."""
     if name not in EVICTIONS:
         raise ConfigError(f"eviction must be one of {', '.join(EVICTIONS)}, not {name!r}", param="eviction")
-    if name == "s3fifo":
-        return S3Fifo(pool, num_blocks)
     if name == "slru":
-        return Segmented(pool, num_blocks)
-    return None if name == "lru" else Gdsf(pool, attention_blocks=COST_BLOCKS if name == "gdsf-cost" else 0)
+        return pool.idle
+    if name == "lru":
+        return Idle(0)
+    if name == "s3fifo":
+        return S3Fifo(pool)
+    return Gdsf(pool, attention_blocks=COST_BLOCKS if name == "gdsf-cost" else 0)
 
 
-class _Idle:
-    """What all orders share: which blocks are idle, and what is known of each block's content by its hash."""
+class _Known(Idle):
+    """What the others share: which blocks are idle, and what is known of each block's content by its hash."""
 
     def __init__(self, pool: BlockPool) -> None:
+        super().__init__(0)
         self._pool = pool
         self._idle: dict[int, None] = {}
 
     def __len__(self) -> int:
         return len(self._idle)
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._idle
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._idle
 
-    def __delitem__(self, block: int) -> None:
-        del self._idle[block]
+    def remove(self, block_id: int) -> None:
+        self._idle.pop(block_id, None)
 
-    def pop(self, block: int, default: None) -> None:
-        self._idle.pop(block, default)
+    def forget(self, block_id: int) -> None:
+        pass
 
     def _leaf(self, block: int) -> bool:
         return not self._pool._blocks[block].children
@@ -72,7 +70,7 @@ class _Idle:
         return known
 
 
-class Gdsf(_Idle):
+class Gdsf(_Known):
     """Greedy dual with frequency (Cherkasova, 1998): a block's rank is how often it was used, times what it costs to
     compute again (1, or growing with its position), plus the rank of what left last."""
 
@@ -85,18 +83,18 @@ class Gdsf(_Idle):
         self._heap: list[tuple[float, int, int]] = []
         self._age, self._entered = 0.0, 0
 
-    def used(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
+    def found(self, block_ids: Iterable[int]) -> None:
+        for block in block_ids:
             key = self._hash(block)
             self._uses[key] = self._uses.get(key, 1) + 1
 
-    def __setitem__(self, block: int, value: None) -> None:
-        self._idle[block] = None
-        self._rank[block] = self._age + self._uses.setdefault(self._hash(block), 1) * self._cost(block)
-        if self._leaf(block):
-            self._enter(block)
+    def put(self, block_id: int) -> None:
+        self._idle[block_id] = None
+        self._rank[block_id] = self._age + self._uses.setdefault(self._hash(block_id), 1) * self._cost(block_id)
+        if self._leaf(block_id):
+            self._enter(block_id)
 
-    def popitem(self, last: bool = False) -> tuple[int, None]:
+    def pop(self) -> int:
         while True:
             rank, _, block = heapq.heappop(self._heap)
             if block in self._idle and self._rank[block] == rank and self._leaf(block):
@@ -108,7 +106,7 @@ class Gdsf(_Idle):
         parent = self._pool._blocks[block].parent
         if parent in self._idle and self._pool._blocks[parent].children == 1:
             self._enter(parent)  # a leaf, once this one is gone
-        return block, None
+        return block
 
     def _enter(self, block: int) -> None:
         """Only leaves stand in the heap: a parent may have a lower rank than its children."""
@@ -129,82 +127,42 @@ class Gdsf(_Idle):
         return 1 + self._depth[self._hash(block)] / self._attention_blocks
 
 
-class Segmented(_Idle):
-    """SLRU (Karedla et al., 1994): what was used once leaves before what was used again, of which the oldest stand back
-    where they exceed their share. Who uses a block uses those before it, so tails still leave first."""
-
-    def __init__(self, pool: BlockPool, num_blocks: int) -> None:
-        super().__init__(pool)
-        self._once: OrderedDict[int, None] = OrderedDict()
-        self._again: OrderedDict[int, None] = OrderedDict()
-        self._uses: dict[int, bytes] = {}
-        self._most = int(num_blocks * PROTECTED)
-
-    def used(self, blocks: Iterable[int]) -> None:
-        self._uses.update((block, self._hash(block)) for block in blocks)
-
-    def __setitem__(self, block: int, value: None) -> None:
-        self._idle[block] = None
-        if self._uses.get(block) != self._hash(block):
-            self._once[block] = None
-            return
-        self._again[block] = None
-        if len(self._again) > self._most:
-            self._once[self._again.popitem(last=False)[0]] = None
-
-    def __delitem__(self, block: int) -> None:
-        del self._idle[block]
-        self._once.pop(block, None)
-        self._again.pop(block, None)
-
-    def pop(self, block: int, default: None) -> None:
-        if block in self._idle:
-            del self[block]
-
-    def popitem(self, last: bool = False) -> tuple[int, None]:
-        queues = (self._once, self._again)
-        block = next(each for queue in queues for each in queue if self._leaf(each))
-        del self[block]
-        self._uses.pop(block, None)
-        return block, None
-
-
-class S3Fifo(_Idle):
+class S3Fifo(_Known):
     """Yang et al., 2023: new blocks wait in a small queue; those used again there, or remembered from lately, go to the
     main one, where each use is another round."""
 
-    def __init__(self, pool: BlockPool, num_blocks: int) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         super().__init__(pool)
         self._small: deque[int] = deque()
         self._main: deque[int] = deque()
         self._where: dict[int, tuple[deque[int], bytes]] = {}
         self._uses: dict[bytes, int] = {}
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
-        self._most, self._most_small = num_blocks, max(1, num_blocks // SMALL)
+        self._most_small = max(1, pool.num_blocks // SMALL)
 
-    def used(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
+    def found(self, block_ids: Iterable[int]) -> None:
+        for block in block_ids:
             key = self._hash(block)
             self._uses[key] = min(MOST_USES, self._uses.get(key, 0) + 1)
 
-    def __setitem__(self, block: int, value: None) -> None:
-        self._idle[block] = None
-        key = self._hash(block)
-        if (known := self._where.get(block)) is not None and known[1] == key:
+    def put(self, block_id: int) -> None:
+        self._idle[block_id] = None
+        key = self._hash(block_id)
+        if (known := self._where.get(block_id)) is not None and known[1] == key:
             return
         queue = self._main if self._ghosts.pop(key, self) is None else self._small
-        self._where[block] = (queue, key)
-        queue.append(block)
+        self._where[block_id] = (queue, key)
+        queue.append(block_id)
 
-    def popitem(self, last: bool = False) -> tuple[int, None]:
+    def pop(self) -> int:
         for _ in range(MOST_LOOKS):
             small = self._small and (len(self._small) > self._most_small or not self._main)
             block = self._from(self._small if small else self._main)
             if block is not None:
-                return block, None
+                return block
         block = next(each for each in self._idle if self._leaf(each))
         self._leave(block)
-        return block, None
+        return block
 
     def _from(self, queue: deque[int]) -> int | None:
         """The head of the queue if it leaves; None if it went elsewhere."""
@@ -227,7 +185,7 @@ class S3Fifo(_Idle):
         else:
             if queue is self._small:
                 self._ghosts[key] = None
-                if len(self._ghosts) > self._most:
+                if len(self._ghosts) > self._pool.num_blocks:
                     self._ghosts.popitem(last=False)
             self._leave(block)
             return block

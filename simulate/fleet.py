@@ -27,7 +27,7 @@ class Shape:
     decode: int
     machine: Machine = LARGE
     models: tuple[str, ...] = ("m",)
-    eviction: str = "lru"
+    eviction: str = "slru"
 
     def __post_init__(self) -> None:
         if self.prefill < 0 or self.decode < 1:

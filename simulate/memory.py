@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from typing import cast
 
 from engine.block_pool import BlockPool
 from engine.ledger import Ledger
 from engine.ports import REQUEST
-from simulate.eviction import Order, order_of
+from simulate.eviction import order_of
 
 COPY_KEPT = 4
 """One block of so many must stay available at a node that takes a copy (engine/copies.py)."""
@@ -18,12 +16,10 @@ COPY_KEPT = 4
 class Memory(BlockPool):
     """Owners hold chains: leading blocks that were found, then fresh ones, which get their hashes once computed."""
 
-    def __init__(self, num_blocks: int, eviction: str = "lru") -> None:
+    def __init__(self, num_blocks: int, eviction: str = "slru") -> None:
         super().__init__(num_blocks, Ledger(num_blocks))
         self.eviction = eviction
-        self._order: Order | None = order_of(eviction, self, num_blocks)
-        if self._order is not None:
-            self._cached = cast("OrderedDict[int, None]", self._order)
+        self.idle = order_of(eviction, self)
         self._chains: dict[Hashable, list[int]] = {}
 
     def found(self, hashes: Sequence[bytes]) -> int:
@@ -36,8 +32,7 @@ class Memory(BlockPool):
         chain = self.acquire(owner, REQUEST, reused, blocks - len(reused), keep=keep)
         if chain is None:
             return None
-        if self._order is not None:
-            self._order.used(reused)
+        self.idle.found(reused)
         self._chains[owner] = chain
         return len(reused)
 

@@ -62,11 +62,11 @@ def free_cached(used: Used) -> None:
 
 
 def lose_cached(used: Used) -> None:
-    used.pool._cached.pop(6)
+    used.pool.idle.remove(6)
 
 
 def cache_a_stranger(used: Used) -> None:
-    used.pool._cached[99] = None
+    used.pool.idle.put(99)
 
 
 def forget_hash(used: Used) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.block_pool import BlockPool
+from engine.idle import PROTECTED, Idle
 from engine.ledger import Ledger
 from engine.ports import REQUEST
 from protocol.hashing import chain
@@ -26,6 +27,7 @@ def run_through(pool: BlockPool, owner: str, token_ids: list[int]) -> list[int] 
     blocks = pool.acquire(owner, REQUEST, reused, blocks_for(len(token_ids), BS) - len(reused))
     if blocks is None:
         return None
+    pool.idle.found(reused)
     for i in range(len(reused), len(hashes)):
         blocks[i] = pool.register([(owner, REQUEST)], blocks[i], hashes[i], blocks[i - 1] if i else None)
     return blocks
@@ -61,6 +63,26 @@ def test_eviction_takes_leaves_before_their_parents() -> None:
     assert other is not None
     assert pool.match(chain(b"root", [1, 2, 3, 4, 5, 6], BS)) == held[:2]
     pool.release("b", REQUEST, other)
+    pool.check_integrity()
+
+
+def test_what_was_found_again_leaves_last_as_far_as_it_fits_into_its_share() -> None:
+    pool = make_pool(3 * PROTECTED)
+
+    def ask(number: int) -> None:
+        blocks = run_through(pool, "a", [number] * BS)
+        assert blocks is not None
+        pool.release("a", REQUEST, blocks)
+
+    def here(number: int) -> bool:
+        return bool(pool.match(chain(b"root", [number] * BS, BS)))
+
+    for number in (1, 1, 2, 2, 3, 3, 4, 4, *range(100, 100 + pool.num_blocks)):
+        ask(number)
+    assert [here(number) for number in (1, 2, 3, 4, 100)] == [False, True, True, True, False]
+    for number in range(200, 200 + pool.num_blocks):
+        ask(number)
+    assert here(4), "nothing else was found again since"
     pool.check_integrity()
 
 
@@ -122,10 +144,15 @@ def test_releasing_what_is_not_held_is_our_bug() -> None:
 sequences = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
-@given(st.lists(st.tuples(sequences, st.booleans(), st.integers(0, 29)), max_size=40), st.integers(2, 9))
-def test_books_balance_and_changes_mirror_the_pool(steps: list[tuple[list[int], bool, int]], size: int) -> None:
+@given(
+    st.lists(st.tuples(sequences, st.booleans(), st.integers(0, 29)), max_size=40), st.integers(2, 9), st.integers(0, 9)
+)
+def test_books_balance_and_changes_mirror_the_pool(
+    steps: list[tuple[list[int], bool, int]], size: int, protected: int
+) -> None:
     """Requests come and go, and now and then a block of the pool is forgotten, held or not."""
     pool = make_pool(size)
+    pool.idle = Idle(protected)
     held: dict[str, list[int]] = {}
     mirror: set[bytes] = set()
     for number, (tokens, keep, wrong) in enumerate(steps):

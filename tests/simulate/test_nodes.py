@@ -109,18 +109,6 @@ def test_a_parent_cheaper_than_its_children_stays_until_they_left() -> None:
     pool.check_integrity()
 
 
-def test_what_was_used_again_outlives_what_was_used_once() -> None:
-    pool = Memory(8, "slru")
-    liked, others = [b"l" * 16, b"m" * 16], [bytes([number]) * 16 for number in range(8)]
-    for owner, hashes in enumerate((liked, liked, *([other] for other in others))):
-        assert pool.take(owner, hashes, len(hashes)) is not None
-        pool.fill(owner, hashes)
-        pool.give(owner)
-    assert pool.found(liked) == 2
-    assert pool.found(others[:1]) == 0
-    pool.check_integrity()
-
-
 def test_a_client_that_waits_asks_again_after_its_answer() -> None:
     world = played(Shape(1, 1, MACHINE), [ask(0, 0.0, 100, 10), ask(1, 2.0, 100, 10, after=0)])
     first, second = world.runs
