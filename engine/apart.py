@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.base import Unwanted, Wanted
+from engine.models.base import Halfway, Unwanted, Wanted, always
 from engine.request import Request
 from engine.runner import Found, Runs
 from engine.slices import Slice
@@ -31,38 +31,40 @@ class Raised:
 Drawn = Found | Raised
 
 
-def run(runner: Runs, slices: Sequence[Slice], wanted: Wanted) -> Sequence[Drawn]:
+def run(runner: Runs, slices: Sequence[Slice], wanted: Wanted, halfway: Halfway | None = None) -> Sequence[Drawn]:
     """`Runs.run`; if that raises, of each slice what it draws in a smaller batch, or what it raises alone. One of n
-    that raises costs the work of log n steps at most. Raises Unwanted, and DeviceLost once even a sum of two numbers
-    fails."""
-    drawn = _tried(runner, slices, wanted)
+    that raises costs the work of log n steps at most. Raises Unwanted, where nothing else is raised, and DeviceLost
+    once even a sum of two numbers fails."""
+    drawn = _tried(runner, slices, wanted, halfway)
     if not isinstance(drawn, Exception):
         return drawn
     log.error("a step of %d requests failed", len(slices), exc_info=drawn)
-    return _halves(runner, slices, wanted)
+    return _halves(runner, slices)
 
 
-def _halves(runner: Runs, slices: Sequence[Slice], wanted: Wanted) -> list[Drawn]:
+def _halves(runner: Runs, slices: Sequence[Slice]) -> list[Drawn]:
     """Of slices that raised together. One that stands alone is tried once more: what raised may have been a moment's
     lack of memory."""
     middle = len(slices) // 2
     found: list[Drawn] = []
     for half in filter(None, (slices[:middle], slices[middle:])):
-        drawn = _tried(runner, half, wanted)
+        drawn = _tried(runner, half)
         if not isinstance(drawn, Exception):
             found += drawn
         elif len(half) > 1:
-            found += _halves(runner, half, wanted)
+            found += _halves(runner, half)
         else:
             found.append(Raised(_told(half[0], drawn)))
     return found
 
 
-def _tried(runner: Runs, slices: Sequence[Slice], wanted: Wanted) -> Sequence[Found] | Exception:
+def _tried(
+    runner: Runs, slices: Sequence[Slice], wanted: Wanted = always, halfway: Halfway | None = None
+) -> Sequence[Found] | Exception:
     """What was raised leaves no trace in the requests."""
     kept = _kept(slices)
     try:
-        return runner.run(slices, wanted)
+        return runner.run(slices, wanted, halfway)
     except Unwanted:
         raise
     except Exception as error:

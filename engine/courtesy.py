@@ -45,6 +45,6 @@ class Courtesy:
         self._left_s = min(LONGEST_S, max(0.0, self._left_s) + EARNED * seconds)
 
     def _wanted(self) -> bool:
-        """Whether a newcomer's prompt is computed elsewhere, and only streams here, or prompts of others."""
-        here = (request for request in self._roster.running if request.job.newcomer and not request.output_len)
-        return any(r.job.newcomer for r in self._roster.seated if r.grant is not None) and not any(here)
+        """Whether a newcomer's prompt is computed elsewhere, and here nothing of any."""
+        here = any(request.job.newcomer for request in self._roster.running)
+        return not here and any(r.job.newcomer for r in self._roster.seated if r.grant is not None)

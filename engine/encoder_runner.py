@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from engine.masks import Masks
-from engine.models.base import Unwanted, Wanted, always
+from engine.models.base import Halfway, Unwanted, Wanted, always
 from engine.models.hf_encoder import EncoderModel, Text
 from engine.pooling import Pooler, Read, read, take
 from engine.slices import Slice
@@ -31,7 +31,9 @@ class EncoderRunner:
         raise AssertionError("an encoder's blocks hold nothing, so none is found and copied")
 
     @torch.inference_mode()
-    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> list[Read | None]:
+    def run(
+        self, slices: Sequence[Slice], wanted: Wanted = always, halfway: Halfway | None = None
+    ) -> list[Read | None]:
         """The answer to each slice. Raises Unwanted when they were not `wanted` to the end."""
         texts = [_text(part) for part in slices]
         found: list[Read | None] = [None] * len(slices)

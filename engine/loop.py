@@ -40,6 +40,7 @@ class EngineLoop:
         self._stopping = False
         self._turning = False
         self._self_check = SelfCheck(lambda: audit(engine))
+        engine.stepper.suspended.called = lambda: bool(self._inbox) or self._stopping
         engine.grammars.attach(lambda call: self.submit(lambda engine: call()))
         self._outlived = Outlived(engine)
         self.load = engine.load()
@@ -158,7 +159,7 @@ class EngineLoop:
         self._self_check.changed()
         self.load = self._engine.load()
         self._flush()
-        if ran and not waits:
+        if ran and not waits and not self._engine.stepper.suspended:
             self._look()
         return ran
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from engine.masks import Masks
-from engine.models.base import Computing, Model, Unwanted, Wanted, always
+from engine.models.base import Computing, Halfway, Model, Unwanted, Wanted, always
 from engine.planner import Part, Planner, lay_out
 from engine.pooling import Pooler, Read, take
 from engine.sampler import Sampled, SampleRow, sample, score_prompt
@@ -23,6 +23,10 @@ SCORED_ROWS = 128
 """Rows of logits made at once for prompt log-probabilities (128 rows of a 128k vocabulary are 64 MiB)."""
 
 
+SHORT = 64
+"""Tokens of a step that keeps the cores to its end: in turns with a long one it would take as long as that."""
+
+
 class Runs(Protocol):
     """What an engine needs of a runner."""
 
@@ -33,7 +37,9 @@ class Runs(Protocol):
 
     def copy_block(self, source: int, target: int) -> None: ...
 
-    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> Sequence[Found]: ...
+    def run(
+        self, slices: Sequence[Slice], wanted: Wanted = always, halfway: Halfway | None = None
+    ) -> Sequence[Found]: ...
 
 
 class Runner:
@@ -62,15 +68,18 @@ class Runner:
         self.kv[target].copy_(self.kv[source])
 
     @torch.inference_mode()
-    def run(self, slices: Sequence[Slice], wanted: Wanted = always) -> Sequence[Found]:
+    def run(self, slices: Sequence[Slice], wanted: Wanted = always, halfway: Halfway | None = None) -> Sequence[Found]:
         """Compute the slices and draw the next token of each that samples, or read its vector (None for the others, and
         where the mask of a grammar is not ready). On return their K/V is in the pool: the link may read it, which no
         stream orders (drawing tokens has waited for the device already).
-        Raises Unwanted when a prompt among them was not `wanted` to its end; nothing more is written then."""
-        with self._shift.computing(wanted) as wanted:
-            return self._run(slices, wanted)
+        Raises Unwanted when a prompt among them was not `wanted` to its end; nothing more is written then, until it
+        goes on from `halfway`."""
+        whole = slices[0].streams or sum(part.count for part in slices) <= SHORT
+        urgent = any(part.request.job.newcomer and not part.request.output_len for part in slices)
+        with self._shift.computing(wanted, whole=whole, urgent=urgent) as wanted:
+            return self._run(slices, wanted, halfway)
 
-    def _run(self, slices: Sequence[Slice], wanted: Wanted) -> Sequence[Found]:
+    def _run(self, slices: Sequence[Slice], wanted: Wanted, halfway: Halfway | None) -> Sequence[Found]:
         token_ids, plan = self._planner.plan(slices)
         if all(map(_only_draws, slices)):
             logits = self.model.next_logits(token_ids, self.kv, plan)
@@ -78,7 +87,7 @@ class Runner:
             drawn = self._sample(logits.values, rows, logits.best)
             return drawn if len(rows) == len(slices) else _by_slice(slices, drawn)
         try:
-            hidden = self.model.forward(token_ids, self.kv, plan, wanted)
+            hidden = self.model.forward(token_ids, self.kv, plan, wanted, halfway)
         except Unwanted:
             self._wait()
             raise

@@ -22,7 +22,7 @@ from itertools import chain
 
 from engine.block_pool import BlockPool
 from engine.ports import REQUEST, SHIP
-from engine.request import Request, grows, held_up, resumed
+from engine.request import Place, Request, grows, held_up, resumed
 from engine.roster import PLACE, Roster
 from engine.slices import Slice, chunks_of
 from engine.states import State
@@ -64,15 +64,19 @@ class Scheduler:
         self._expect(request)
         self.roster.enter(request)
 
-    def schedule(self) -> list[Slice]:
-        """The next step's slices, decodes first; empty when nothing can run."""
+    def schedule(self, before: Place | None = None) -> list[Slice]:
+        """The next step's slices, decodes first; empty when nothing can run. before: no prompts but those that come
+        before that place, and nothing if there are none."""
         decodes = self._grow_decodes()
         budget = self.limits.max_num_batched_tokens - len(decodes)
         if decodes and not self._hurries():
             budget = min(budget, self.limits.max_prefill_tokens_while_decoding)
         prompts = sorted((r for r in self.roster.running if not r.decodes), key=PLACE)
         begun = self._admit(budget, prompts)
-        chunks = chunks_of(sorted(prompts + begun, key=PLACE), budget, whole=self.limits.whole)
+        order = [r for r in sorted(prompts + begun, key=PLACE) if before is None or r.place < before]
+        chunks = chunks_of(order, budget, whole=self.limits.whole)
+        if before is not None and not chunks:
+            return []
         chunks.sort(key=lambda s: not s.decodes)
         self.roster.worked += len(decodes) + sum(s.count for s in chunks)
         return decodes + chunks

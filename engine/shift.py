@@ -19,48 +19,55 @@ LEAST_S = 0.005
 class Shared(Protocol):
     """What is asked of the cores: see `process.cores`."""
 
-    def take(self, within_s: float) -> bool: ...
+    def take(self, within_s: float, *, urgent: bool = False) -> bool: ...
     def leave(self) -> None: ...
     def wanted(self) -> bool: ...
+    def hurried(self) -> bool: ...
 
 
 class Shift:
-    """Of one engine; without cores that it shares, they are always its own. A step of streams is one piece, of
-    milliseconds. One with prompts keeps the cores for `turn_s`, seconds, less what others kept them before: streams
-    elsewhere have a token in every `turn_s`."""
+    """Of one engine; without cores that it shares, they are always its own. A step with streams is one piece, and so is
+    one of a short prompt: it takes milliseconds. A longer one keeps the cores for `turn_s`, seconds, less what others
+    kept them before: streams elsewhere have a token in every `turn_s`. What is urgent elsewhere has them sooner."""
 
     def __init__(
         self, cores: Shared | None = None, turn_s: float = 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._cores, self._turn_s, self._clock = cores, turn_s, clock
         self._patience_s = PATIENCE_S
-        self._has = False
+        self._has = self._urgent = False
         self._since = self._waited_s = 0.0
 
     @contextmanager
-    def computing(self, wanted: Wanted) -> Iterator[Wanted]:
-        """Wait for the cores, and have them inside. Yields what is to be asked between layers instead of `wanted`."""
+    def computing(self, wanted: Wanted, *, whole: bool = False, urgent: bool = False) -> Iterator[Wanted]:
+        """Wait for the cores, and have them inside; whole: all the time; urgent: others should not let it wait. Yields
+        what is to be asked between layers instead of `wanted`."""
         if self._cores is None:
             yield wanted
             return
+        self._urgent = urgent
         self._take(self._cores)
         try:
-            yield lambda: self._hand_on() and wanted()
+            yield wanted if whole else lambda: self._hand_on() and wanted()
         finally:
             self._leave()
 
     def _hand_on(self) -> bool:
         """Let others have the cores, if it is time to. Always true."""
-        kept_s = self._clock() - self._since
-        if self._cores and self._has and kept_s > max(LEAST_S, self._turn_s - self._waited_s) and self._cores.wanted():
+        if self._cores and self._has and self._due(self._cores, self._clock() - self._since):
             self._leave()
             self._take(self._cores)
         return True
 
+    def _due(self, cores: Shared, kept_s: float) -> bool:
+        if kept_s <= LEAST_S:
+            return False
+        return (kept_s > self._turn_s - self._waited_s and cores.wanted()) or (not self._urgent and cores.hurried())
+
     def _take(self, cores: Shared) -> None:
         """Who waited in vain does not wait again until the cores were free once."""
         began = self._clock()
-        self._has = cores.take(self._patience_s)
+        self._has = cores.take(self._patience_s, urgent=self._urgent)
         self._patience_s = PATIENCE_S if self._has else 0.0
         self._since = self._clock()
         self._waited_s = self._since - began

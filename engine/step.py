@@ -14,7 +14,6 @@ from engine.figures import Figures
 from engine.late import Deadlines
 from engine.leaving import Leaving
 from engine.lent import Lent
-from engine.models.base import Unwanted
 from engine.pooling import Read
 from engine.ports import REQUEST, SHIP
 from engine.request import Request
@@ -24,6 +23,7 @@ from engine.scheduler import Scheduler
 from engine.slices import Slice
 from engine.speculation import Accepted, Speculation
 from engine.states import State
+from engine.suspended import Suspended
 from kernels.draw import NO_TOKEN
 from protocol.errors import DeadlineExceeded, KvferryError, ModelFailed, NodeLost, StepFailed, reason
 
@@ -51,9 +51,9 @@ class Stepper:
         self._runner = runner
         self._speculation = speculation
         self._lent = lent
-        self._leaving = leaving
         self._longest = longest
         self._events = events
+        self.suspended = Suspended(scheduler, leaving)
         self._deadlines = Deadlines()
         self._figures = Figures(scheduler, speculation)
 
@@ -116,26 +116,19 @@ class Stepper:
 
     def _step(self) -> bool:
         began = time.monotonic()
-        slices = self._speculation.extend(self._scheduler.schedule())
+        batch = self.suspended.next(self._speculation.extend)
         self._announce_admissions()
-        drawn = self._drawn(slices) if slices else None
+        drawn = self.suspended.run(self._runner, batch) if batch.slices else None
+        batch.seconds += time.monotonic() - began
+        slices = batch.slices
         if drawn is not None:
-            self._speculation.settle(slices, drawn, time.monotonic() - began)
+            self._speculation.settle(slices, drawn, batch.seconds)
             for part, found in zip(slices, drawn, strict=True):
                 self._settle(part, found)
             self._advance_masks(slices)
-            self._events.append(self._figures.step(slices, time.monotonic() - began))
+            self._events.append(self._figures.step(slices, batch.seconds))
         self.report_blocks()
         return bool(slices)
-
-    def _drawn(self, slices: Sequence[Slice]) -> Sequence[Drawn] | None:
-        """What was drawn for each slice. None: all whom the step was for are leaving, so it ended early and is not
-        committed; what it wrote lies behind the computed tokens."""
-        keys = [part.request.key for part in slices]
-        try:
-            return apart.run(self._runner, slices, lambda: not self._leaving.includes(keys))
-        except Unwanted:
-            return None
 
     def _fail_step(self, error: KvferryError) -> None:
         """The head of the queue goes where nothing ran: the next step would begin with it again."""

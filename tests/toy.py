@@ -13,7 +13,7 @@ from engine.engine import Engine, EngineConfig
 from engine.events import Generated
 from engine.ledger import Ledger
 from engine.masks import Masks
-from engine.models.base import Model, ModelInfo, Unwanted, Wanted, always
+from engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted, always
 from engine.runner import Runner
 from engine.scheduler import Limits
 from kernels.ops import Ops
@@ -46,7 +46,12 @@ class ToyModel(Model):
     ops: Ops = ReferenceOps()
 
     def forward(
-        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Wanted = always
+        self,
+        token_ids: torch.Tensor,
+        kv: torch.Tensor,
+        plan: BatchPlan,
+        wanted: Wanted = always,
+        halfway: Halfway | None = None,
     ) -> torch.Tensor:
         blocks, slots = plan.slots // plan.block_size, plan.slots % plan.block_size
         kv[blocks, 0, :, 0, slots, 0] = token_ids.float()[:, None]
@@ -77,7 +82,12 @@ class HeldModel(ToyModel):
         self._go.set()
 
     def forward(
-        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Wanted = always
+        self,
+        token_ids: torch.Tensor,
+        kv: torch.Tensor,
+        plan: BatchPlan,
+        wanted: Wanted = always,
+        halfway: Halfway | None = None,
     ) -> torch.Tensor:
         self.begun.set()
         deadline = time.monotonic() + HELD_S

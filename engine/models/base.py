@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,8 +16,27 @@ from protocol.layout import KVLayout
 Wanted = Callable[[], bool]
 
 
+@dataclass(frozen=True, slots=True)
+class Halfway:
+    """Where a forward pass was given up, before `layer`: x and residual [T, hidden], as that layer takes them."""
+
+    layer: int
+    x: torch.Tensor
+    residual: torch.Tensor
+
+    def of(self, rows: Sequence[int]) -> Halfway:
+        """The same of some of the tokens."""
+        kept = torch.tensor(rows, dtype=torch.int64, device=self.x.device)
+        return Halfway(self.layer, self.x[kept], self.residual[kept])
+
+
 class Unwanted(Exception):
-    """A computation was given up, because nobody waits for it any more."""
+    """A computation was given up: nobody waits for it any more, or something else comes first. halfway: where, if it
+    can be taken up there."""
+
+    def __init__(self, halfway: Halfway | None = None) -> None:
+        super().__init__("given up")
+        self.halfway = halfway
 
 
 def always() -> bool:
@@ -45,8 +64,10 @@ class ModelInfo:
 
 
 class Computing(Protocol):
-    """Any model on one device. ops: what it computes with, on the same device."""
+    """Any model on one device. ops: what it computes with, on the same device; resumable: what is given up can be taken
+    up again where it was."""
 
+    resumable: bool = False
     info: ModelInfo
     dtype: torch.dtype
     device: torch.device
@@ -57,11 +78,17 @@ class Model(Computing, Protocol):
     """A decoder. Not thread-safe; the engine thread calls it under `torch.inference_mode()`."""
 
     def forward(
-        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Wanted = always
+        self,
+        token_ids: torch.Tensor,
+        kv: torch.Tensor,
+        plan: BatchPlan,
+        wanted: Wanted = always,
+        halfway: Halfway | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm, of token_ids int64 [T]; writes the tokens' K/V into the pool
-        `kv` [block, layer, 2, kv_head, slot, dim]. Prompts ask before each layer whether they are still wanted: if not,
-        raises Unwanted, with K/V of some layers written."""
+        `kv` [block, layer, 2, kv_head, slot, dim]. Prompts ask between layers whether they are still wanted: if not,
+        raises Unwanted, with K/V of some layers written. Where that tells `halfway`, a pass of the same tokens, or of
+        some, goes on from there."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits [n, vocab_size] of hidden states [n, hidden]."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.base import Model, ModelInfo, Unwanted, Wanted, always
+from engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted, always
 from engine.models.config import DecoderConfig
 from engine.models.weights import Weights
 from kernels.ops import Ops
@@ -20,6 +20,8 @@ Progress = Callable[[float], None]
 
 class Decoder(Model):
     """A `Model`. rope: cos and sin, float32 [longest sequence, rotary_dim / 2]."""
+
+    resumable = True
 
     def __init__(
         self,
@@ -57,17 +59,24 @@ class Decoder(Model):
         )
 
     def forward(
-        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Wanted = always
+        self,
+        token_ids: torch.Tensor,
+        kv: torch.Tensor,
+        plan: BatchPlan,
+        wanted: Wanted = always,
+        halfway: Halfway | None = None,
     ) -> torch.Tensor:
         if self._step is not None and not plan.adapted and self._step.takes(plan, kv):
             return self._step(token_ids, kv, plan)
         ops, eps = self.ops, self.config.rms_norm_eps
         layers = self.parameters.layers
-        residual = self.parameters.embedding.rows(token_ids)
-        x = ops.rms_norm(residual, layers[0].input_norm, eps)
-        for index, layer in enumerate(layers):
-            if not wanted():
-                raise Unwanted
+        if halfway is None:
+            residual = self.parameters.embedding.rows(token_ids)
+            halfway = Halfway(0, ops.rms_norm(residual, layers[0].input_norm, eps), residual)
+        first, x, residual = halfway.layer, halfway.x, halfway.residual
+        for index, layer in enumerate(layers[first:], first):
+            if index > first and not wanted():
+                raise Unwanted(Halfway(index, x, residual))
             x = self._attention(index, x, kv[:, index], plan)
             x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
             x = self._dense(index, "down", ops.silu_mul(self._dense(index, "gate_up", x, plan)), plan)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.models.base import Model, ModelInfo, Wanted, always
+from engine.models.base import Halfway, Model, ModelInfo, Wanted, always
 from engine.models.hf_attention import PagedAttention, Seat, ShapeProbe, seated_attention, take_seats
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
@@ -51,8 +51,14 @@ class HFModel(Model):
         self.ops = ops
 
     def forward(
-        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Wanted = always
+        self,
+        token_ids: torch.Tensor,
+        kv: torch.Tensor,
+        plan: BatchPlan,
+        wanted: Wanted = always,
+        halfway: Halfway | None = None,
     ) -> torch.Tensor:
+        assert halfway is None, "a module of transformers gives up without a trace"
         self._seat.attention = PagedAttention(self.ops, kv, plan, self.dtype, wanted)
         try:
             return _hidden(self._module, token_ids, plan.positions)

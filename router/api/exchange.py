@@ -139,7 +139,7 @@ class Generating(Exchange[Endpoint]):
             promise = await self.endpoint.later(visit, pool, body, generation)
             if promise is not None:
                 return promise
-        generation.newcomer = await visit.turn(pool.turns, generation.size)
+        generation.turn = await visit.turn(pool.turns, generation.size)
         try:
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)

@@ -20,6 +20,7 @@ from protocol.work import Generate
 from router.api.pool import Pool
 from router.api.visit import Used
 from router.journey.spec import Journey, RequestSpec, Route
+from router.tenants.lane import Turn
 from router.tenants.turns import Size
 from router.text.parsers.families import shown_ids
 from router.text.parsers.stage import PLAIN, Parsing, Stage
@@ -46,9 +47,9 @@ class Choice:
 class Generation:
     """`prompts` are specs of the first choice of each prompt; of each, n choices are made, whose seeds are seed + i.
 
-    newcomer: whether the nodes should serve it before others' requests; set before `pieces`.
+    turn: that it was given; set before `pieces`. Without one all of it may be at the nodes at once.
 
-    The first choices start at once; the others of a prompt when its first token is there, as forks of that choice: they
+    The first choices start first; the others of a prompt when its first token is there, as forks of that choice: they
     share its blocks and compute no token of the prompt but the last. `close` must be called in the end, whatever
     happened; it cancels what has not ended.
     """
@@ -68,7 +69,8 @@ class Generation:
         if parsing is not PLAIN:
             self._options = replace(options, shown_ids=shown_ids(pool.text.tokenizer, options))
         self._parsing = parsing
-        self.newcomer = self._started = False
+        self.turn: Turn | None = None
+        self._started = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self.prompts = tuple(prompts)
         self.choices = [
@@ -81,16 +83,17 @@ class Generation:
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
         """What the choices produce, as it comes. Raises the KvferryError of the first journey that fails."""
-        for leader in self._leaders:
-            spec = replace(leader.spec, newcomer=True) if self.newcomer else leader.spec
-            leader.journey = self._pool.cluster.start(spec)
+        if self.turn is not None and self.turn.newcomer:
+            for leader in self._leaders:
+                leader.spec = replace(leader.spec, newcomer=True)
         if len(self.choices) == 1:
             async for piece in self._follow(self.choices[0]):
                 yield self.choices[0], piece
             return
         queue: asyncio.Queue[tuple[Choice, Piece | Exception]] = asyncio.Queue()
+        room = asyncio.Semaphore(self.turn.at_once if self.turn is not None else len(self.choices))
         for number, leader in enumerate(self._leaders, start=1):
-            self._pump(leader, queue)
+            self._pump(leader, queue, room)
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
         open_choices = len(self.choices)
@@ -145,15 +148,18 @@ class Generation:
             usage["completion_tokens_details"] = {"reasoning_tokens": thought}
         return usage
 
-    def _pump(self, choice: Choice, queue: asyncio.Queue[tuple[Choice, Piece | Exception]]) -> None:
+    def _pump(
+        self, choice: Choice, queue: asyncio.Queue[tuple[Choice, Piece | Exception]], room: asyncio.Semaphore
+    ) -> None:
         async def pump() -> None:
             try:
-                async for piece in self._follow(choice):
-                    queue.put_nowait((choice, piece))
-                    for follower in self._followers.pop(choice.index, ()):
-                        assert choice.journey
-                        follower.spec = replace(follower.spec, fork_of=choice.journey.fork)
-                        self._pump(follower, queue)
+                async with room:
+                    async for piece in self._follow(choice):
+                        queue.put_nowait((choice, piece))
+                        for follower in self._followers.pop(choice.index, ()):
+                            assert choice.journey
+                            follower.spec = replace(follower.spec, fork_of=choice.journey.fork)
+                            self._pump(follower, queue, room)
             except Exception as error:
                 queue.put_nowait((choice, error))
 

@@ -82,9 +82,9 @@ class Visit:
             self.call = replace(self.call, priority=priority)
         return self.call
 
-    async def turn(self, turns: Turns, size: Size) -> bool:
-        """Wait until the nodes have room. Returns whether they should serve it before others' requests. Raises
-        RateLimited when the tenant's tokens are used up; Overloaded when the turn would come too late."""
+    async def turn(self, turns: Turns, size: Size) -> Turn:
+        """Wait until the nodes have room. Raises RateLimited when the tenant's tokens are used up; Overloaded when the
+        turn would come too late."""
         charge = size.prompt + size.sequences * min(size.most_output, int(FIRST_OUTPUT))
         self._meter.charge(charge)
         self._charged = charge
@@ -94,7 +94,7 @@ class Visit:
         finally:
             span.end("" if self._turn else "no turn came")
         self._turns = turns
-        return self._turn.newcomer
+        return self._turn
 
     def began(self, used: Callable[[], Used]) -> None:
         """The first token is out; `used` tells what was used, then and in the end."""

@@ -96,6 +96,7 @@ class FairQueue:
             lane.finish += more
             lane.given = max(0.0, lane.given + more)
             self._under_way -= turn.work
+            lane.under_way -= turn.work
             self._running -= 1
             self._latest = max(self._latest, lane.finish)
         if not self._running and not self.queued:
@@ -126,12 +127,20 @@ class FairQueue:
 
     def _fits(self, turn: Turn, window: Window) -> bool:
         """Whether there is room for it: for its tenant's next beside what that has under way, and for the first of one
-        that has nothing under way nearly always."""
+        that has nothing under way nearly always. So it is for a prompt of one that has little: nodes compute it before
+        the long ones of others."""
         lane = turn.lane
         sequences, prompt = _counted(turn, window)
-        return _roomy(window.sequences, lane.sequences, self._sequences, sequences, window.shared) and _roomy(
-            window.prompt, lane.prompt, self._prompt, prompt, window.shared
+        had = 0.0 if window.shared and self._little(turn) else lane.prompt
+        others = self._sequences - lane.sequences
+        return _roomy(window.sequences, lane.sequences, others, sequences, window.shared) and _roomy(
+            window.prompt, had, self._prompt - lane.prompt, prompt, window.shared
         )
+
+    def _little(self, turn: Turn) -> bool:
+        """Whether its tenant has, with it, not half of the work that is under way of others."""
+        own = turn.lane.under_way
+        return 2 * (own + turn.work) <= self._under_way - own
 
     def _begin(self, turn: Turn, window: Window) -> None:
         lane = turn.lane
@@ -151,9 +160,10 @@ class FairQueue:
 
     def _newcomer(self, turn: Turn) -> bool:
         """Whether its tenant was given less than LENIENT times what another was, of those whose requests are under way,
-        and has few there."""
+        and has little there."""
         own = turn.lane
-        if 2 * (own.sequences + turn.counted[0]) > self._sequences - own.sequences:
+        few = 2 * (own.sequences + turn.counted[0]) <= self._sequences - own.sequences
+        if not few and not self._little(turn):
             return False
         most = max(lane.given for lane in self._lanes.values() if lane is not own and lane.sequences)
         return own.given + turn.work / own.tenant.share <= LENIENT * most
@@ -161,6 +171,7 @@ class FairQueue:
     def _give(self, turn: Turn) -> None:
         """Its tenant is given its work; of what all were given before a part is forgotten."""
         self._under_way += turn.work
+        turn.lane.under_way += turn.work
         kept = 1 - turn.work / (MEMORY * self._under_way)
         for lane in self._lanes.values():
             lane.given *= kept
@@ -182,10 +193,9 @@ def _counted(turn: Turn, window: Window) -> tuple[float, float]:
     return min(turn.sequences, window.sequences / part), min(turn.prompt, window.prompt / part)
 
 
-def _roomy(window: float, own: float, all_: float, more: float, shared: bool) -> bool:
+def _roomy(window: float, own: float, others: float, more: float, shared: bool) -> bool:
     """Where it is shared a tenant takes at most half of what the others leave, so that of any number something is left
     for one more; with k tenants that want all, each has 1 / (k + 1)."""
-    others = all_ - own
     if own <= 0 and shared:
         return others < CROWD * window
     left = window - others

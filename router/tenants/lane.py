@@ -26,9 +26,9 @@ class Window(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Of one tenant: what waits, by priority and arrival, as turns and as work; what of the window it has; the tag at
-    which its next request starts; the work it was given lately, by its share; and what to expect of it: the share of a
-    prompt that is not cached, output tokens of a sequence."""
+    """Of one tenant: what waits, by priority and arrival, as turns and as work; what of the window it has, and what is
+    under way, as work; the tag at which its next request starts; the work it was given lately, by its share; and
+    what to expect of it: the share of a prompt that is not cached, output tokens of a sequence."""
 
     tenant: Tenant
     finish: float = 0.0
@@ -37,6 +37,7 @@ class Lane:
     work: float = 0.0
     sequences: float = 0.0
     prompt: float = 0.0
+    under_way: float = 0.0
     given: float = 0.0
     fresh: float = 1.0
     output: float = FIRST_OUTPUT
@@ -54,8 +55,8 @@ class Turn:
 
     sequences, prompt, output  what it brings: sequences, prompt tokens expected to be computed, output tokens expected
     work                       the same in tokens of work
-    newcomer                   as it began its tenant had been given little beside others, and had not half of what is
-                               under way of theirs: the nodes should serve it before those
+    newcomer                   as it began its tenant had been given little beside others, and had not half of the work
+                               that is under way of theirs: the nodes should serve it before those
     """
 
     lane: Lane
@@ -72,6 +73,12 @@ class Turn:
     @property
     def work(self) -> float:
         return self.prompt + OUTPUT_WEIGHT * self.output
+
+    @property
+    def at_once(self) -> int:
+        """How many of its sequences may be at the nodes at a time: one with more than its tenant may have there sends
+        them one after the other."""
+        return max(1, int(self.counted[0]))
 
     def __lt__(self, other: Turn) -> bool:
         return self.order < other.order

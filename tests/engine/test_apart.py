@@ -13,7 +13,7 @@ from waiting import wait_for
 from engine.engine import Engine
 from engine.events import Failed, Generated
 from engine.loop import EngineLoop
-from engine.models.base import Wanted, always
+from engine.models.base import Halfway, Wanted, always
 from engine.slices import Slice
 from protocol.messages import Job
 from protocol.work import Embed
@@ -31,9 +31,9 @@ class Spoiled:
         self.engine, self.ran = engine, list[int]()
         run = engine.runner.run
 
-        def spoiled(slices: Sequence[Slice], wanted: Wanted = always) -> object:
+        def spoiled(slices: Sequence[Slice], wanted: Wanted = always, halfway: Halfway | None = None) -> object:
             self.ran.append(len(slices))
-            found = run(slices, wanted)
+            found = run(slices, wanted, halfway)
             if any(POISON in part.request.token_ids for part in slices):
                 raise RuntimeError("no kernel for it")
             return found
@@ -75,8 +75,8 @@ def test_what_a_moment_lacks_costs_nobody_anything(monkeypatch: pytest.MonkeyPat
     engine = make_engine()
     run, left = engine.runner.run, [1]
 
-    def once(slices: Sequence[Slice], wanted: Wanted = always) -> object:
-        found = run(slices, wanted)
+    def once(slices: Sequence[Slice], wanted: Wanted = always, halfway: Halfway | None = None) -> object:
+        found = run(slices, wanted, halfway)
         if left:
             left.pop()
             raise torch.OutOfMemoryError("a moment")

@@ -94,6 +94,17 @@ def test_a_newcomers_prompt_that_is_computed_here_does_not_wait(shared: tuple[En
     assert engine.courtesy.pause_s() == 0
 
 
+def test_a_newcomers_streams_do_not_wait_for_its_prompts(shared: tuple[Engine, Clock]) -> None:
+    engine, _ = shared
+    engine.add(replace(make_job("here", PROMPT, max_tokens=3), newcomer=True))
+    engine.step()
+    reserve(engine, newcomer())
+    assert engine.courtesy.pause_s() == 0
+    while tokens_of(engine, "here") != expected(PROMPT, 3):
+        engine.step()
+    assert engine.courtesy.pause_s() > 0, "others' streams do"
+
+
 @pytest.fixture
 def looped() -> Iterator[tuple[EngineLoop, Engine, list[Event]]]:
     engine, events = make_engine(), list[Event]()

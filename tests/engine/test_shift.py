@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
 import pytest
 from toy import expected, make_engine, make_job, tokens_of
 
-from engine.models.base import always
+from engine.models.base import Wanted, always
+from engine.runner import SHORT
 from engine.shift import LEAST_S, PATIENCE_S, Shift
 
 TURN_S = 0.05
@@ -16,15 +20,17 @@ class Cores:
 
     def __init__(self) -> None:
         self.now, self.theirs_s = 100.0, 0.0
-        self.held, self.waiting, self.stopped = False, False, False
+        self.held, self.waiting, self.stopped, self.urgent = False, False, False, False
         self.asked: list[float] = []
+        self.told: list[bool] = []
         self.handed_on = 0
 
     def clock(self) -> float:
         return self.now
 
-    def take(self, within_s: float) -> bool:
+    def take(self, within_s: float, *, urgent: bool = False) -> bool:
         self.asked.append(within_s)
+        self.told.append(urgent)
         wait_s = within_s if self.stopped else self.theirs_s
         self.now += wait_s
         self.held = not self.stopped
@@ -38,6 +44,9 @@ class Cores:
     def wanted(self) -> bool:
         return self.waiting
 
+    def hurried(self) -> bool:
+        return self.urgent
+
 
 @pytest.fixture
 def cores() -> Cores:
@@ -49,10 +58,10 @@ def shift(cores: Cores) -> Shift:
     return Shift(cores, TURN_S, cores.clock)
 
 
-def layers(shift: Shift, cores: Cores, count: int, layer_s: float) -> list[int]:
+def layers(shift: Shift, cores: Cores, count: int, layer_s: float, **how: bool) -> list[int]:
     """Compute so many. Returns behind which of them the cores were handed on."""
     found = []
-    with shift.computing(always) as wanted:
+    with shift.computing(always, **how) as wanted:
         for index in range(count):
             assert cores.held or cores.stopped
             cores.now += layer_s
@@ -77,6 +86,44 @@ def test_streams_elsewhere_have_a_token_in_every_turn(shift: Shift, cores: Cores
 def test_they_are_kept_for_a_moment_at_least(shift: Shift, cores: Cores) -> None:
     cores.waiting, cores.theirs_s = True, 2 * TURN_S
     assert layers(shift, cores, 12, LEAST_S * 0.4) == [2, 5, 8, 11]
+
+
+def test_a_step_that_is_one_piece_keeps_them(shift: Shift, cores: Cores) -> None:
+    cores.waiting = cores.urgent = True
+    assert layers(shift, cores, 12, 0.05, whole=True) == []
+    assert cores.handed_on == 1
+
+
+def test_what_is_urgent_elsewhere_does_not_wait_for_a_turns_end(shift: Shift, cores: Cores) -> None:
+    cores.waiting = cores.urgent = True
+    assert layers(shift, cores, 6, LEAST_S * 0.6) == [1, 3, 5]
+    cores.handed_on = 0
+    assert layers(shift, cores, 6, LEAST_S * 0.6, urgent=True) == [], "both are"
+    assert [cores.told[0], cores.told[-1]] == [False, True]
+
+
+def test_short_steps_and_those_with_streams_are_one_piece_and_newcomers_prompts_urgent(cores: Cores) -> None:
+    told: list[dict[str, bool]] = []
+
+    class Noted(Shift):
+        def computing(self, wanted: Wanted, **how: bool) -> AbstractContextManager[Wanted]:  # type: ignore[override]
+            told.append(how)
+            return super().computing(wanted, **how)
+
+    engine = make_engine(num_blocks=128, budget=128, beside=80)
+    engine.runner._shift = Noted(cores, TURN_S)
+    engine.add(make_job("long", [1] * (SHORT + 1), max_tokens=1))
+    engine.step()
+    engine.add(make_job("short", [2] * SHORT, max_tokens=3))
+    engine.step()
+    engine.add(make_job("beside", [3] * (SHORT + 9), max_tokens=1))
+    engine.step()
+    engine.add(replace(make_job("newcomer", [4, 5, 6], max_tokens=3), newcomer=True))
+    engine.step()
+    engine.step()
+    assert [(how["whole"], how["urgent"]) for how in told] == [
+        (False, False), (True, False), (True, False), (True, True), (True, False)
+    ]  # fmt: skip
 
 
 def test_what_is_not_wanted_is_still_heard(shift: Shift) -> None:

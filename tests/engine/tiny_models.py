@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.models.base import Model, Wanted, always
+from engine.models.base import Halfway, Model, Wanted, always
 from engine.models.hf import transformers_module
 from kernels.plan import BatchPlan
 
@@ -119,7 +119,9 @@ class Cache:
         self.computed: dict[str, int] = {}
 
     @torch.inference_mode()
-    def step(self, batch: dict[str, torch.Tensor], wanted: Wanted = always) -> list[torch.Tensor]:
+    def step(
+        self, batch: dict[str, torch.Tensor], wanted: Wanted = always, halfway: Halfway | None = None
+    ) -> list[torch.Tensor]:
         """Compute the next tokens of each named sequence; their logits [count, vocabulary], in the batch's order."""
         parts = []
         for name, tokens in batch.items():
@@ -128,7 +130,7 @@ class Cache:
                 blocks.append(self.free.pop())
             parts.append((blocks, start, len(tokens)))
             self.computed[name] = start + len(tokens)
-        hidden = self.model.forward(torch.cat(list(batch.values())), self.kv, plan_of(parts), wanted)
+        hidden = self.model.forward(torch.cat(list(batch.values())), self.kv, plan_of(parts), wanted, halfway)
         return list(self.model.logits(hidden).split([len(tokens) for tokens in batch.values()]))
 
 

@@ -27,7 +27,7 @@ cores = Cores(int(sys.argv[1]))
 for line in sys.stdin:
     word, *seconds = line.split()
     if word == "take":
-        print("taken" if cores.take(float(seconds[0])) else "not taken", flush=True)
+        print("taken" if cores.take(float(seconds[0]), urgent=len(seconds) > 1) else "not taken", flush=True)
     elif word == "leave":
         cores.leave()
         print("left", flush=True)
@@ -125,6 +125,27 @@ def test_three_take_turns(own: Cores, descriptor: int) -> None:
         first.say("leave")
         assert first.heard() == "left"
         assert second.heard() == "taken"
+
+
+def test_who_has_them_hears_that_it_is_urgent(own: Cores, descriptor: int) -> None:
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(started(descriptor)) for _ in range(2))
+        assert own.take(LONG_S)
+        first.say(f"take {LONG_S}")
+        wait_for(own.wanted)
+        assert not own.hurried()
+        second.say(f"take {LONG_S} urgent")
+        wait_for(own.hurried)
+        own.leave()
+        assert first.heard() == "taken"
+        first.ask("leave")
+        assert second.heard() == "taken"
+        assert not own.hurried(), "it waits no more"
+        first.say(f"take {LONG_S} urgent")
+        wait_for(own.hurried)
+        first.process.kill()
+        first.process.wait()
+        assert not own.hurried()
 
 
 def test_those_of_a_process_that_dies_are_free(own: Cores, other: Process) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 
 import httpx
+import pytest
 from api_parts import app_of, demo_text
 from fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
 
@@ -15,7 +18,9 @@ from protocol.lease import Rates
 from protocol.messages import PrefillRequest
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
+from router.api.generation import Choice, Generation
 from router.tenants.keys import entry
+from router.text.transcript import Piece
 
 RATE = 1000.0
 """Prompt tokens that the prefill node computes in a second, one prompt after another in the order of their arrival."""
@@ -95,3 +100,36 @@ async def test_a_flood_costs_the_other_tenant_less_than_half_of_its_wait_alone(t
     assert statistics.median(flooded) < 1.5 * statistics.median(alone), told
     assert sorted(flooded)[-2] < 2 * max(alone), told
     assert statistics.median(among_its_own) > 3 * statistics.median(alone), told
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": [5, 6, 7], "n": 40}, {"prompt": [[number, 6, 7] for number in range(40)]}],
+    ids=["choices", "prompts"],
+)
+async def test_a_request_of_many_sequences_has_no_more_at_the_nodes_than_its_tenant_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, object]
+) -> None:
+    """They would take every seat, and newcomers have to wait for one."""
+    follow, there = Generation._follow, [0, 0]
+
+    async def counted(generation: Generation, choice: Choice) -> AsyncIterator[Piece]:
+        there[0] += 1
+        there[1] = max(there)
+        async with aclosing(follow(generation, choice)) as pieces:
+            async for piece in pieces:
+                yield piece
+        there[0] -= 1
+
+    monkeypatch.setattr(Generation, "_follow", counted)
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry("many", "key-many") + entry("other", "key-other"))
+    nodes = [prefill(changes=node_changes()), decode(changes=node_changes())]
+    async with Bench(nodes) as bench:
+        app = app_of(bench.cluster, demo_text(), RouterMetrics(), RouterSettings(api_keys=str(keys)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
+            headers = {"authorization": "Bearer key-many"}
+            answer = await http.post("/v1/completions", json=body | {"max_tokens": 3}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert [choice["index"] for choice in answer.json()["choices"]] == list(range(40))
+    assert there == [0, 8], "half of the seats"

@@ -53,7 +53,7 @@ class Arithmetic:
 
     def __init__(self, num_blocks: int) -> None:
         self.masks = Masks.none("arithmetic reads no grammars")
-        self.model = SimpleNamespace(info=INFO, device=torch.device("cpu"))
+        self.model = SimpleNamespace(info=INFO, device=torch.device("cpu"), resumable=False)
         self.memory = np.zeros((num_blocks, BLOCK_SIZE), dtype="<u4")
         self._bytes = self.memory.view(np.uint8)
         self.left: dict[str, int] = {}
@@ -69,7 +69,7 @@ class Arithmetic:
     def copy_block(self, source: int, target: int) -> None:
         self.memory[target] = self.memory[source]
 
-    def run(self, slices: Sequence[Slice], wanted: object = None) -> list[Sampled | None]:
+    def run(self, slices: Sequence[Slice], wanted: object = None, halfway: object = None) -> list[Sampled | None]:
         return [self._one(part) for part in slices]
 
     def _one(self, part: Slice) -> Sampled | None:

@@ -53,8 +53,8 @@ class Readings:
     async def vectors(self) -> list[array[float]]:
         """What the nodes said of each prompt, in order. Raises the KvferryError of the first that fails."""
         size = Size(1, sum(len(spec.token_ids) for spec in self._specs), 0)
-        newcomer = await self._visit.turn(self._pool.turns, size)
-        self._specs = [replace(spec, newcomer=newcomer) for spec in self._specs]
+        turn = await self._visit.turn(self._pool.turns, size)
+        self._specs = [replace(spec, newcomer=turn.newcomer) for spec in self._specs]
         open_specs = iter(enumerate(self._specs))
         workers = [asyncio.create_task(self._read(open_specs)) for _ in self._specs[:AT_ONCE]]
         try:

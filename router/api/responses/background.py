@@ -100,7 +100,7 @@ class Background:
 
     async def _run(self, visit: Visit, pool: Pool, answer: ResponseAnswer, generation: Generation) -> None:
         try:
-            generation.newcomer = await visit.turn(pool.turns, generation.size)
+            generation.turn = await visit.turn(pool.turns, generation.size)
             async with aclosing(generation.pieces()) as pieces:
                 answer.take(*await anext(pieces))
                 visit.began(generation.used)

@@ -264,3 +264,30 @@ def test_a_newcomer_stays_one_while_a_flood_that_came_at_once_is_worked_off() ->
         assert turn.newcomer
         queue.compute(turn, 1.0)
         queue.leave(turn, 512, 8)
+
+
+def test_short_prompts_do_not_wait_for_the_long_ones_of_another() -> None:
+    """Of 8,000 tokens two fill the window for as long as they are computed; the other tenant's are a small part."""
+    queue, window = FairQueue(), Window(64, 60, shared=True)
+    for _ in range(2):
+        queue.enter(A, 1, 8000, 8)
+    assert queue.next(window) is not None
+    assert queue.next(window) is None, "a tenant has half of it"
+    begun = 0
+    while begun < 100:
+        queue.enter(B, 1, 48, 8)
+        turn = queue.next(window)
+        if turn is None:
+            break
+        assert turn.newcomer
+        begun += 1
+    assert 20 < begun < 64, "as long as all of them are less than half of what the other has under way"
+
+
+def test_a_turn_tells_how_many_of_its_sequences_may_be_at_the_nodes() -> None:
+    queue = FairQueue()
+    for sequences, at_once in ((128, 16), (3, 3)):
+        turn = queue.enter(A, sequences, 10, 10)
+        assert queue.next(Window(32, inf, shared=True)) is turn
+        assert turn.at_once == at_once
+        queue.leave(turn)
