@@ -22,6 +22,8 @@ PADDED_TOKENS = 16_384
 class EncoderRunner:
     """Joins an encoder and a pooler. It has no cache: each slice is a whole text."""
 
+    waited_s = 0.0
+
     def __init__(self, model: EncoderModel, pooler: Pooler) -> None:
         self.model = model
         self.masks = Masks.none("an encoder generates nothing")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from engine import tails
 from engine.adapters import Adapters
 from engine.block_pool import BlockPool
+from engine.budget import Limits
 from engine.canary import Canary
 from engine.copies import Copies
 from engine.courtesy import Courtesy
@@ -26,7 +27,7 @@ from engine.moving import Moving, widen
 from engine.request import Key, Request, key_of
 from engine.roster import Roster
 from engine.runner import Runs
-from engine.scheduler import Limits, Scheduler
+from engine.scheduler import Scheduler
 from engine.self_check import audit
 from engine.speculation import Speculation
 from engine.states import Awaits

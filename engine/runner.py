@@ -35,6 +35,10 @@ class Runs(Protocol):
     @property
     def model(self) -> Computing: ...
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds of the last run in which others had the cores."""
+
     def copy_block(self, source: int, target: int) -> None: ...
 
     def run(
@@ -61,6 +65,10 @@ class Runner:
         self._pooler, self._shift = pooler or Pooler(), shift or Shift()
         self._block_size = block_size
         self._planner = Planner(block_size, model.device)
+
+    @property
+    def waited_s(self) -> float:
+        return self._shift.waited_s
 
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:

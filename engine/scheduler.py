@@ -1,8 +1,7 @@
 """What runs in the next step: one token budget for decodes and prefill chunks, admission, preemption.
 
-Decodes come first, one token each; prefill chunks share what is left, and while any stream is running no more than
-`max_prefill_tokens_while_decoding`, so that a long prompt never stalls it; a newcomer's may take all that is left, for
-the streams' tenants had more than its own. A request that cannot grow preempts one of
+Decodes come first, one token each; prefill chunks share what is left, and little while any stream is running, so that a
+long prompt never stalls it (see Budget). A request that cannot grow preempts one of
 which no output is out yet, or else the one that arrived last; what is preempted is recomputed later (its blocks stay
 findable until they are needed). Streams that came here from a lost node are preempted last.
 
@@ -17,10 +16,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 from engine.block_pool import BlockPool
+from engine.budget import Budget, Limits
 from engine.ports import REQUEST, SHIP
 from engine.request import Place, Request, grows, held_up, resumed
 from engine.roster import PLACE, Roster
@@ -33,17 +32,6 @@ KEPT = 32
 """One seat and one block of so many are kept for streams that come here in the middle."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of a step (tokens, sequences); see WorkerSettings. whole: a prompt is computed in one piece, as an encoder
-    needs it; only the last of a step may then exceed the budget."""
-
-    max_num_batched_tokens: int
-    max_prefill_tokens_while_decoding: int
-    max_num_seqs: int
-    whole: bool = False
-
-
 class Scheduler:
     """Gives and takes blocks and seats. `refused`: who is next and lacks them. Owned by the engine thread."""
 
@@ -54,6 +42,7 @@ class Scheduler:
         self.roster = roster
         self.block_size = block_size
         self.limits = limits
+        self.budget = Budget(limits)
         self._copy_block = copy_block
         self.newly_admitted: list[Request] = []
         self.preempted_total = 0
@@ -68,9 +57,7 @@ class Scheduler:
         """The next step's slices, decodes first; empty when nothing can run. before: no prompts but those that come
         before that place, and nothing if there are none."""
         decodes = self._grow_decodes()
-        budget = self.limits.max_num_batched_tokens - len(decodes)
-        if decodes and not self._hurries():
-            budget = min(budget, self.limits.max_prefill_tokens_while_decoding)
+        budget = self.budget.tokens(len(decodes), chain(self.roster.running, self.roster.waiting))
         prompts = sorted((r for r in self.roster.running if not r.decodes), key=PLACE)
         begun = self._admit(budget, prompts)
         order = [r for r in sorted(prompts + begun, key=PLACE) if before is None or r.place < before]
@@ -112,11 +99,6 @@ class Scheduler:
         request.queued = time.monotonic()
         self.roster.preempt(request)
         self.preempted_total += 1
-
-    def _hurries(self) -> bool:
-        """Whether a newcomer's prompt is to be computed here."""
-        here = chain(self.roster.running, self.roster.waiting)
-        return any(r.job.newcomer and r.grant is None and not r.output_len for r in here)
 
     def _grow_decodes(self) -> list[Slice]:
         decodes: list[Slice] = []

@@ -28,7 +28,8 @@ class Shared(Protocol):
 class Shift:
     """Of one engine; without cores that it shares, they are always its own. A step with streams is one piece, and so is
     one of a short prompt: it takes milliseconds. A longer one keeps the cores for `turn_s`, seconds, less what others
-    kept them before: streams elsewhere have a token in every `turn_s`. What is urgent elsewhere has them sooner."""
+    kept them before: streams elsewhere have a token in every `turn_s`. What is urgent elsewhere has them sooner.
+    waited_s: seconds of the last step in which it did not have them."""
 
     def __init__(
         self, cores: Shared | None = None, turn_s: float = 0.0, clock: Callable[[], float] = time.monotonic
@@ -36,7 +37,7 @@ class Shift:
         self._cores, self._turn_s, self._clock = cores, turn_s, clock
         self._patience_s = PATIENCE_S
         self._has = self._urgent = False
-        self._since = self._waited_s = 0.0
+        self._since = self._waited_s = self.waited_s = 0.0
 
     @contextmanager
     def computing(self, wanted: Wanted, *, whole: bool = False, urgent: bool = False) -> Iterator[Wanted]:
@@ -45,7 +46,7 @@ class Shift:
         if self._cores is None:
             yield wanted
             return
-        self._urgent = urgent
+        self._urgent, self.waited_s = urgent, 0.0
         self._take(self._cores)
         try:
             yield wanted if whole else lambda: self._hand_on() and wanted()
@@ -71,6 +72,7 @@ class Shift:
         self._patience_s = PATIENCE_S if self._has else 0.0
         self._since = self._clock()
         self._waited_s = self._since - began
+        self.waited_s += self._waited_s
 
     def _leave(self) -> None:
         if self._cores and self._has:

@@ -123,6 +123,9 @@ class Stepper:
         slices = batch.slices
         if drawn is not None:
             self._speculation.settle(slices, drawn, batch.seconds)
+            streams = sum(part.streams for part in slices)
+            prompts = sum(part.count for part in slices) - streams
+            self._scheduler.budget.stepped(streams, prompts, batch.seconds - self._runner.waited_s)
             for part, found in zip(slices, drawn, strict=True):
                 self._settle(part, found)
             self._advance_masks(slices)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
 from engine.block_pool import BlockPool
+from engine.budget import Limits
 from engine.canary import Canary
 from engine.engine import Engine, EngineConfig
 from engine.ledger import Ledger
@@ -19,7 +21,6 @@ from engine.models.decoder import Decoder
 from engine.models.dense_modules import load_dense
 from engine.pooling import Pooler
 from engine.runner import Runner
-from engine.scheduler import Limits
 from engine.shift import Shift
 from kernels.cpu import CpuOps
 from kernels.cpu.dense import PackedLinear
@@ -230,4 +231,5 @@ def step_limits(settings: WorkerSettings, device: torch.device) -> Limits:
     budget = settings.max_num_batched_tokens or (8192 if on_gpu else 256)
     beside = settings.max_prefill_tokens_while_decoding or (2048 if on_gpu else 64)
     budget = max(budget, settings.max_num_seqs + settings.block_size)
-    return Limits(budget, min(beside, budget), settings.max_num_seqs)
+    beside_s = settings.itl_target_ms / 1000 or inf
+    return Limits(budget, min(beside, budget), settings.max_num_seqs, beside_s=beside_s)

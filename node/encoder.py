@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from engine.block_pool import BlockPool
+from engine.budget import Limits
 from engine.encoder_runner import EncoderRunner
 from engine.engine import Engine, EngineConfig
 from engine.ledger import Ledger
@@ -19,7 +20,6 @@ from engine.models.dense_modules import load_dense
 from engine.models.hf_encoder import load_encoder
 from engine.models.loader import auto_dtype
 from engine.pooling import Pooler
-from engine.scheduler import Limits
 from kernels.reference import ReferenceOps
 from model_files.source import ModelSource
 from model_files.task import Task

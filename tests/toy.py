@@ -9,13 +9,13 @@ import time
 import torch
 
 from engine.block_pool import BlockPool
+from engine.budget import Limits
 from engine.engine import Engine, EngineConfig
 from engine.events import Generated
 from engine.ledger import Ledger
 from engine.masks import Masks
 from engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted, always
 from engine.runner import Runner
-from engine.scheduler import Limits
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps

@@ -15,6 +15,7 @@ from tiny_models import BLOCK, chunked_logits, expect_equal_logits, family, save
 from toy import make_job
 
 from engine.block_pool import BlockPool
+from engine.budget import Limits
 from engine.engine import Engine, EngineConfig
 from engine.events import Failed, Generated
 from engine.ledger import Ledger
@@ -22,7 +23,6 @@ from engine.models import load_model
 from engine.models.adapters import load_adapter
 from engine.models.decoder import Decoder
 from engine.runner import Runner
-from engine.scheduler import Limits
 from kernels.cpu import CpuOps, instruction_set
 from kernels.low_rank import Adapted, Adapter
 from kernels.ops import Ops

@@ -15,12 +15,12 @@ from tiny_models import BLOCK, VOCAB, family, save_tiny, tokens_for
 from toy import make_job
 
 from engine.block_pool import BlockPool
+from engine.budget import Limits
 from engine.engine import Engine, EngineConfig
 from engine.events import Generated
 from engine.ledger import Ledger
 from engine.masks import Masks
 from engine.runner import Runner
-from engine.scheduler import Limits
 from grammars.pool import Inline
 from protocol.sampling import SamplingParams
 from protocol.work import Embed, Generate

@@ -18,6 +18,7 @@ from waiting import wait_for
 from engine import canary as canary_module
 from engine import likeness
 from engine.block_pool import BlockPool
+from engine.budget import Limits
 from engine.canary import MOST_S, PATIENCE_S, REST, Canary
 from engine.engine import Engine, EngineConfig
 from engine.events import BlocksChanged, Computed, Generated, Looked, Reserved
@@ -26,7 +27,6 @@ from engine.loop import EngineLoop
 from engine.models import load_model
 from engine.models.base import Model, Unwanted
 from engine.runner import Runner
-from engine.scheduler import Limits
 from kernels.ops import select
 from kernels.reference import ReferenceOps
 from model_files.source import resolve

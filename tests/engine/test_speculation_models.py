@@ -10,12 +10,12 @@ import torch
 from tiny_models import BLOCK, OURS, save_tiny, tokens_for
 
 from engine.block_pool import BlockPool
+from engine.budget import Limits
 from engine.engine import Engine, EngineConfig
 from engine.events import Generated, Stepped
 from engine.ledger import Ledger
 from engine.models.loader import load_model
 from engine.runner import Runner
-from engine.scheduler import Limits
 from kernels.reference import ReferenceOps
 from model_files.source import resolve
 from protocol.messages import Job

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from engine.block_pool import BlockPool
+from engine.budget import Limits
 from engine.engine import Engine, EngineConfig
 from engine.ledger import Ledger
 from engine.masks import Masks
 from engine.models.base import ModelInfo
 from engine.sampler import Sampled
-from engine.scheduler import Limits
 from engine.slices import Slice
 
 VOCAB = 211
@@ -52,6 +52,7 @@ class Arithmetic:
     cancelled, by request; blame: told of what must not be."""
 
     def __init__(self, num_blocks: int) -> None:
+        self.waited_s = 0.0
         self.masks = Masks.none("arithmetic reads no grammars")
         self.model = SimpleNamespace(info=INFO, device=torch.device("cpu"), resumable=False)
         self.memory = np.zeros((num_blocks, BLOCK_SIZE), dtype="<u4")
