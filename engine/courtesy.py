@@ -15,6 +15,8 @@ from engine.roster import Roster
 
 LONGEST_S = 1.5
 """That streams stand still."""
+BRIEF_S = 0.1
+"""The same between two steps where streams are newcomers' themselves."""
 EARNED = 7.0
 """Seconds of waiting that a second of steps pays for: streams keep an eighth of the time."""
 
@@ -25,7 +27,7 @@ class Courtesy:
 
     def __init__(self, roster: Roster, *, shares: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._roster, self._shares, self._clock = roster, shares, clock
-        self._left_s = LONGEST_S
+        self._left_s, self._stood_s = LONGEST_S, 0.0
         self._since: float | None = None
 
     def pause_s(self) -> float:
@@ -35,16 +37,21 @@ class Courtesy:
         now = self._clock()
         if self._since is not None:
             self._left_s -= now - self._since
-        wanted = self._left_s > 0 and self._wanted()
-        self._since = now if wanted else None
-        return self._left_s if wanted else 0.0
+            self._stood_s += now - self._since
+        pause_s = min(self._left_s, self._most_s() - self._stood_s)
+        self._since = now if pause_s > 0 else None
+        return max(0.0, pause_s)
 
     def stepped(self, seconds: float) -> None:
         """A step took so long."""
-        self._since = None
+        self._since, self._stood_s = None, 0.0
         self._left_s = min(LONGEST_S, max(0.0, self._left_s) + EARNED * seconds)
 
-    def _wanted(self) -> bool:
-        """Whether a newcomer's prompt is computed elsewhere, and here nothing of any."""
-        here = any(request.job.newcomer for request in self._roster.running)
-        return not here and any(r.job.newcomer for r in self._roster.seated if r.grant is not None)
+    def _most_s(self) -> float:
+        """Between two steps: if a newcomer's prompt is computed elsewhere, and none here."""
+        if not any(r.job.newcomer for r in self._roster.seated if r.grant is not None):
+            return 0.0
+        here = [request for request in self._roster.running if request.job.newcomer]
+        if any(not request.output_len for request in here):
+            return 0.0
+        return BRIEF_S if here else LONGEST_S

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from toy import expected, make_engine, make_job, tokens_of
 
-from engine.courtesy import EARNED, LONGEST_S, Courtesy
+from engine.courtesy import BRIEF_S, EARNED, LONGEST_S, Courtesy
 from engine.engine import Engine
 from engine.events import Event, Generated, Reserved
 from engine.loop import EngineLoop
@@ -94,15 +94,22 @@ def test_a_newcomers_prompt_that_is_computed_here_does_not_wait(shared: tuple[En
     assert engine.courtesy.pause_s() == 0
 
 
-def test_a_newcomers_streams_do_not_wait_for_its_prompts(shared: tuple[Engine, Clock]) -> None:
-    engine, _ = shared
+def test_a_newcomers_streams_wait_for_its_prompts_for_a_moment_between_two_steps(shared: tuple[Engine, Clock]) -> None:
+    engine, clock = shared
     engine.add(replace(make_job("here", PROMPT, max_tokens=3), newcomer=True))
     engine.step()
     reserve(engine, newcomer())
-    assert engine.courtesy.pause_s() == 0
+    for _ in range(2):
+        assert engine.courtesy.pause_s() == BRIEF_S
+        clock.now += 0.8 * BRIEF_S
+        assert engine.courtesy.pause_s() == pytest.approx(0.2 * BRIEF_S)
+        clock.now += 0.2 * BRIEF_S + 1e-6
+        assert engine.courtesy.pause_s() == 0
+        engine.courtesy.stepped(0.01)
     while tokens_of(engine, "here") != expected(PROMPT, 3):
         engine.step()
-    assert engine.courtesy.pause_s() > 0, "others' streams do"
+    engine.courtesy.stepped(1.0)
+    assert engine.courtesy.pause_s() == LONGEST_S, "others' streams do for longer"
 
 
 @pytest.fixture
