@@ -54,7 +54,7 @@ class Grants:
             self._arrivals.refuse(key, error)
             return
         self._begun(job)
-        self._base.engine.submit(lambda engine: engine.reserve(key, job))
+        self._base.engine.submit(lambda engine: engine.reserve(key, job), urgent=job.newcomer)
 
     def ready(self, key: TransferKey, commit: Commit) -> None:
         first = commit.first

@@ -64,7 +64,7 @@ class DecodeService:
         self._base.require_ready()
         job = (await read_message(request, GenerateRequest)).job
         self._spans.begin(job)
-        self._base.engine.submit(lambda engine: self._tiers.add(engine, job))
+        self._base.engine.submit(lambda engine: self._tiers.add(engine, job), urgent=job.newcomer)
 
     async def post_move(self, request: Request) -> None:
         """Hand a stream over to another decode node; answered when that is done, or with why it stays."""

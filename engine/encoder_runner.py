@@ -29,6 +29,9 @@ class EncoderRunner:
         self.masks = Masks.none("an encoder generates nothing")
         self._pooler = pooler
 
+    def hurry(self) -> None:
+        """It has the cores for as long as it computes."""
+
     def copy_block(self, source: int, target: int) -> None:
         raise AssertionError("an encoder's blocks hold nothing, so none is found and copied")
 

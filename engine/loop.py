@@ -66,8 +66,11 @@ class EngineLoop:
             self._engine.leaving.announce(request_id, attempt)
             self.submit(lambda engine: engine.cancel(request_id, attempt))
 
-    def submit(self, call: Callable[[Engine], None]) -> None:
-        """Run `call(engine)` on the engine thread before the next step. From any thread."""
+    def submit(self, call: Callable[[Engine], None], *, urgent: bool = False) -> None:
+        """Run `call(engine)` on the engine thread before the next step; urgent: which brings a newcomer's prompt. From
+        any thread."""
+        if urgent:
+            self._engine.runner.hurry()
         with self._wake:
             self._inbox.append(call)
             self._wake.notify()

@@ -39,6 +39,9 @@ class Runs(Protocol):
     def waited_s(self) -> float:
         """Seconds of the last run in which others had the cores."""
 
+    def hurry(self) -> None:
+        """Something urgent came, and will be run soon. From any thread."""
+
     def copy_block(self, source: int, target: int) -> None: ...
 
     def run(
@@ -69,6 +72,9 @@ class Runner:
     @property
     def waited_s(self) -> float:
         return self._shift.waited_s
+
+    def hurry(self) -> None:
+        self._shift.hurry()
 
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:

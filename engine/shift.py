@@ -19,9 +19,11 @@ LEAST_S = 0.005
 class Shared(Protocol):
     """What is asked of the cores: see `process.cores`."""
 
-    def take(self, within_s: float, *, urgent: bool = False) -> bool: ...
+    def take(self, within_s: float) -> bool: ...
     def leave(self) -> None: ...
     def wanted(self) -> bool: ...
+    def hurry(self) -> None: ...
+    def calm(self) -> None: ...
     def hurried(self) -> bool: ...
 
 
@@ -38,6 +40,12 @@ class Shift:
         self._patience_s = PATIENCE_S
         self._has = self._urgent = False
         self._since = self._waited_s = self.waited_s = 0.0
+
+    def hurry(self) -> None:
+        """Something urgent came for this engine: it wants the cores soon, for that or for what it computes before. From
+        any thread."""
+        if self._cores is not None:
+            self._cores.hurry()
 
     @contextmanager
     def computing(self, wanted: Wanted, *, whole: bool = False, urgent: bool = False) -> Iterator[Wanted]:
@@ -68,8 +76,12 @@ class Shift:
     def _take(self, cores: Shared) -> None:
         """Who waited in vain does not wait again until the cores were free once."""
         began = self._clock()
-        self._has = cores.take(self._patience_s, urgent=self._urgent)
+        if self._urgent:
+            cores.hurry()
+        self._has = cores.take(self._patience_s)
         self._patience_s = PATIENCE_S if self._has else 0.0
+        if self._urgent:
+            cores.calm()
         self._since = self._clock()
         self._waited_s = self._since - began
         self.waited_s += self._waited_s

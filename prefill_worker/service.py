@@ -114,7 +114,9 @@ class PrefillService:
         span = TRACER.start("prefill", job.trace, attempt=job.attempt)
         answer = self._answers[key_of(job)] = Answer(job, span)
         if message.target is None:
-            self._base.engine.submit(lambda engine: self._tiers.add(engine, job, prefill_only=True))
+            self._base.engine.submit(
+                lambda engine: self._tiers.add(engine, job, prefill_only=True), urgent=job.newcomer
+            )
         else:
             answer.transfer = self._ships.offer(message.target, job)
         return answer

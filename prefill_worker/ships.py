@@ -85,7 +85,8 @@ class Ships:
             self._base.engine.submit(
                 lambda engine: self._tiers.add(
                     engine, job, transfer=transfer, first_block=first_block, prefill_only=True
-                )
+                ),
+                urgent=job.newcomer,
             )
 
     def sent(self, transfer: int) -> None:

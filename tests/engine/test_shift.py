@@ -23,14 +23,15 @@ class Cores:
         self.held, self.waiting, self.stopped, self.urgent = False, False, False, False
         self.asked: list[float] = []
         self.told: list[bool] = []
+        self.asks = False
         self.handed_on = 0
 
     def clock(self) -> float:
         return self.now
 
-    def take(self, within_s: float, *, urgent: bool = False) -> bool:
+    def take(self, within_s: float) -> bool:
         self.asked.append(within_s)
-        self.told.append(urgent)
+        self.told.append(self.asks)
         wait_s = within_s if self.stopped else self.theirs_s
         self.now += wait_s
         self.held = not self.stopped
@@ -43,6 +44,12 @@ class Cores:
 
     def wanted(self) -> bool:
         return self.waiting
+
+    def hurry(self) -> None:
+        self.asks = True
+
+    def calm(self) -> None:
+        self.asks = False
 
     def hurried(self) -> bool:
         return self.urgent

@@ -27,7 +27,10 @@ cores = Cores(int(sys.argv[1]))
 for line in sys.stdin:
     word, *seconds = line.split()
     if word == "take":
-        print("taken" if cores.take(float(seconds[0]), urgent=len(seconds) > 1) else "not taken", flush=True)
+        print("taken" if cores.take(float(seconds[0])) else "not taken", flush=True)
+    elif word == "hurry":
+        cores.hurry()
+        print("told", flush=True)
     elif word == "leave":
         cores.leave()
         print("left", flush=True)
@@ -127,25 +130,29 @@ def test_three_take_turns(own: Cores, descriptor: int) -> None:
         assert second.heard() == "taken"
 
 
-def test_who_has_them_hears_that_it_is_urgent(own: Cores, descriptor: int) -> None:
-    with ExitStack() as stack:
-        first, second = (stack.enter_context(started(descriptor)) for _ in range(2))
-        assert own.take(LONG_S)
-        first.say(f"take {LONG_S}")
-        wait_for(own.wanted)
-        assert not own.hurried()
-        second.say(f"take {LONG_S} urgent")
-        wait_for(own.hurried)
-        own.leave()
-        assert first.heard() == "taken"
-        first.ask("leave")
-        assert second.heard() == "taken"
-        assert not own.hurried(), "it waits no more"
-        first.say(f"take {LONG_S} urgent")
-        wait_for(own.hurried)
-        first.process.kill()
-        first.process.wait()
-        assert not own.hurried()
+def test_who_has_them_hears_that_something_is_urgent(own: Cores, other: Process) -> None:
+    assert own.take(LONG_S)
+    other.ask("hurry")
+    assert not own.hurried(), "but nobody waits"
+    other.say(f"take {LONG_S}")
+    wait_for(own.hurried)
+    own.calm()
+    assert own.wanted()
+    assert not own.hurried()
+    own.leave()
+    assert other.heard() == "taken"
+
+
+def test_what_was_urgent_is_soon_forgotten(own: Cores, other: Process) -> None:
+    assert own.take(LONG_S)
+    other.say(f"take {LONG_S}")
+    wait_for(own.wanted)
+    own.hurry()
+    assert own.hurried()
+    time.sleep(0.3)
+    assert not own.hurried()
+    own.leave()
+    assert other.heard() == "taken"
 
 
 def test_those_of_a_process_that_dies_are_free(own: Cores, other: Process) -> None:
