@@ -157,6 +157,12 @@ async def vectors(port: int) -> None:
     await forever(port, 2, lambda turn: asking("/v1/embeddings", {"input": [f"{turn} {n} river" for n in range(2048)]}))
 
 
+async def plain(port: int) -> None:
+    """No attack: short chats, as many as four clients get answered. What another tenant's fair half costs."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    await forever(port, 4, lambda turn: asking("/v1/chat/completions", body | {"seed": turn}))
+
+
 def burn(share: float) -> None:
     while True:
         until = time.perf_counter() + 0.01 * share
@@ -170,7 +176,7 @@ ATTACKS: dict[str, Callable[[int], Awaitable[None]]] = {
     "slow sockets": slow, "leavers": leavers,
     "readers": lambda port: readers(port, read=True), "no readers": lambda port: readers(port, read=False),
     "grammars": grammars, "tools": tools, "biases": biases, "stops": stops,
-    "choices": choices, "prompts": prompts, "vectors": vectors,
+    "choices": choices, "prompts": prompts, "vectors": vectors, "plain": plain,
 }  # fmt: skip
 
 
