@@ -83,8 +83,16 @@ help:
 serve: $(VENV)/worker.done $(VENV)/model.done
 	@exec $(BIN)/kvferry serve $(ARGS)
 
+# All of them: those that start no clusters in two processes, for they wait as much as they compute; then the others,
+# which want the whole machine.
+CLUSTERS := $(addprefix tests/,cluster chaos clients virtual)
 test: lint $(VENV)/model.done
+ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+else
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(CLUSTERS))
+	$(BIN)/python -m pytest $(CLUSTERS)
+endif
 
 # Node's clients need npm. What cannot be installed is skipped, and says why; CLIENTS_TABLE=FILE keeps the table.
 test-clients: $(VENV)/test.done $(VENV)/model.done
