@@ -173,13 +173,16 @@ class WorkerSettings(CommonSettings):
     max_num_seqs: int = setting(64, "requests generating at once", least=1)
     itl_target_ms: float = setting(
         50.0,
-        "milliseconds between two tokens of a stream above which the decode pool should grow; what prompts leave of "
-        "cores that they share with streams (`serve`) keeps to it",
+        "milliseconds between two tokens of a stream above which the decode pool should grow; prompts beside streams, "
+        "in a step or on cores that they share (`serve`), keep to it",
         least=0,
     )
     max_num_batched_tokens: int = setting(0, "token budget of one step; 0: 256 on a CPU, 8192 on a GPU", least=0)
     max_prefill_tokens_while_decoding: int = setting(
-        0, "prompt tokens a step may compute beside running streams; 0: 64 on a CPU, 2048 on a GPU", least=0
+        0,
+        "prompt tokens a step may compute beside running streams, fewer where it would take longer than "
+        "--itl-target-ms; 0: 64 on a CPU, 2048 on a GPU",
+        least=0,
     )
     num_speculative_tokens: int = setting(
         0,
