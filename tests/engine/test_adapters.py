@@ -63,9 +63,9 @@ class Wearing(Decoder):
 
     adapter: Adapter
 
-    def forward(self, token_ids, kv, plan, wanted=lambda: True):
+    def forward(self, token_ids, kv, plan, *how):
         adapted = (Adapted(self.adapter, torch.arange(plan.num_tokens)),)
-        return super().forward(token_ids, kv, replace(plan, adapted=adapted), wanted)
+        return super().forward(token_ids, kv, replace(plan, adapted=adapted), *how)
 
 
 def wearing(model: Decoder, adapter: Adapter) -> Decoder:

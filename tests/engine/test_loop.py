@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from toy import HeldModel, expected, make_engine, make_job
+import torch
+from toy import HeldModel, ToyModel, expected, make_engine, make_job
 from waiting import wait_for
 
-from engine import late, self_check
+from engine import late, self_check, suspended
 from engine import loop as engine_loop
 from engine.engine import Engine
 from engine.events import Event, Failed, Generated
 from engine.loop import EngineLoop
+from engine.models.base import Halfway, Unwanted, Wanted, always
 from engine.self_check import audit
+from kernels.plan import BatchPlan
 from protocol.messages import Job
 
 
@@ -139,9 +142,63 @@ def held(running: tuple[Engine, EngineLoop, Outbox]) -> Iterator[HeldModel]:
     model.release()
 
 
+class Held(ToyModel):
+    """Its first pass lasts until it is suspended."""
+
+    resumable = True
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        kv: torch.Tensor,
+        plan: BatchPlan,
+        wanted: Wanted = always,
+        halfway: Halfway | None = None,
+    ) -> torch.Tensor:
+        if not self.begun.is_set():
+            self.begun.set()
+            wait_for(lambda: not wanted())
+            raise Unwanted(Halfway(1, token_ids.float(), token_ids.float()))
+        assert halfway is None or halfway.x.tolist() == token_ids.tolist()
+        return super().forward(token_ids, kv, plan)
+
+
 def begin(loop: EngineLoop, *jobs: Job) -> None:
     """All in one step."""
     loop.submit(lambda engine: [engine.add(job) for job in jobs])  # type: ignore[arg-type, return-value]
+
+
+def test_what_is_urgent_is_told_to_the_runner_at_once(
+    running: tuple[Engine, EngineLoop, Outbox], held: HeldModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, loop, _ = running
+    told = threading.Event()
+    monkeypatch.setattr(engine.runner, "hurry", told.set)
+    begin(loop, make_job("a", [1, 2, 3]))
+    assert held.begun.wait(10)
+    loop.submit(lambda engine: None)
+    assert not told.is_set()
+    loop.submit(lambda engine: None, urgent=True)
+    assert told.is_set(), "in the middle of a step"
+
+
+def test_commands_are_taken_in_the_middle_of_a_step_of_prompts(
+    running: tuple[Engine, EngineLoop, Outbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model can take it up again."""
+    engine, loop, outbox = running
+    monkeypatch.setattr(suspended, "LEAST_S", 0.0)
+    engine.runner.model = Held()
+    begin(loop, make_job("long", [1, 2, 3, 4, 5], 2))
+    assert engine.runner.model.begun.wait(10)
+    begin(loop, replace(make_job("short", [6, 7, 8], 2), newcomer=True))
+    outbox.wait_for(lambda events: any(isinstance(e, Generated) for e in events))
+    assert next(e.key[0] for e in outbox.events if isinstance(e, Generated)) == "short"
+    outbox.wait_for(lambda events: sum(isinstance(e, Generated) for e in events) == 4)
+    assert (outbox.tokens("long"), outbox.tokens("short")) == (expected([1, 2, 3, 4, 5], 2), expected([6, 7, 8], 2))
 
 
 def test_a_step_whose_requests_are_all_cancelled_ends_early(

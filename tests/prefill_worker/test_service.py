@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,8 +34,10 @@ class Engine:
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
+        self.urgent: list[bool] = []
 
-    def submit(self, call: Callable[[Any], None]) -> None:
+    def submit(self, call: Callable[[Any], None], *, urgent: bool = False) -> None:
+        self.urgent.append(urgent)
         call(self)
 
     def add(self, job: Job, **_: Any) -> None:
@@ -80,6 +83,19 @@ async def test_the_last_token_of_a_retried_request_needs_no_decode_node() -> Non
     (first,) = FrameReader().feed(response.content)
     assert first == FirstToken(delta, 0.0, 0.0)
     assert not service.busy()
+
+
+async def test_a_newcomers_prompt_is_urgent() -> None:
+    engine, app = Engine(), make_app(lambda: (200, {}), lambda: "")
+    service = service_on(app, engine)
+    for number, newcomer in enumerate((False, True)):
+        asked = replace(job(delivered=4, max_tokens=5), request_id=f"r{number}", newcomer=newcomer)
+        answer = asyncio.create_task(post(app, PrefillRequest(asked)))
+        await until(lambda number=number: len(engine.jobs) > number)  # type: ignore[misc]
+        delta = TokenDelta(asked.request_id, asked.attempt, 4, (7,), finish_reason="length")
+        service.to_routers([Generated(key_of(asked), "router", delta)])
+        await answer
+    assert engine.urgent == [False, True]
 
 
 async def test_an_account_of_another_prompt_is_counted_and_its_token_delivered() -> None:

@@ -47,7 +47,7 @@ class PumpedEngine(EngineLoop):
         self.slow_s = 0.0
         self._process, self._delay_s, self._step_s, self._armed = process, delay_s, step_s, False
 
-    def submit(self, call: Callable[[Engine], None]) -> None:
+    def submit(self, call: Callable[[Engine], None], *, urgent: bool = False) -> None:
         self._inbox.append(call)
         self._arm(self._delay_s())
 
