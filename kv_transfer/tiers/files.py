@@ -1,10 +1,4 @@
-"""One file of a disk tier: KV blocks that follow each other in a chain, behind a header that proves them.
-
-    8 bytes     MAGIC
-    4 bytes     length of the description, little endian
-    ...         description, msgpack: [fingerprint, bytes of a block, hash of the block before the first or
-                empty, hashes, checksums]; zeros up to a whole page
-    ...         the blocks
+"""One file of a disk tier: KV blocks that follow each other in a chain, behind a header that proves them (`header.py`).
 
 A file has its name only once it is whole. It is not flushed to the device: what a crash of the machine tears shows in
 its length or its checksums, and is computed again.
@@ -15,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -23,18 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import msgpack
-
 from kv_transfer.checksum import checksum
+from kv_transfer.tiers import header
 from protocol.errors import BlocksCorrupt, reason
 
 log = logging.getLogger("kvferry.tiers")
 
-MAGIC = b"kvferry1"
 SUFFIX, UNFINISHED = ".kv", ".part"
-PAGE = 4096
-LONGEST_HEADER = 1 << 20
-_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +46,8 @@ class Group:
 def size_of(fingerprint: str, hashes: Sequence[bytes], block_bytes: int) -> int:
     """Bytes of a file of these blocks, at most."""
     return (
-        len(_header(fingerprint, block_bytes, hashes[0], hashes, [2**63 - 1] * len(hashes))) + len(hashes) * block_bytes
+        len(header.packed(fingerprint, block_bytes, hashes[0], hashes, [2**63 - 1] * len(hashes)))
+        + len(hashes) * block_bytes
     )
 
 
@@ -67,12 +56,12 @@ def write(directory: Path, fingerprint: str, hashes: Sequence[bytes], parent: by
     of it then."""
     block_bytes = memoryview(blocks[0]).nbytes
     sums = array("q", (checksum(block) for block in blocks))
-    header = _header(fingerprint, block_bytes, parent, hashes, sums)
-    group = Group(directory / (hashes[-1].hex() + SUFFIX), parent, tuple(hashes), sums, len(header), block_bytes)
+    lead = header.packed(fingerprint, block_bytes, parent, hashes, sums)
+    group = Group(directory / (hashes[-1].hex() + SUFFIX), parent, tuple(hashes), sums, len(lead), block_bytes)
     unfinished = group.path.with_suffix(UNFINISHED)
     try:
         with open(unfinished, "wb", opener=_private) as file:
-            for part in (header, *blocks):
+            for part in (lead, *blocks):
                 file.write(part)
         unfinished.replace(group.path)
     except OSError:
@@ -122,33 +111,19 @@ def find(directory: Path, fingerprint: str, block_bytes: int) -> Iterator[Group]
                 yield group
 
 
-def _header(fingerprint: str, block_bytes: int, parent: bytes, hashes: Sequence[bytes], sums: Sequence[int]) -> bytes:
-    told: bytes = msgpack.packb([fingerprint, block_bytes, parent, list(hashes), list(sums)])
-    header = MAGIC + _LENGTH.pack(len(told)) + told
-    return header.ljust(-(-len(header) // PAGE) * PAGE, b"\0")
-
-
 def _describe(path: Path, fingerprint: str, block_bytes: int) -> Group | None:
     """None for what is not a whole file of these blocks."""
     with _opened(path) as file:
-        lead = file.read(PAGE)
-        if len(lead) < PAGE or not lead.startswith(MAGIC):
-            return None
-        (length,) = _LENGTH.unpack_from(lead, len(MAGIC))
-        before = len(MAGIC) + _LENGTH.size
-        told = lead[before : before + length]
-        if len(told) < length <= LONGEST_HEADER:
-            told += file.read(length - len(told))
+        lead = file.read(header.PAGE)
+        length = header.length(lead)
+        if length is not None and len(lead) < length:
+            lead += file.read(length - len(lead))
         size = os.fstat(file.fileno()).st_size
-    try:
-        written_for, written_bytes, parent, hashes, sums = msgpack.unpackb(told)
-        start = -(-(before + length) // PAGE) * PAGE
-        group = Group(path, parent, tuple(hashes), array("q", sums), start, block_bytes)
-        ours = (written_for, written_bytes) == (fingerprint, block_bytes) and len(sums) == len(hashes) > 0
-        typed = all(isinstance(each, bytes) for each in (parent, *hashes))
-        return group if ours and typed and size == group.size else None
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
+    told = header.unpacked(lead, fingerprint, block_bytes)
+    if told is None:
         return None
+    group = Group(path, told.parent, told.hashes, told.sums, told.start, block_bytes)
+    return group if size == group.size else None
 
 
 def _private(path: str, flags: int) -> int:
