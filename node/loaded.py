@@ -18,7 +18,6 @@ from engine.loop import EngineLoop
 from kv_transfer.checksum import ALGORITHM
 from kv_transfer.dock import Dock
 from kv_transfer.greeting import Terms
-from kv_transfer.tiers.disk import DiskTier
 from kv_transfer.ucx import UcxLink
 from model_files.naming import split_names
 from node.adapters import NodeAdapters
@@ -32,6 +31,7 @@ from node.pressure import set_scaling_gauges
 from node.rates import RateMeter
 from node.service import Base, MakeService
 from node.streams import RouterStreams
+from node.tier_opening import OpenTiers
 from node.vitals import Vitals, Watchdog
 from process.awake import LoopClock
 from process.priority import give_way
@@ -58,7 +58,7 @@ class Loaded:
         store: RedisStore,
         parts: Assembled,
         seed: Rates,
-        tier: DiskTier | None,
+        tiers: OpenTiers,
         epoch: int,
         make_service: MakeService,
         last_resort: Callable[[str], None] | None,
@@ -77,7 +77,7 @@ class Loaded:
             self._enter_thread,
             lambda fault: self._break(),
         )
-        self._tier, self.link = tier, self._make_link()
+        self._tiers, self.link = tiers, self._make_link()
         self._streams = RouterStreams(
             epoch, lambda: self.vitals.pulse, lambda router: self.service.router_lost(router), self._clock
         )
@@ -94,7 +94,7 @@ class Loaded:
                 rates=self._rates,
                 outflow=self._outflow,
                 streams=self._streams,
-                tier=tier,
+                tiers=tiers,
                 require_ready=self.require_ready,
                 call_soon=self.call_soon,
             )
@@ -108,7 +108,7 @@ class Loaded:
         self._watchdog = Watchdog(
             self.vitals, self._break, last_resort or (lambda fault: None), of_process=last_resort is not None
         )
-        self._membership = Membership(store, self.lease, parts.engine.pool.findable, metrics, tier)
+        self._membership = Membership(store, self.lease, parts.engine.pool.findable, metrics, tiers.disk)
         news = News(self.service, metrics, self._rates, self._membership.note, self.call_soon)
         self.engine.start()
         self._clock.start()
@@ -150,7 +150,7 @@ class Loaded:
             block_size=self.parts.layout.block_size,
             block_bytes=self.parts.layout.block_bytes,
             load=self.engine.load,
-            rates=replace(self._rates.rates, read_block_s=self._tier.block_s if self._tier else 0.0),
+            rates=replace(self._rates.rates, read_block_s=tiers.disk.block_s if (tiers := self._tiers).disk else 0.0),
             served_names=self._served_names,
             adapters=self._adapters.held,
             max_num_seqs=self._settings.max_num_seqs,
@@ -187,8 +187,7 @@ class Loaded:
         await asyncio.sleep(0)
         self._streams.stop()
         self.service.stop()
-        if self._tier:
-            self._tier.close()
+        self._tiers.close()
         await self._membership.close()
 
     def unwatch(self) -> None:
@@ -206,7 +205,7 @@ class Loaded:
         set_load_gauges(self._metrics, self.engine.load, self.engine.outlived_s())
         set_scaling_gauges(self._metrics.scaling, self._settings, self.engine.load, self._rates, self.engine.waits_s)
         self._membership.set_gauges()
-        self._metrics.tiers.bytes.set(self._tier.used if self._tier else 0)
+        self._metrics.tiers.bytes.set(self._tiers.disk.used if self._tiers.disk else 0)
 
     def _busy(self) -> bool:
         return self.engine.busy or self.service.busy()

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from enum import Enum, auto
 
 from cluster_state.redis_store import RedisStore
-from kv_transfer.tiers.disk import DiskTier
 from model_files.naming import split_names
 from node.assembly import Assembled, assemble, describe
 from node.face import Face
@@ -22,7 +21,7 @@ from node.loaded import Loaded
 from node.membership import new_epoch, withdraw_now
 from node.rates import warm_up
 from node.service import MakeService
-from node.tiers import open_tier
+from node.tier_opening import OpenTiers, open_tiers
 from process.http import serve_metrics
 from process.signals import Stop
 from process.status import Status
@@ -106,7 +105,7 @@ class Node:
     async def _load(self) -> None:
         with contextlib.suppress(RegistryUnavailable):
             await self._store.check()
-        parts, seed, tier = await asyncio.to_thread(self._build)
+        parts, seed, tiers = await asyncio.to_thread(self._build)
         self.metrics.registry.model_name = _first_name(self._settings) or parts.info.name
         epoch = await new_epoch(self._store, self.face.node_id)
         self.loaded = Loaded(
@@ -116,7 +115,7 @@ class Node:
             self._store,
             parts,
             seed,
-            tier,
+            tiers,
             epoch,
             self._make_service,
             self._last_resort if self._die else None,
@@ -136,9 +135,9 @@ class Node:
         settings = self._settings
         return RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)
 
-    def _build(self) -> tuple[Assembled, Rates, DiskTier | None]:
+    def _build(self) -> tuple[Assembled, Rates, OpenTiers]:
         parts = assemble(self._settings, self._on_progress)
-        return parts, warm_up(parts.engine), open_tier(self._settings, parts)
+        return parts, warm_up(parts.engine), open_tiers(self._settings, parts)
 
     def _on_progress(self, share: float) -> None:
         self._progress = share

@@ -12,11 +12,11 @@ from engine.events import Event
 from engine.loop import EngineLoop
 from kv_transfer.dock import Dock
 from kv_transfer.ports import ShipStats
-from kv_transfer.tiers.disk import DiskTier
 from node.assembly import Assembled
 from node.outflow import Outflow
 from node.rates import RateMeter
 from node.streams import RouterStreams
+from node.tier_opening import OpenTiers
 from protocol.errors import BlocksCorrupt, Cancelled, DeadlineExceeded, KvferryError
 from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
@@ -61,7 +61,7 @@ class Base:
     rates: RateMeter
     outflow: Outflow
     streams: RouterStreams
-    tier: DiskTier | None
+    tiers: OpenTiers
     require_ready: Callable[[], None]
     call_soon: Callable[[Callable[[], None]], None]
 

@@ -5,9 +5,8 @@ lie; they are held meanwhile. So what the pool evicts, or a restart loses, is th
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from engine.block_pool import chain_of
 from engine.engine import Engine
@@ -38,9 +37,9 @@ class TierWrites:
     """On the engine thread. What is written begins where the tier ends of a chain, so that this has all that stands
     before a block that it has; what could not be written is tried again with what comes behind it."""
 
-    def __init__(self, base: Base, tier: DiskTier) -> None:
-        self._base, self._tier = base, tier
-        self._transfers = itertools.count(-1, -1)
+    def __init__(self, base: Base, tier: DiskTier, transfers: Iterator[int]) -> None:
+        """transfers: numbers that no other lending has."""
+        self._base, self._tier, self._transfers = base, tier, transfers
         self._held = 0
         self._fresh: dict[bytes, float] = {}
         self._gathering = False
@@ -52,7 +51,7 @@ class TierWrites:
         if wrong:
             self._tier.drop(wrong)
         lost = [each for each in event.removed if self._fresh.pop(each, None) is not None]
-        self._base.metrics.tiers.blocks["lost"].inc(len(lost))
+        self._base.metrics.tiers.blocks["disk"]["lost"].inc(len(lost))
         self._fresh.update(dict.fromkeys(event.stored, time.monotonic()))
         self._look_again()
 
@@ -80,7 +79,7 @@ class TierWrites:
                 held, left = self._write(engine, new)
                 turn -= held
                 if left is None:
-                    self._base.metrics.tiers.blocks["lost"].inc(len(since))
+                    self._base.metrics.tiers.blocks["disk"]["lost"].inc(len(since))
                 elif left:
                     fresh.update(dict.fromkeys(left, min(since)))
                     break
@@ -90,7 +89,7 @@ class TierWrites:
     def _write(self, engine: Engine, new: list[bytes]) -> tuple[int, list[bytes] | None]:
         """The end of a chain, which is held as a whole, so that a block never leaves before those behind it: how many
         blocks that takes, and which of the new ones are to be tried later; None: their chain is too long."""
-        ways, whole = self._base.metrics.tiers.blocks, chain_of(engine.pool, new[-1])
+        ways, whole = self._base.metrics.tiers.blocks["disk"], chain_of(engine.pool, new[-1])
         most, before = engine.pool.num_blocks // HELD, len(whole) - len(new)
         chain = whole[: most - self._held]
         if len(chain) <= before:

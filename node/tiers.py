@@ -1,13 +1,12 @@
-"""Blocks of prompts that a slower memory of this node has: a request is AWAITING them where reading takes less time
-than computing, and computes what does not come in time.
+"""Blocks of prompts that slower memories have: a request is AWAITING them where reading takes less time than computing,
+and computes what does not come in time. This node's disk first, then what nodes left for all of them.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,40 +15,21 @@ from engine.events import BlocksChanged, Event, Failed
 from engine.request import Key, Request, key_of
 from engine.roster import expect
 from engine.states import Awaits
-from kv_transfer.tiers.disk import DiskTier, open_disk
-from node.assembly import Assembled
 from node.fetches import Fetches
+from node.remote_writes import RemoteWrites
 from node.service import Base
 from node.tier_writes import TierWrites, later
-from protocol.errors import ConfigError, GrantRefused, KvferryError
+from protocol.errors import GrantRefused, KvferryError
 from protocol.messages import Job
-from protocol.settings import WorkerSettings
 
-log = logging.getLogger("kvferry.node")
-
-GIB = 1024**3
 PIECE = 256
 """Blocks of one read."""
 TURNS = 4
 """Reads that a request awaits beyond those that its blocks are worth: what came may be evicted at once."""
+PATIENT = 8
+"""The remote tier may take so manyth part of the time of computing to say what it has."""
 LEAST_S, SLOWNESS = 1.0, 2.0
 """A read has so many seconds, or so many times as long as computing would take, if that is more."""
-
-
-def open_tier(settings: WorkerSettings, parts: Assembled) -> DiskTier | None:
-    """As the settings want it. Raises ConfigError. It may take as long as reading the headers of all files."""
-    if not settings.kv_disk_path:
-        return None
-    if not settings.enable_prefix_caching or parts.engine.config.limits.whole:
-        raise ConfigError("nothing is cached here that could be kept on disk", param="kv_disk_path")
-    if parts.kv.device.type != "cpu":
-        raise ConfigError("kv_disk_path keeps blocks of pools on a CPU only, as yet", param="kv_disk_path")
-    size, began = int(settings.kv_disk_gib * GIB), time.monotonic()
-    block_bytes = parts.layout.block_bytes
-    tier = open_disk(settings.kv_disk_path, settings.role, size, parts.fingerprint, block_bytes)
-    found, took = len(tier.hashes()), time.monotonic() - began
-    log.info("%d blocks (%.2f GiB) found in %s in %.1f s", found, tier.used / GIB, tier.directory, took)
-    return tier
 
 
 @dataclass(slots=True, eq=False)
@@ -61,20 +41,51 @@ class Reading:
     turns: int = 0
 
 
+Done = Callable[[KvferryError | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tier as it is read from. seconds: that so many blocks take; read: a chain's blocks from one of them to its end,
+    into these (False: not now)."""
+
+    name: str
+    seconds: Callable[[int], float]
+    read: Callable[[Sequence[bytes], int, Sequence[Any], Done], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """For which blocks of the pool are reserved that a source is to fill."""
+
+    source: Source
+    number: int
+
+
 class Tiers:
     """Between a node's service and its engine. On the engine thread, but for what says otherwise."""
 
     def __init__(self, base: Base, fetches: Fetches) -> None:
-        self._base, self._fetches, self._tier = base, fetches, base.tier
-        self._numbers = itertools.count(1)
+        self._base, self._fetches = base, fetches
+        self._disk, self._remote = base.tiers.disk, base.tiers.remote
+        self._numbers, transfers = itertools.count(1), itertools.count(-1, -1)
         self._waiting: dict[Key, Reading] = {}
-        self._coming: dict[bytes, tuple[Hashable, list[Reading]]] = {}
-        self._late: set[Hashable] = set()
-        self._writes = TierWrites(base, base.tier) if base.tier is not None else None
+        self._coming: dict[bytes, tuple[Grant, list[Reading]]] = {}
+        self._late: set[Grant] = set()
+        self._writes: list[TierWrites | RemoteWrites] = []
+        if (disk := self._disk) is not None:
+            self._writes.append(TierWrites(base, disk, transfers))
+            self._of_disk = Source(
+                "disk", disk.seconds, lambda hashes, at, into, done: disk.read(hashes[at:], into, done)
+            )
+        if (remote := self._remote) is not None:
+            self._writes.append(RemoteWrites(base, remote, transfers))
+            self._of_remote = Source("remote", remote.seconds, remote.read)
 
     def add(self, engine: Engine, job: Job, **how: Any) -> None:
-        """`Fetches.add`, once what is on disk of its prompt has been read."""
-        if self._tier is None or not self._tier.used:
+        """`Fetches.add`, once what slower memories have of its prompt has been read."""
+        kept = self._disk is not None and self._disk.used
+        if not kept and (self._remote is None or self._remote.out):
             self._fetches.add(engine, job, **how)
             return
         awaits = (Awaits.TIER,) if job.holder is None else (Awaits.TIER, Awaits.FETCH)
@@ -89,38 +100,75 @@ class Tiers:
         for event in events:
             if isinstance(event, Failed):
                 self._waiting.pop(event.key, None)
-            elif isinstance(event, BlocksChanged) and self._writes is not None:
-                self._writes.take(event)
+            elif isinstance(event, BlocksChanged):
+                for writes in self._writes:
+                    writes.take(event)
 
     def _next(self, engine: Engine, reading: Reading) -> None:
         """Read what is still missing, await it with others, or let the request go on."""
+        if self._gone(engine, reading):
+            return
+        hashes = reading.request.reusable_hashes
+        here = len(engine.pool.match(hashes))
+        reading.turns += 1
+        if here == len(hashes) or reading.turns > TURNS + len(hashes) // PIECE:
+            self._go_on(engine, reading)
+        elif coming := self._coming.get(hashes[here]):
+            coming[1].append(reading)
+        elif count := self._on_disk(reading.request, here):
+            self._read(engine, reading, self._of_disk, hashes[: here + count], hashes[here])
+        elif not self._looked_for(reading, here):
+            self._go_on(engine, reading)
+
+    def _on_disk(self, request: Request, here: int) -> int:
+        """Blocks behind those that are here which are worth a read."""
+        if self._disk is None:
+            return 0
+        count = self._disk.run(request.reusable_hashes[here : here + PIECE])
+        return count if self._worth(self._of_disk, count, request) else 0
+
+    def _looked_for(self, reading: Reading, here: int) -> bool:
+        """Whether the remote tier is asked what it has, which is told to `_found`: where all that it could have is
+        worth a read, and the question next to nothing of that. A peer's pool is quicker."""
+        request, tier = reading.request, self._remote
+        if tier is None or reading.job.holder is not None:
+            return False
+        hashes = request.reusable_hashes
+        most = len(hashes) - here
+        if not self._worth(self._of_remote, most, request):
+            return False
+        patience_s = min(LEAST_S, self._computed_s(most * request.block_size) / PATIENT)
+        done = self._base.engine.submit
+        return tier.look(
+            hashes, here, patience_s, lambda count: done(lambda engine: self._found(engine, reading, here, count))
+        )
+
+    def _found(self, engine: Engine, reading: Reading, first: int, count: int) -> None:
+        """So many blocks of its chain are there, from this one on."""
         request = reading.request
-        assert self._tier is not None
         if self._gone(engine, reading):
             return
         hashes = request.reusable_hashes
         here = len(engine.pool.match(hashes))
-        count = self._tier.run(hashes[here : here + PIECE])
-        reading.turns += 1
-        if not self._worth(count, request.block_size) or reading.turns > TURNS + len(hashes) // PIECE:
-            self._go_on(engine, reading)
-        elif coming := self._coming.get(hashes[here]):
+        upto = first + count
+        if here < upto and (coming := self._coming.get(hashes[here])):
             coming[1].append(reading)
+        elif here < upto and self._worth(self._of_remote, upto - here, request):
+            self._read(engine, reading, self._of_remote, hashes[:upto], hashes[here])
         else:
-            self._read(engine, reading, hashes[: here + count], hashes[here])
+            self._go_on(engine, reading)
 
-    def _worth(self, blocks: int, block_size: int) -> bool:
-        assert self._tier is not None
-        return bool(blocks) and not self._late and self._tier.seconds(blocks) < self._computed_s(blocks * block_size)
+    def _worth(self, source: Source, blocks: int, request: Request) -> bool:
+        if not blocks or any(each.source is source for each in self._late):
+            return False
+        return source.seconds(blocks) < self._computed_s(blocks * request.block_size)
 
-    def _read(self, engine: Engine, reading: Reading, hashes: Sequence[bytes], missing: bytes) -> None:
-        grant: Hashable = ("tier", next(self._numbers))
-        tier, memory = self._tier, self._base.dock.path.memory
-        assert tier is not None
+    def _read(self, engine: Engine, reading: Reading, source: Source, hashes: Sequence[bytes], missing: bytes) -> None:
+        grant, memory = Grant(source, next(self._numbers)), self._base.dock.path.memory
         try:
             here, block_ids = engine.copies.reserve(grant, hashes, len(hashes))
         except GrantRefused:
-            self._base.metrics.tiers.reads["refused"].inc()
+            self._base.metrics.tiers.reads[source.name]["refused"].inc()
             self._go_on(engine, reading)
             return
         self._coming[missing] = (grant, [reading])
@@ -129,7 +177,7 @@ class Tiers:
         def came(error: KvferryError | None) -> None:
             done(lambda engine: self._came(engine, grant, missing, hashes[here:], time.monotonic() - began, error))
 
-        if not tier.read(hashes[here:], [memory.block(each) for each in block_ids], came):
+        if not source.read(hashes, here, [memory.block(each) for each in block_ids], came):
             self._ended(engine, grant, missing, "refused")
             return
         patience_s = max(LEAST_S, SLOWNESS * self._computed_s(len(block_ids) * reading.request.block_size))
@@ -138,41 +186,41 @@ class Tiers:
     def _came(
         self,
         engine: Engine,
-        grant: Hashable,
+        grant: Grant,
         missing: bytes,
         hashes: Sequence[bytes],
         seconds: float,
         error: KvferryError | None,
     ) -> None:
         """What was said to be wrong meanwhile is not taken for right because it is as it was written."""
-        metrics, reason = self._base.metrics.tiers, engine.pool.absences.reason
+        metrics, reason, name = self._base.metrics.tiers, engine.pool.absences.reason, grant.source.name
         self._late.discard(grant)
         if error is not None or any(reason(each) == "retracted" for each in hashes):
             self._ended(engine, grant, missing, "failed")
             return
-        metrics.blocks["read"].inc(len(hashes))
-        metrics.seconds.inc(seconds)
+        metrics.blocks[name]["read"].inc(len(hashes))
+        metrics.seconds[name].inc(seconds)
         engine.copies.land(grant)
         engine.stepper.report_blocks()
         self._told(engine, grant, missing, "done", self._next)
 
-    def _ended(self, engine: Engine, grant: Hashable, missing: bytes, outcome: str) -> None:
+    def _ended(self, engine: Engine, grant: Grant, missing: bytes, outcome: str) -> None:
         engine.copies.quiet(grant)
         self._told(engine, grant, missing, outcome, self._go_on)
 
-    def _overdue(self, engine: Engine, grant: Hashable, missing: bytes) -> None:
-        """The disk is slow, or hangs: nothing is read until it has answered. Its blocks stay held until then."""
+    def _overdue(self, engine: Engine, grant: Grant, missing: bytes) -> None:
+        """The tier is slow, or hangs: it is not read until it has answered. Its blocks stay held until then."""
         if self._coming.get(missing, (None, []))[0] == grant:
             self._late.add(grant)
             self._told(engine, grant, missing, "late", self._go_on)
 
     def _told(
-        self, engine: Engine, grant: Hashable, missing: bytes, outcome: str, go: Callable[[Engine, Reading], None]
+        self, engine: Engine, grant: Grant, missing: bytes, outcome: str, go: Callable[[Engine, Reading], None]
     ) -> None:
         """The read has ended so, for all that await it; nothing if they know already."""
         if self._coming.get(missing, (None, []))[0] == grant:
             _, waiting = self._coming.pop(missing)
-            self._base.metrics.tiers.reads[outcome].inc()
+            self._base.metrics.tiers.reads[grant.source.name][outcome].inc()
             for reading in waiting:
                 go(engine, reading)
 

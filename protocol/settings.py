@@ -169,6 +169,14 @@ class WorkerSettings(CommonSettings):
         "reads what clients sent",
     )
     kv_disk_gib: float = setting(10.0, "GiB of such blocks that each node keeps at most", least=0.001)
+    kv_remote_url: str = setting(
+        "",
+        "where nodes keep blocks for all of them: s3://bucket/folder, gs://, az://, or file:///a/shared/directory; "
+        "empty: nowhere. Who reads it, reads what clients sent",
+    )
+    kv_remote_gib: float = setting(
+        0.0, "GiB of one model's blocks that nodes leave there at most; 0: as many as the store has room for", least=0
+    )
     max_model_len: int = setting(0, "longest prompt plus output in tokens; 0: the model's own limit", least=0)
     max_num_seqs: int = setting(64, "requests generating at once", least=1)
     itl_target_ms: float = setting(

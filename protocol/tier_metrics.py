@@ -1,38 +1,43 @@
-"""What a node counts of the blocks that it keeps in a slower memory."""
+"""What a node counts of the blocks that it keeps in slower memories."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from protocol.labels import TIER_OUTCOMES, TIER_WAYS
+from protocol.labels import TIER_OUTCOMES, TIER_WAYS, TIERS
 
 
 class TierMetrics:
-    """Beside the others of a node. reads: by outcome; blocks: by way; seconds: of reads that brought blocks; bytes:
-    kept now."""
+    """Beside the others of a node. By tier: reads, by outcome; blocks, by way; seconds of reads that brought blocks.
+    bytes: kept on the node's disk now."""
 
     def __init__(self, role: str, registry: CollectorRegistry) -> None:
-        def counters(name: str, help: str, label: str, known: tuple[str, ...]) -> dict[str, Counter]:
-            metric = Counter(name, help, ["role", label], registry=registry)
-            return {value: metric.labels(role, value) for value in known}
+        def counters(name: str, help: str, label: str, known: tuple[str, ...]) -> dict[str, dict[str, Counter]]:
+            metric = Counter(name, help, ["role", "tier", label], registry=registry)
+            return {tier: {value: metric.labels(role, tier, value) for value in known} for tier in TIERS}
 
         self.reads = counters(
             "kvferry_tier_reads",
-            "Reads of a prompt's blocks from the disk tier, by outcome: done, late (the disk was too slow: they were "
-            "computed), failed (gone, not as they were written, or an error of the disk), refused (too many reads, or "
-            "no room in the pool).",
+            "Reads of a prompt's blocks from a tier (disk, or the remote one), by outcome: done, late (it was too "
+            "slow: they were computed), failed (gone, not as they were written, or an error of the tier), refused (too "
+            "many reads, or no room in the pool).",
             "outcome",
             TIER_OUTCOMES,
         )
         self.blocks = counters(
             "kvferry_tier_blocks",
-            "KV blocks read from the disk tier, written to it, or lost to it (the disk did not keep up, or failed).",
+            "KV blocks read from a tier (disk, or the remote one), written to it, or lost to it (it did not keep up, "
+            "or failed).",
             "way",
             TIER_WAYS,
         )
-        self.seconds = Counter(
-            "kvferry_tier_read_seconds", "Seconds that reads took which brought blocks.", ["role"], registry=registry
-        ).labels(role)
+        seconds = Counter(
+            "kvferry_tier_read_seconds",
+            "Seconds that reads took which brought blocks from a tier.",
+            ["role", "tier"],
+            registry=registry,
+        )
+        self.seconds = {tier: seconds.labels(role, tier) for tier in TIERS}
         self.bytes = Gauge(
             "kvferry_tier_bytes", "Bytes of the files that the disk tier keeps.", ["role"], registry=registry
         ).labels(role)

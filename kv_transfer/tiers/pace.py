@@ -23,8 +23,9 @@ class Pace:
     waiting   blocks that were asked for and have not come
     """
 
-    def __init__(self, block_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._first_s = self._block_s = block_bytes / FIRST_RATE
+    def __init__(self, block_bytes: int, clock: Callable[[], float] = time.monotonic, rate: float = FIRST_RATE) -> None:
+        """rate: bytes a second that a read is expected to bring before there was one."""
+        self._first_s = self._block_s = block_bytes / rate
         self._clock, self._at = clock, clock()
         self._lock = threading.Lock()
         self._began: float | None = None

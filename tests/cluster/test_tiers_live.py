@@ -34,7 +34,8 @@ def test_a_killed_node_finds_its_blocks_again(tmp_path: Path) -> None:
             url = node.lease.http_url
             answers.append(Asked(client, VOCAB).first(node, TOKENS, 1)[1])
             ways = {"first": "written", "second": "read"}
-            wait_for(lambda: value(scrape(url), "kvferry_tier_blocks_total", way=ways[start]) == BLOCKS, 20)  # noqa: B023
+            moved = "kvferry_tier_blocks_total"
+            wait_for(lambda: value(scrape(url), moved, tier="disk", way=ways[start]) == BLOCKS, 20)  # noqa: B023
             wait_for(lambda: idle(scrape(url)), 20)  # noqa: B023
             assert value(scrape(url), "kvferry_tier_bytes") > BLOCKS * node.lease.block_bytes
             assert value(scrape(url), "kvferry_account_violations_total") == 0

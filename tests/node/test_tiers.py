@@ -20,7 +20,7 @@ from worker_pair import Router, Worker, worker
 from cluster_state.index import on_disk
 from kv_transfer.tiers import files
 from node import fetches, tier_writes, tiers
-from node.tiers import open_tier
+from node.tier_opening import open_tiers
 from protocol.errors import ConfigError
 from protocol.hashing import chain, root_hash
 from protocol.messages import Holder
@@ -64,15 +64,15 @@ async def ask(router: Router, name: str, seed: int) -> Any:
 
 
 def reads(node: Worker, outcome: str) -> float:
-    return float(node.node.metrics.tiers.reads[outcome]._value.get())
+    return float(node.node.metrics.tiers.reads["disk"][outcome]._value.get())
 
 
 def count(node: Worker, way: str) -> float:
-    return float(node.node.metrics.tiers.blocks[way]._value.get())
+    return float(node.node.metrics.tiers.blocks["disk"][way]._value.get())
 
 
 def tier_of(node: Worker) -> Any:
-    return node.service._tiers._tier
+    return node.service._tiers._disk
 
 
 async def fill(router: Router, first: int = 1, prompts: int = 5) -> None:
@@ -275,20 +275,20 @@ async def test_what_cannot_be_kept_is_refused_at_the_start(tmp_path: Path, setti
     async with worker("prefill", make_engine()) as node:
         wanted = WorkerSettings(**{"role": "prefill", "kv_disk_path": str(tmp_path), **settings})
         with pytest.raises(ConfigError, match=why) as raised:
-            open_tier(wanted, node.loaded.parts)
+            open_tiers(wanted, node.loaded.parts)
         assert raised.value.param == "kv_disk_path"
-        assert open_tier(WorkerSettings(role="prefill"), node.loaded.parts) is None
+        assert open_tiers(WorkerSettings(role="prefill"), node.loaded.parts).disk is None
 
 
 async def test_few_new_blocks_are_written_when_no_more_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster(tmp_path) as router:
         (first, *_) = await router.post_prefill(make_job("short", prompt(0)[:20], 1)).ended()
         assert first.delta.reuse.computed == 20
-        await until(lambda: router.prefill.service._tiers._writes._fresh)
+        await until(lambda: router.prefill.service._tiers._writes[0]._fresh)
         assert count(router.prefill, "written") == 0
         monkeypatch.setattr(tier_writes, "PATIENCE_S", 0.0)
         await until(lambda: count(router.prefill, "written") == 5)
-        assert not router.prefill.service._tiers._writes._fresh
+        assert not router.prefill.service._tiers._writes[0]._fresh
         await settle(router)
 
 
@@ -304,7 +304,7 @@ async def test_a_disk_that_takes_nothing_holds_half_of_the_pool_at_most(
 
     monkeypatch.setattr(files, "write", write)
     async with cluster(tmp_path) as router:
-        writes = router.prefill.service._tiers._writes
+        writes = router.prefill.service._tiers._writes[0]
         for seed in range(6):
             assert (await ask(router, f"ask-{seed}", seed)).computed == LENGTH
             await until(lambda: writes._held or seed)  # noqa: B023
@@ -391,7 +391,7 @@ async def test_what_left_the_pool_before_it_was_written_counts_as_lost(
             patched.setattr(tier_writes.TierWrites, "_look_again", lambda self: None)
             for seed in range(4):
                 await ask(router, f"ask-{seed}", seed)
-        fresh = router.prefill.service._tiers._writes._fresh
+        fresh = router.prefill.service._tiers._writes[0]._fresh
         assert count(router.prefill, "lost") + len(fresh) == 4 * FULL
         assert set(fresh) <= set(router.prefill.engine.pool.findable())
         await settle(router)

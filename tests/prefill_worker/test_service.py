@@ -19,6 +19,7 @@ from engine.request import key_of
 from kv_transfer.dock import Dock
 from kv_transfer.loopback import LoopbackNetwork
 from node.pool_memory import PoolMemory
+from node.tier_opening import OpenTiers
 from prefill_worker.service import PrefillService
 from process.http import make_app
 from protocol.messages import FirstToken, Job, PrefillRequest, TokenDelta
@@ -56,7 +57,7 @@ def service_on(app: FastAPI, engine: Engine) -> PrefillService:
         engine=engine,
         dock=Dock(LoopbackNetwork().link("here:1"), PoolMemory(torch.zeros(2, 4))),
         require_ready=lambda: None,
-        tier=None,
+        tiers=OpenTiers(),
         call_soon=lambda call: call(),
     )
     return PrefillService(base)

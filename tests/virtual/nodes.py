@@ -26,6 +26,7 @@ from node.outflow import Outflow
 from node.rates import RateMeter
 from node.service import Base
 from node.streams import RouterStreams
+from node.tier_opening import OpenTiers
 from prefill_worker.service import PrefillService
 from process.awake import LoopClock
 from protocol.errors import Draining
@@ -109,7 +110,7 @@ class VirtualNode:
             Base(
                 settings=WorkerSettings(role=self.role), epoch=self.epoch, app=routes, metrics=METRICS[self.role],
                 parts=parts, engine=self.loop_engine, dock=self.dock, rates=self.rates, outflow=Outflow(),
-                streams=self.streams, tier=None,
+                streams=self.streams, tiers=OpenTiers(),
                 require_ready=self.require_ready, call_soon=self.call_soon,
             )
         )  # fmt: skip

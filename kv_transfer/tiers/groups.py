@@ -1,0 +1,141 @@
+"""Which blocks of a chain share an object of a store, and what a node knows of the objects there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+GROUP = 16
+"""Blocks of one object."""
+SUFFIX = ".kv"
+KNOWN = 8192
+"""Objects that a node remembers, those that it met last."""
+SURE_S = 600.0
+"""For which an object counts as there that was met: others may delete it."""
+ANEW_S = 86_400.0
+"""After which what is in use is written anew: what was written longest ago leaves first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """start, end: of its blocks in their chain; parent: hash of the block before the first one, empty at the beginning
+    of a chain."""
+
+    name: str
+    start: int
+    parent: bytes
+    hashes: tuple[bytes, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.hashes)
+
+
+def in_chain(folder: str, hashes: Sequence[bytes], first: int = 0, most: int | None = None) -> Iterator[Group]:
+    """The whole groups of a chain from the one of its block `first` on, so many at most."""
+    begin, end = first // GROUP, len(hashes) // GROUP
+    for index in range(begin, end if most is None else min(end, begin + most)):
+        start = index * GROUP
+        part = tuple(hashes[start : start + GROUP])
+        name = f"{folder}/{index:06d}-{part[-1].hex()}{SUFFIX}"
+        yield Group(name, start, hashes[start - 1] if start else b"", part)
+
+
+def depth_of(name: str) -> int:
+    """How many groups of its chain are before the one of this name."""
+    number = name.rsplit("/", 1)[-1].split("-", maxsplit=1)[0]
+    return int(number) if number.isdigit() else 0
+
+
+@dataclass(slots=True)
+class Met:
+    """written_at: by this process's monotonic clock; None: it is being written."""
+
+    group: Group
+    written_at: float | None
+    wrong: bool = False
+    at: float = field(default_factory=time.monotonic)
+
+
+class Known:
+    """The objects that a node met last. From any thread."""
+
+    def __init__(self) -> None:
+        self._met: OrderedDict[str, Met] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def there(self, group: Group) -> bool:
+        """Whether it is there as far as is known; False: who asks may find it."""
+        met = self._met.get(group.name)
+        return met is not None and met.written_at is not None and _sure(met)
+
+    def settled(self, group: Group) -> bool:
+        """Whether it is being written, or was there of late, and not written long ago."""
+        met = self._met.get(group.name)
+        return met is not None and (met.written_at is None or (_sure(met) and not _old(met)))
+
+    def begin(self, group: Group) -> bool:
+        """It is to be written. False: it need not be."""
+        with self._lock:
+            if self.settled(group):
+                return False
+            self._enter(Met(group, None))
+            return True
+
+    def found(self, group: Group, age_s: float) -> None:
+        """It is there, written so long ago."""
+        with self._lock:
+            met = self._met.get(group.name)
+            if met is None or met.written_at is not None:
+                self._enter(Met(group, time.monotonic() - age_s))
+
+    def written(self, group: Group, age_s: float = 0.0) -> bool:
+        """What was begun is there. False: it is wrong, as was told meanwhile."""
+        with self._lock:
+            met = self._met.get(group.name)
+            if met is not None and met.wrong:
+                return False
+            self._enter(Met(group, time.monotonic() - age_s))
+            return True
+
+    def gone(self, group: Group) -> None:
+        """It is not there, nor being written."""
+        with self._lock:
+            self._met.pop(group.name, None)
+
+    def drop(self, hashes: Collection[bytes]) -> list[str]:
+        """Those of these blocks, and those behind them, are wrong: the names of those that are there, which is not
+        known any more."""
+        names: list[str] = []
+        with self._lock:
+            wrong, found = set(hashes), True
+            while found:
+                found = False
+                for met in list(self._met.values()):
+                    if met.wrong or wrong.isdisjoint((met.group.parent, *met.group.hashes)):
+                        continue
+                    found = met.wrong = True
+                    wrong.update(met.group.hashes)
+                    if met.written_at is not None:
+                        del self._met[met.group.name]
+                        names.append(met.group.name)
+        return names
+
+    def _enter(self, met: Met) -> None:
+        self._met[met.group.name] = met
+        self._met.move_to_end(met.group.name)
+        if len(self._met) > KNOWN:
+            oldest = next(iter(self._met))
+            if self._met[oldest].written_at is not None:  # what is being written ends by itself
+                del self._met[oldest]
+
+
+def _sure(met: Met) -> bool:
+    return time.monotonic() < met.at + SURE_S
+
+
+def _old(met: Met) -> bool:
+    return met.written_at is not None and time.monotonic() > met.written_at + ANEW_S

@@ -1,0 +1,90 @@
+"""Objects in a store that several nodes share: S3, Google's, Azure's, or a directory of a shared file system. Through
+obstore, which finds credentials as the clouds' own tools do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from protocol.errors import ConfigError, NotFound, reason
+
+SCHEMES = ("s3", "gs", "az", "file")
+CALL_S = 30.0
+"""For one call, with all its tries."""
+TRIES = 2
+PAGE = 1000
+"""Objects that are listed, or deleted, in one call."""
+
+
+class Objects:
+    """Below one address. Awaited on one asyncio loop; raises what obstore raises, NotFound for what is not there, and
+    TimeoutError."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError. Nothing is asked of the store yet."""
+        scheme, found, _ = url.partition("://")
+        if not found or scheme not in SCHEMES:
+            raise ConfigError(f"{url} is none of {', '.join(f'{each}://' for each in SCHEMES)}", param="kv_remote_url")
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError as error:
+            raise ConfigError("it needs obstore: pip install 'kvferry[objects]'", param="kv_remote_url") from error
+        self.url, self._calls = url, obstore
+        try:
+            self._store = from_url(url, **_options(url))
+        except Exception as error:
+            raise ConfigError(f"{url} cannot be used: {reason(error)}", param="kv_remote_url") from error
+
+    async def age(self, name: str) -> float:
+        """Seconds since it was written, by the store's clock against this one's."""
+        try:
+            told = await self._calls.head_async(self._store, name)
+        except FileNotFoundError as error:
+            raise NotFound(f"{name} is not there") from error
+        return time.time() - float(told["last_modified"].timestamp())
+
+    async def get(self, name: str) -> memoryview:
+        """All of it."""
+        try:
+            found = await self._calls.get_async(self._store, name)
+            return memoryview(await found.bytes_async())
+        except FileNotFoundError as error:
+            raise NotFound(f"{name} is not there any more") from error
+
+    async def put(self, name: str, content: bytes) -> None:
+        """It is there once it is whole."""
+        await self._calls.put_async(self._store, name, content)
+
+    async def delete(self, names: Iterable[str]) -> None:
+        """Those that are not there are none the less deleted."""
+        wanted = list(names)
+        for at in range(0, len(wanted), PAGE):
+            try:
+                await self._calls.delete_async(self._store, wanted[at : at + PAGE])
+            except FileNotFoundError:
+                for name in wanted[at : at + PAGE]:
+                    await self._delete_one(name)
+
+    async def list(self, folder: str) -> list[tuple[str, float, int]]:
+        """(name, when it was written, bytes) of all in the folder."""
+        found: list[tuple[str, float, int]] = []
+        async for page in self._calls.list(self._store, folder, chunk_size=PAGE):
+            found += [(each["path"], each["last_modified"].timestamp(), each["size"]) for each in page]
+        return found
+
+    async def _delete_one(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            await self._calls.delete_async(self._store, name)
+
+
+def _options(url: str) -> dict[str, Any]:
+    if url.startswith("file:"):
+        return {"mkdir": True}
+    return {
+        "client_options": {"connect_timeout": "3s", "timeout": f"{CALL_S:.0f}s"},
+        "retry_config": {"max_retries": TRIES, "retry_timeout": timedelta(seconds=CALL_S)},
+    }
