@@ -1,7 +1,7 @@
-"""What a prefix on disk is worth: the time to the first token of prompts that a node computes, and of the same prompts
-once they left its pool and are read from its disk. One prefill process.
+"""What a prefix on disk, or in a store that nodes share, is worth: the time to the first token of prompts that a node
+computes, and of the same prompts once they left its pool and are read from there. One prefill process.
 
-    python -m benchmarks.tiers [--model smollm2] [--tokens 256 512 1024 2048 4096] [--rounds 5] [--path DIR]
+    python -m benchmarks.tiers [--model smollm2] [--tokens 256 512 1024 2048 4096] [--rounds 5] [--path DIR | --url URL]
 
 A prompt is computed, pushed out of a small pool by others, and asked for again. Medians of the rounds, in milliseconds;
 before them, what the disk gives to reads through the system's cache and past it (O_DIRECT), 4 MiB at a time.
@@ -83,17 +83,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of the node")
     parser.add_argument("--path", help="directory on the disk in question")
+    parser.add_argument("--url", help="of a store instead, as --kv-remote-url takes it; what is written there stays")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.path) as folder:
         cached, direct = raw(Path(folder))
         print(f"reads of the disk: {cached:.1f} GiB/s through the system's cache, {direct:.1f} past it\n")
-        print("| prompt | computed | read | of it from disk | times as fast |")
+        print("| prompt | computed | read | of it from there | times as fast |")
         print("| ---: | ---: | ---: | ---: | ---: |")
         for tokens in given.tokens:
             place = Path(folder) / str(tokens)
             place.mkdir()
             blocks = ("--kv-blocks", str(5 * tokens // 32), "--max-model-len", str(tokens + 64))
-            options = (*blocks, "--threads", str(given.threads), "--kv-disk-path", str(place))
+            kept = ("--kv-remote-url", f"{given.url}/{place.name}") if given.url else ("--kv-disk-path", str(place))
+            options = (*blocks, "--threads", str(given.threads), *kept)
             with (
                 nodes(given.model, place, *options, names=("node",)) as (node,),
                 httpx.Client(trust_env=False, timeout=ANSWER_S) as client,

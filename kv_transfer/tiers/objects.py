@@ -85,6 +85,6 @@ def _options(url: str) -> dict[str, Any]:
     if url.startswith("file:"):
         return {"mkdir": True}
     return {
-        "client_options": {"connect_timeout": "3s", "timeout": f"{CALL_S:.0f}s"},
+        "client_options": {"allow_http": True, "connect_timeout": "3s", "timeout": f"{CALL_S:.0f}s"},
         "retry_config": {"max_retries": TRIES, "retry_timeout": timedelta(seconds=CALL_S)},
     }

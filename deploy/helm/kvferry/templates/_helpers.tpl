@@ -134,6 +134,13 @@ KVFERRY_KV_CACHE_GIB: {{ .kvCacheGib | quote }}
 KVFERRY_KV_DISK_PATH: /kv-disk
 KVFERRY_KV_DISK_GIB: {{ .kvDisk.gib | quote }}
 {{- end }}
+{{- if .kvRemote.url }}
+{{- if or (int .gpus) (hasPrefix "cuda" .device) }}
+{{- fail "worker.kvRemote.url: blocks of pools on a GPU are not kept in a store yet" }}
+{{- end }}
+KVFERRY_KV_REMOTE_URL: {{ .kvRemote.url | quote }}
+KVFERRY_KV_REMOTE_GIB: {{ .kvRemote.gib | quote }}
+{{- end }}
 KVFERRY_UCX_TRANSPORTS: {{ .ucxTransports | quote }}
 {{- with .ucxNetDevices }}
 KVFERRY_UCX_NET_DEVICES: {{ . | quote }}

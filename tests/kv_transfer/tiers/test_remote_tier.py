@@ -1,0 +1,317 @@
+"""Blocks in a store that nodes share, over a real directory and over S3's protocol: what one wrote, another reads, and
+nothing that is not as it was written."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from object_store import s3
+from waiting import wait_for
+
+from kv_transfer.tiers import groups, remote, sweep
+from kv_transfer.tiers.groups import GROUP, Group, in_chain
+from kv_transfer.tiers.objects import Objects
+from kv_transfer.tiers.remote import RemoteTier
+from protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NotFound, TransferFailed
+
+SIZE = 4096
+BLOCKS = 3 * GROUP + 5
+
+
+def named(count: int = BLOCKS, of: int = 0) -> list[bytes]:
+    return [(of * 1000 + number).to_bytes(16, "little") for number in range(1, count + 1)]
+
+
+def holding(count: int, first: int = 0) -> list[np.ndarray]:
+    return [np.full(SIZE, number % 251, np.uint8) for number in range(first, first + count)]
+
+
+class Node:
+    """One of those that share it."""
+
+    def __init__(self, address: str, size: int = 0, fingerprint: str = "model") -> None:
+        self.tier = RemoteTier(Objects(address), size, fingerprint, SIZE)
+
+    def write(self, hashes: list[bytes]) -> list[bool]:
+        """Whether each group is there, once that is known."""
+        there: list[bool] = []
+        wanted = [group for group in self.groups(hashes) if not self.tier.has(group)]
+        for group in wanted:
+            copied = threading.Event()
+            blocks = holding(GROUP, group.start)
+            assert self.tier.write(group, blocks, copied.set, there.append)
+            assert copied.wait(10)
+            for block in blocks:
+                block[:] = 255  # they are somebody else's by now
+        wait_for(lambda: len(there) == len(wanted))
+        return there
+
+    def look(self, hashes: list[bytes], first: int = 0, patience_s: float = 10.0) -> int | None:
+        """How many are there; None: it does not say."""
+        found: list[int] = []
+        if not self.tier.look(hashes, first, patience_s, found.append):
+            return None
+        wait_for(lambda: found)
+        return found[0]
+
+    def read(self, hashes: list[bytes], first: int = 0) -> KvferryError | None:
+        into = [np.zeros(SIZE, np.uint8) for _ in hashes[first:]]
+        ended: list[KvferryError | None] = []
+        assert self.tier.read(hashes, first, into, ended.append)
+        wait_for(lambda: ended)
+        if ended[0] is None:
+            assert [int(each[0]) for each in into] == [number % 251 for number in range(first, len(hashes))]
+            assert all((each == each[0]).all() for each in into)
+        return ended[0]
+
+    def groups(self, hashes: list[bytes]) -> list[Group]:
+        return list(in_chain(self.tier.folder, hashes))
+
+    def names(self) -> list[str]:
+        """Of all that is there."""
+        return sorted(name for name, _, _ in asyncio.run(self.tier._objects.list(self.tier.folder)))
+
+
+@pytest.fixture(params=["file", "s3"])
+def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "file":
+        yield f"file://{tmp_path}/shared"
+        return
+    with s3(monkeypatch) as url:
+        yield url
+
+
+@pytest.fixture
+def make(address: str) -> Iterator[Any]:
+    made: list[Node] = []
+
+    def make(**how: Any) -> Node:
+        made.append(Node(address, **how))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.tier.close()
+
+
+def test_what_one_node_wrote_another_reads_from_any_block_on(make: Any) -> None:
+    one, other = make(), make()
+    assert other.look(named()) == 0
+    assert one.write(named()) == [True] * 3
+    assert other.look(named()) == 3 * GROUP
+    assert other.read(named(3 * GROUP)) is None
+    assert other.look(named(), GROUP + 3) == 2 * GROUP - 3
+    assert other.read(named(3 * GROUP), GROUP + 3) is None
+    assert other.read(named(2 * GROUP), 2 * GROUP - 1) is None
+
+
+def test_a_chain_that_has_no_whole_group_behind_what_is_here_is_not_looked_for(make: Any) -> None:
+    node = make()
+    node.write(named())
+    assert node.look(named(GROUP - 1)) is None
+    assert node.look(named(), 3 * GROUP) is None
+    assert node.look(named(3 * GROUP), 3 * GROUP - 1) == 1
+
+
+def test_a_gap_ends_what_is_there(make: Any) -> None:
+    one, other = make(), make()
+    one.write(named())
+    asyncio.run(one.tier._objects.delete([one.groups(named())[1].name]))
+    assert other.look(named()) == GROUP
+    assert other.look(named(), GROUP) == 0
+    assert isinstance(one.read(named(3 * GROUP)), NotFound)
+    assert one.look(named()) == GROUP
+    assert one.write(named()) == [True]
+    assert other.look(named()) == 3 * GROUP
+
+
+def test_another_model_s_and_another_chain_s_are_not_found(make: Any) -> None:
+    make().write(named())
+    assert make(fingerprint="another").look(named()) == 0
+    assert make().look(named(of=7)) == 0
+
+
+def test_what_another_node_wrote_is_not_written_again(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = make(), make()
+    one.write(named())
+    put: list[str] = []
+    really = Objects.put
+
+    async def noted(self: Objects, name: str, content: bytes) -> None:
+        put.append(name)
+        await really(self, name, content)
+
+    monkeypatch.setattr(Objects, "put", noted)
+    assert other.write(named()) == [True] * 3
+    assert not put
+    assert other.write(named()) == []  # it knows
+    monkeypatch.setattr(groups, "ANEW_S", -1.0)
+    monkeypatch.setattr(remote, "ANEW_S", -1.0)
+    assert other.write(named()) == [True] * 3
+    assert len(put) == 3
+
+
+@pytest.mark.parametrize("spoilt", ["block", "header", "length", "empty", "other"])
+def test_what_is_not_as_it_was_written_is_not_read_and_not_found_again(make: Any, spoilt: str) -> None:
+    one, other = make(), make()
+    one.write(named())
+    group = one.groups(named())[1]
+    objects = one.tier._objects
+    content = bytearray(asyncio.run(objects.get(group.name)))
+    if spoilt == "block":
+        content[-1] ^= 1
+    elif spoilt == "header":
+        content[20] ^= 1
+    elif spoilt == "length":
+        content = content[:-1]
+    elif spoilt == "empty":
+        content = bytearray()
+    else:
+        content = bytearray(asyncio.run(objects.get(one.groups(named())[0].name)))
+    asyncio.run(objects.put(group.name, bytes(content)))
+    assert isinstance(other.read(named(3 * GROUP)), BlocksCorrupt)
+    assert not other.tier.out
+    assert other.look(named()) == GROUP
+    assert group.name not in other.names()
+
+
+def test_what_was_told_to_be_wrong_is_deleted_with_what_stands_behind_it(make: Any) -> None:
+    one, other = make(), make()
+    one.write(named())
+    one.write(named(of=1))
+    one.tier.drop([named()[GROUP + 2]])
+    left = {one.groups(named())[0].name, *(group.name for group in one.groups(named(of=1)))}
+    wait_for(lambda: set(one.names()) == left)
+    assert other.look(named()) == one.look(named()) == GROUP
+    assert one.write(named()) == [True] * 2
+    assert other.look(named()) == 3 * GROUP
+
+
+def test_what_is_told_to_be_wrong_while_it_is_written_does_not_stay(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, go, under_way = make(), threading.Event(), threading.Event()
+    really = Objects.put
+
+    async def held(self: Objects, name: str, content: bytes) -> None:
+        under_way.set()
+        await asyncio.to_thread(go.wait, 20)
+        await really(self, name, content)
+
+    monkeypatch.setattr(Objects, "put", held)
+    (group,) = node.groups(named(GROUP))
+    there: list[bool] = []
+    assert node.tier.write(group, holding(GROUP), lambda: None, there.append)
+    assert under_way.wait(10)
+    node.tier.drop([named()[3]])
+    assert node.tier.has(group)  # the right one waits until the wrong one is gone
+    go.set()
+    wait_for(lambda: there)
+    assert there == [False]
+    assert node.names() == []
+    assert node.write(named(GROUP)) == [True]
+    assert node.look(named(GROUP)) == GROUP
+
+
+def test_a_store_that_is_away_is_left_alone_for_a_while(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = make()
+    node.write(named())
+
+    async def fail(*what: Any) -> None:
+        raise OSError("no route to it")
+
+    for call in ("get", "age", "put"):
+        monkeypatch.setattr(Objects, call, fail)
+    error = node.read(named(3 * GROUP))
+    assert isinstance(error, TransferFailed)
+    assert "no route to it" in str(error)
+    assert node.tier.out
+    assert node.look(named(of=2)) is None
+    assert not node.tier.write(node.groups(named(of=3))[0], holding(GROUP), lambda: None, lambda there: None)
+    monkeypatch.undo()
+    monkeypatch.setattr(node.tier, "_out_until", 0.0)
+    assert node.tier.seconds(GROUP) == pytest.approx(GROUP * SIZE / remote.RATE, rel=0.5)
+    assert node.tier._held == 0
+
+
+def test_a_store_that_hangs_is_asked_no_longer_than_the_patience(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = make()
+
+    async def hang(*what: Any) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(Objects, "age", hang)
+    assert node.look(named(), patience_s=0.05) == 0
+    monkeypatch.setattr(Objects, "get", hang)
+    monkeypatch.setattr(remote, "CALL_S", 0.05)
+    assert isinstance(node.read(named(GROUP)), TransferFailed)
+    assert node.tier.out
+
+
+def test_no_more_waits_than_has_room(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = make()
+    monkeypatch.setattr(remote, "HELD", GROUP * SIZE)
+    go, there = threading.Event(), []
+
+    async def held(*what: Any) -> None:
+        await asyncio.to_thread(go.wait, 20)
+
+    monkeypatch.setattr(Objects, "put", held)
+    one, two, _ = node.groups(named())
+    assert node.tier.write(one, holding(GROUP), lambda: None, there.append)
+    assert not node.tier.write(two, holding(GROUP), lambda: None, there.append)
+    assert not node.tier.has(two)
+    go.set()
+    wait_for(lambda: there == [True])
+    wait_for(lambda: not node.tier._held)
+    assert node.tier.write(two, holding(GROUP), lambda: None, there.append)
+
+
+def test_what_was_written_longest_ago_leaves_first_and_of_a_chain_its_end(make: Any) -> None:
+    node, hour = make(), sweep.AGE_S
+    row = [(group.name, hour * 5 + index, 100) for index, group in enumerate(node.groups(named()))]
+    older = [(group.name, hour * 2 + index, 100) for index, group in enumerate(node.groups(named(of=1)))]
+    assert list(sweep.too_much([*row, *older], 600)) == []
+    assert list(sweep.too_much([*row, *older], 590)) == [older[2][0]]
+    assert list(sweep.too_much([*row, *older], 200)) == [name for name, _, _ in (*older[::-1], *row[:0:-1])]
+    node.write(named())
+    one = asyncio.run(node.tier._objects.list(node.tier.folder))[0][2]
+    assert asyncio.run(sweep.sweep(node.tier._objects, node.tier.folder, 2 * one)) == [row[2][0], row[1][0]]
+    assert node.names() == [row[0][0]]
+
+
+def test_one_node_sweeps_at_a_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = make()
+    objects, folder = node.tier._objects, node.tier.folder
+    assert asyncio.run(sweep._turn(objects, folder))
+    assert not asyncio.run(sweep._turn(objects, folder))
+    monkeypatch.setattr(sweep, "EVERY_S", -10.0)
+    assert asyncio.run(sweep._turn(objects, folder))
+
+
+def test_a_bound_is_kept_without_anybody_asking(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "EVERY_S", 0.05)
+    node = make(size=GROUP * SIZE * 2)
+    node.write(named())
+    wait_for(lambda: len([name for name in node.names() if name.endswith(groups.SUFFIX)]) == 1)
+
+
+@pytest.mark.parametrize("url", ["", "here", "/a/path", "ftp://host/a", "http://host/a", "s3:/one", "memory:///"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Objects(url)
+    assert raised.value.param == "kv_remote_url"
+
+
+def test_objects_that_a_node_met_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "KNOWN", 2)
+    known, made = groups.Known(), list(in_chain("folder", named()))
+    for group in made:
+        known.found(group, 0.0)
+    assert [known.there(group) for group in made] == [False, True, True]
+    monkeypatch.setattr(groups, "SURE_S", -1.0)
+    assert not any(known.there(group) or known.settled(group) for group in made)
