@@ -8,6 +8,8 @@ MAX_HEADER_BYTES = 64 * 1024
 """Of a request line with its headers; the parser itself has no bound."""
 MAX_HEADERS = 200
 """Each is looked at several times."""
+MAX_AHEAD = 64
+"""Requests that a connection may bring before those in front of them are answered."""
 FRAMING = 2
 """What a body may take on the wire, chunked, as a multiple of `body_bytes`; more ends the connection."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from enum import Enum, auto
 from functools import partial
 from typing import Any, cast
@@ -53,7 +54,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._begun = self._reading_on = self._refused = False
         self._length = RequestLength(limits.body_bytes)
         self._data, self._body_bytes = b"", 0
-        self._heard = self._body_began = self._paced_from = 0.0
+        self._heard = self._began = self._body_began = self._paced_from = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._reader: Unread | None = None
 
@@ -81,7 +82,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._phase is Phase.BETWEEN:
             self._enter_header()
-        self._heard = self.loop.time()
+        self._heard, self._began = self.loop.time(), time.perf_counter()
         self._length.received += len(data)
         self._data = data
         super().data_received(data)
@@ -100,9 +101,10 @@ class GuardedProtocol(HttpToolsProtocol):
             self._check(self._length.trailer_fault())
         else:
             super().on_header(name, value)
+            self._check(self._length.count_fault(self.headers))
 
     def on_headers_complete(self) -> None:
-        self._check(self._length.header_fault(self.url, self.headers))
+        self._check(self._length.header_fault(self.url, self.headers, len(self.pipeline)))
         super().on_headers_complete()
         self._phase, self._body_bytes = Phase.BODY, 0
         self._body_began = self._paced_from = self.loop.time()
@@ -214,14 +216,15 @@ class GuardedProtocol(HttpToolsProtocol):
             raise httptools.HttpParserError
 
     def _fail(self, error: KvferryError) -> None:
-        """What has come is at fault, which is paid for."""
-        self._refuse(error, self._visitors.delay_s(self._address or "", self.loop.time() - self._heard))
+        """What has come is at fault, which is paid for. The loop's own clock stands still meanwhile."""
+        self._refuse(error, self._visitors.delay_s(self._address or "", time.perf_counter() - self._began))
 
     def _refuse(self, error: KvferryError, after_s: float = 0.0) -> None:
         """Say why, where no other answer has begun, and close. Nothing is waited for: the peer may not read."""
         self._stop_timer()
         last = refusal(error) if self._may_answer() else b""
         self._refused = True
+        self.pipeline.clear()
         self._disconnect()
         self._timer = end(self.transport, self.loop, last, after_s)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from process.connection_limits import FRAMING, MAX_HEADER_BYTES, MAX_HEADERS
-from protocol.errors import HeaderTooLong, InvalidRequest, KvferryError, RequestTooLarge
+from process.connection_limits import FRAMING, MAX_AHEAD, MAX_HEADER_BYTES, MAX_HEADERS
+from protocol.errors import HeaderTooLong, InvalidRequest, KvferryError, Overloaded, RequestTooLarge
 
 _AROUND = len(b": \r\n")
 
@@ -28,10 +28,16 @@ class RequestLength:
     def begin(self) -> None:
         self.received = self.body = self.trailers = 0
 
-    def header_fault(self, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> KvferryError | None:
-        """Of a header that is whole."""
+    def count_fault(self, headers: Sequence[tuple[bytes, bytes]]) -> KvferryError | None:
+        """Of one more header."""
         if len(headers) > MAX_HEADERS:
             return HeaderTooLong(f"the request has more than {MAX_HEADERS} headers")
+        return None
+
+    def header_fault(self, url: bytes, headers: Sequence[tuple[bytes, bytes]], ahead: int) -> KvferryError | None:
+        """Of a header that is whole. ahead: requests before it that nobody has begun to answer."""
+        if ahead > MAX_AHEAD:
+            return Overloaded(f"more than {MAX_AHEAD} requests were sent ahead of their answers", retry_after=1.0)
         if len(url) + sum(len(name) + len(value) + _AROUND for name, value in headers) > MAX_HEADER_BYTES:
             return _long_header()
         return None

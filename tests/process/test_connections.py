@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import uvicorn
+import uvloop
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from waiting import until
 
-from process.connection_limits import MAX_HEADER_BYTES, MAX_HEADERS, Limits
+from process.connection_limits import MAX_AHEAD, MAX_HEADER_BYTES, MAX_HEADERS, Limits
 from process.farewell import lingering
 from process.http import Server, bind
 from process.toll import PATIENCE_S, Toll
@@ -390,6 +391,56 @@ async def test_headers_are_counted() -> None:
         many = b"".join(b"x-%d: 1\r\n" % number for number in range(MAX_HEADERS))
         assert b"200 OK" in await (await served.connect(GET[:-2] + many[: many.rindex(b"x-")] + b"\r\n")).until(b"done")
         assert error_of(await (await served.connect(GET[:-2] + many + b"\r\n")).rest()) == (431, "header_too_long")
+
+
+class Till(Toll):
+    """It notes what refusals took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.took: list[float] = []
+
+    def delay_s(self, source: str, took_s: float) -> float:
+        self.took.append(took_s)
+        return super().delay_s(source, took_s)
+
+
+def test_a_refusal_counts_as_long_as_it_took_on_the_loop_that_routers_run_on() -> None:
+    """uvloop's clock stands still while a callback runs."""
+
+    async def scenario() -> list[float]:
+        till = Till()
+        async with serving(toll=till) as served:
+            for _ in range(5):
+                await (await served.connect(GET * MAX_AHEAD + b"\0")).rest()
+        return till.took
+
+    took = uvloop.run(scenario())
+    assert len(took) == 5
+    assert min(took) > 0.0001, took
+
+
+async def test_requests_far_ahead_of_their_answers_end_the_connection_and_are_not_answered() -> None:
+    till = Till()
+    async with serving(toll=till) as served:
+        some = await served.connect(GET * (MAX_AHEAD + 1))
+        for _ in range(MAX_AHEAD + 1):
+            await some.until(b"done")
+        many = await served.connect(GET * 1000)
+        await many.rest()
+        assert len(till.took) == 1
+        assert len(served.seen.bodies) <= MAX_AHEAD + 2
+
+
+async def test_what_was_sent_ahead_of_garbage_is_not_answered_while_its_refusal_waits() -> None:
+    toll = Toll()
+    async with serving(toll=toll) as served:
+        toll.served()
+        while toll.delay_s("127.0.0.1", 0.01) < 1:
+            pass
+        client = await served.connect(GET * 50 + b"\0")
+        await client.rest(PATIENCE_S + 5)
+        assert len(served.seen.bodies) <= 1
 
 
 async def test_what_is_no_request_is_told_so_later_where_its_address_has_sent_too_much_of_it() -> None:
