@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from model_files.refusals import require_runnable
 from model_files.source import ModelSource, read_facts, resolve
 from process.address import host_port
 from process.limits import available_cores
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, reason
 from protocol.settings import ServeSettings
 
 Level = Literal["ok", "warn", "fail"]
@@ -145,6 +146,22 @@ def gpu(settings: ServeSettings) -> Result:
     return Result("ok", "gpu", "none; workers compute on the CPU")
 
 
+def store(settings: ServeSettings) -> Result:
+    """Blocks that nodes share can be written, found, read and deleted where they are to be."""
+    if not settings.kv_remote_url:
+        return Result("ok", "store", "none: nodes share no blocks (--kv-remote-url)")
+    from kv_transfer.tiers.objects import Objects
+
+    objects = Objects(settings.kv_remote_url)
+    try:
+        took_s = asyncio.run(objects.tried())
+    except Exception as error:
+        return Result(
+            "fail", "store", f"{objects.url}: {reason(error)}", "check the address, its keys and their rights"
+        )
+    return Result("ok", "store", f"{objects.url} takes and gives an object in {1e3 * took_s:.0f} ms")
+
+
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("packages", packages),
     ("model", model),
@@ -156,6 +173,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("instructions", instructions),
     ("gpu", gpu),
     ("ucx", transfer),
+    ("store", store),
 )
 
 

@@ -3,11 +3,13 @@ obstore, which finds credentials as the clouds' own tools do."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 from protocol.errors import ConfigError, NotFound, reason
 
@@ -75,6 +77,19 @@ class Objects:
         async for page in self._calls.list(self._store, folder, chunk_size=PAGE):
             found += [(each["path"], each["last_modified"].timestamp(), each["size"]) for each in page]
         return found
+
+    async def tried(self) -> float:
+        """Seconds of writing, finding, reading and deleting a small object."""
+        name, content, began = f"tried-{uuid4().hex}", b"kvferry", time.monotonic()
+        async with asyncio.timeout(CALL_S):
+            await self.put(name, content)
+            await self.age(name)
+            found = await self.get(name)
+            listed = [each for each, _, _ in await self.list("")]
+            await self.delete([name])
+        if found != content or name not in listed:
+            raise OSError("what was written there is not what is found there")
+        return time.monotonic() - began
 
     async def _delete_one(self, name: str) -> None:
         with suppress(FileNotFoundError):

@@ -9,6 +9,7 @@ import threading
 import types
 
 import pytest
+from object_store import s3
 from redis_servers import redis_server
 
 from cli import doctor, preflight
@@ -52,6 +53,17 @@ def test_threads_beyond_the_cores_are_a_warning(monkeypatch):
     monkeypatch.setattr(doctor, "available_cores", lambda: 4)
     assert one(doctor.threads, threads=4).level == "ok"
     assert "--threads 4" in one(doctor.threads, threads=5).remedy
+
+
+def test_a_store_is_tried_and_left_as_it_was(tmp_path, monkeypatch):
+    assert "--kv-remote-url" in one(doctor.store).found
+    found = one(doctor.store, kv_remote_url=f"file://{tmp_path}/blocks")
+    assert (found.level, list((tmp_path / "blocks").iterdir())) == ("ok", [])
+    assert "none of s3://" in one(doctor.store, kv_remote_url="ftp://host").found
+    with s3(monkeypatch) as address:
+        assert one(doctor.store, kv_remote_url=address).level == "ok"
+        found = one(doctor.store, kv_remote_url="s3://no-such-bucket/folder")
+        assert (found.level, "rights" in found.remedy) == ("fail", True)
 
 
 def test_model():

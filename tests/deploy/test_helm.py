@@ -246,3 +246,24 @@ def test_what_is_switched_on_reaches_every_pod() -> None:
     for name in PROCESSES[1:]:
         for kind in ("requests", "limits"):
             assert specs[name]["containers"][0]["resources"][kind]["rdma/hca"] == 1
+
+
+def test_a_store_of_blocks_is_the_workers_alone() -> None:
+    """Its keys come as any of theirs."""
+    keys = [{"secretRef": {"name": "bucket"}}]
+    objects = chart(
+        worker={"kvRemote": {"url": "s3://blocks/here", "gib": 50}},
+        prefill={"extraEnvFrom": keys},
+        decode={"extraEnvFrom": keys},
+    )
+    maps = {name: item["data"] for name, item in of_kind(objects, "ConfigMap").items() if "data" in item}
+    told = {name for name, data in maps.items() if data.get("KVFERRY_KV_REMOTE_URL") == "s3://blocks/here"}
+    assert len(told) == 1
+    assert maps[told.pop()]["KVFERRY_KV_REMOTE_GIB"] == "50"
+    for name, spec in pod_specs(objects).items():
+        assert (keys[0] in spec["containers"][0]["envFrom"]) == (name in PROCESSES[1:])
+    assert not any("KVFERRY_KV_REMOTE_URL" in item.get("data", {}) for item in of_kind(chart(), "ConfigMap").values())
+
+
+def test_a_store_of_blocks_of_pools_on_a_gpu_is_refused() -> None:
+    assert "worker.kvRemote.url" in refusal(worker={"kvRemote": {"url": "s3://blocks"}, "gpus": 1})
