@@ -14,6 +14,8 @@ from protocol.errors import ConfigError, reason
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+"""The same of families whose checkpoints hold them as one."""
 _REFUSED = {
     "use_dora": "DoRA is not served",
     "rank_pattern": "ranks that differ by module are not served",
@@ -68,7 +70,9 @@ def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
         if config.get(name):
             raise _refused(folder, f"{why} ({name})")
     targets = config.get("target_modules")
-    if isinstance(targets, list) and (odd := sorted({str(name).rpartition(".")[2] for name in targets} - {*TARGETS})):
+    if isinstance(targets, list) and (
+        odd := sorted({str(name).rpartition(".")[2] for name in targets} - {*TARGETS, *FUSED})
+    ):
         raise _refused(folder, f"its target {odd[0]} is none of {', '.join(TARGETS)}")
 
 

@@ -122,8 +122,8 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def context_length(config: dict[str, Any]) -> int:
     """Longest sequence a config.json promises, in tokens; 0: it promises nothing. yarn and linear stretch the original
-    length by their factor; llama3 already states the stretched one; dynamic and longrope are served up to the original
-    one, since beyond it their frequencies depend on how long a sequence has become, which cached keys cannot follow."""
+    length by their factor; llama3 and longrope already state the stretched one; dynamic is served up to the original
+    one, since beyond it its frequencies depend on how long a sequence has become, which cached keys cannot follow."""
     names = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length", "max_seq_len")
     length = next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -132,10 +132,16 @@ def context_length(config: dict[str, Any]) -> int:
         return int(length * factor)
     if kind == "yarn":
         return max(length, int((rope.get("original_max_position_embeddings") or length) * factor))
-    if kind == "longrope":
-        original = config.get("original_max_position_embeddings")
-        return int(rope.get("original_max_position_embeddings") or original or length)
     return length
+
+
+def steady_length(config: dict[str, Any]) -> int:
+    """The same for who takes longrope's factors by how long a sequence has become: its original length."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return context_length(config)
+    original = config.get("original_max_position_embeddings")
+    return int(rope.get("original_max_position_embeddings") or original or context_length(config))
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from model_files.adapter import TARGETS
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 
 
 def module_of(target: str) -> str:

@@ -23,12 +23,14 @@ _TENSOR = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Where a target's outputs are: in which dense layer of `LayerForm`, from which output on, and its sizes."""
+    """Where a target's outputs are: in which dense layer of `LayerForm`, from which output on, its sizes, and the
+    factor that went into its weights."""
 
     layer: str
     first: int
     inputs: int
     outputs: int
+    factor: float = 1.0
 
 
 def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
@@ -54,14 +56,21 @@ def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
 
 def _sites(config: DecoderConfig) -> dict[str, _Site]:
     hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
-    return {
+    added = {
+        "o_proj": _Site("o", 0, q, hidden, config.factors.residual),
+        "down_proj": _Site("down", 0, inner, hidden, config.factors.residual),
+    }
+    if config.fused:
+        return added | {
+            "qkv_proj": _Site("qkv", 0, hidden, q + 2 * kv),
+            "gate_up_proj": _Site("gate_up", 0, hidden, 2 * inner),
+        }
+    return added | {
         "q_proj": _Site("qkv", 0, hidden, q),
         "k_proj": _Site("qkv", q, hidden, kv),
         "v_proj": _Site("qkv", q + kv, hidden, kv),
-        "o_proj": _Site("o", 0, q, hidden),
         "gate_proj": _Site("gate_up", 0, hidden, inner),
         "up_proj": _Site("gate_up", inner, hidden, inner),
-        "down_proj": _Site("down", 0, inner, hidden),
     }
 
 
@@ -92,7 +101,7 @@ def _placed(files: AdapterFiles, model: Decoder, site: _Site, down: torch.Tensor
     try:
         return LowRank(
             down.to(model.device, model.dtype).contiguous(),
-            (up.float() * files.scale).to(model.device, model.dtype).contiguous(),
+            (up.float() * files.scale * site.factor).to(model.device, model.dtype).contiguous(),
             site.first,
         )
     except torch.OutOfMemoryError as error:

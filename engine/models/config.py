@@ -7,7 +7,7 @@ from typing import Any
 
 from protocol.errors import ConfigError
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +18,26 @@ class Family:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    gguf: bool = True
+    """Its GGUF files are read, too."""
     gguf_permuted: bool = False
     """q and k rows of a GGUF are reordered for interleaved rotation."""
+    fused: bool = False
+    """Checkpoints hold the tensors that we lay under each other as one: qkv_proj, gate_up_proj."""
+    windowed: bool = False
+    """A sliding window in the config is every layer's."""
+    scaled: bool = False
+    """Its config has factors of embedding, attention, layers and logits."""
 
 
 FAMILIES = {
     "llama": Family(gguf_permuted=True),
-    "mistral": Family(),
+    "mistral": Family(windowed=True),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
     "smollm3": Family(theta=2000000.0, tie_embeddings=True, gguf_permuted=True),
+    "phi3": Family(gguf=False, fused=True, windowed=True),
+    "granite": Family(gguf=False, scaled=True),
 }
 
 
@@ -49,6 +59,19 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What a family multiplies with constants: embeddings, what a layer's attention and MLP add to the residual, and
+    logits. attention: in place of 1 / sqrt(head_dim); 0: as ever."""
+
+    embedding: float = 1.0
+    attention: float = 0.0
+    residual: float = 1.0
+    logits: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +95,8 @@ class DecoderConfig:
     rope: RopeConfig
     rotated: tuple[bool, ...]
     windows: tuple[int, ...]
+    fused: bool = False
+    factors: Factors = Factors()
 
     @property
     def q_size(self) -> int:
@@ -134,7 +159,18 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
         qk_norm=family.qk_norm,
         rope=_parse_rope(config, family, head_dim),
         rotated=rotated,
-        windows=_windows(config, rotated),
+        windows=_windows(config, rotated, family),
+        fused=family.fused,
+        factors=_factors(config) if family.scaled else Factors(),
+    )
+
+
+def _factors(config: dict[str, Any]) -> Factors:
+    return Factors(
+        embedding=float(config.get("embedding_multiplier", 1.0)),
+        attention=float(config.get("attention_multiplier", 1.0)),
+        residual=float(config.get("residual_multiplier", 1.0)),
+        logits=1.0 / float(config.get("logits_scaling", 1.0)),
     )
 
 
@@ -153,12 +189,12 @@ def _rotated_layers(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
     return tuple(bool(mark) for mark in marks[:layers])
 
 
-def _windows(config: dict[str, Any], rotated: tuple[bool, ...]) -> tuple[int, ...]:
+def _windows(config: dict[str, Any], rotated: tuple[bool, ...], family: Family) -> tuple[int, ...]:
     window, kind = config.get("sliding_window") or 0, config["model_type"]
     full = (0,) * len(rotated)
     if kind == "llama" or not window:
         return full
-    if kind == "mistral":
+    if family.windowed:
         return (window,) * len(rotated)
     if not config.get("use_sliding_window", False):
         return full
@@ -178,7 +214,9 @@ def _rope_dict(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_kind(rope: dict[str, Any]) -> str:
-    return str(rope.get("rope_type") or rope.get("type") or "default")
+    """Phi-3's first checkpoints call longrope su."""
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    return "longrope" if kind == "su" else kind
 
 
 def _parse_rope(config: dict[str, Any], family: Family, head_dim: int) -> RopeConfig:
@@ -188,6 +226,7 @@ def _parse_rope(config: dict[str, Any], family: Family, head_dim: int) -> RopeCo
     original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest
     optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale")
     given = {name: rope[name] for name in (*optional, "mscale_all_dim", "truncate") if rope.get(name) is not None}
+    given |= {name: tuple(rope[name]) for name in ("short_factor", "long_factor") if rope.get(name)}
     return RopeConfig(
         theta=float(rope.get("rope_theta") or config.get("rope_theta") or family.theta),
         dim=int(head_dim * partial),

@@ -6,13 +6,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from engine.models.config import DecoderConfig, parse_config
+from engine.models.config import FAMILIES, DecoderConfig, parse_config
 from model_files.gguf import GGUFFile
 from protocol.errors import ConfigError
 
 
 def parse_gguf(file: GGUFFile) -> DecoderConfig:
     """DecoderConfig of a GGUF header. Raises ConfigError naming what is unsupported or missing."""
+    if (family := FAMILIES.get(file.architecture)) is not None and not family.gguf:
+        raise ConfigError(f"{file.path.name}: GGUF files of {file.architecture} are not supported", param="model")
     config = parse_config(_gguf_as_hf(file))
     names = file.tensors
     return replace(

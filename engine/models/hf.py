@@ -16,7 +16,7 @@ from engine.models.base import Halfway, Model, ModelInfo, Wanted, always
 from engine.models.hf_attention import PagedAttention, Seat, ShapeProbe, seated_attention, take_seats
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
-from model_files.source import ModelSource, read_facts
+from model_files.source import ModelSource, read_facts, read_json, steady_length
 from protocol.errors import ConfigError
 
 ATTENTION = "kvferry_paged"
@@ -80,6 +80,8 @@ def load_hf(
     """Load through AutoModelForCausalLM and prove on two tokens that attention and logits go our way. Raises
     ConfigError with transformers' reason, or naming what of the model is not supported."""
     length = read_facts(source).max_model_len
+    if source.kind != "gguf":
+        length = min(length, steady_length(read_json(source.path / "config.json")))
     if not length:
         raise ConfigError(f"{source.path} does not name the model's longest sequence", param="model")
     module = _load_module(source, dtype)

@@ -12,7 +12,7 @@ from engine.models.config import FAMILIES, DecoderConfig, parse_config, unsuppor
 from engine.models.decoder import Decoder, ParameterLoader, Progress
 from engine.models.gguf_config import parse_gguf
 from engine.models.heap import trim_heap
-from engine.models.rope import rope_tables
+from engine.models.rope import rope_tables, stretched
 from engine.models.weights import GGUFWeights, Weights, open_directory
 from kernels.ops import Ops
 from model_files.gguf import read_gguf
@@ -124,7 +124,8 @@ def _open_directory(source: ModelSource, must: bool) -> Opened | None:
 
 def _open_gguf(source: ModelSource, must: bool) -> Opened | None:
     file = read_gguf(source.path)
-    if not must and file.architecture not in FAMILIES:
+    family = FAMILIES.get(file.architecture)
+    if not must and (family is None or not family.gguf):
         return None
     config = parse_gguf(file)
     permuted = FAMILIES[config.model_type].gguf_permuted
@@ -145,15 +146,16 @@ def _load_decoder(
     config = opened.config
     loader = ParameterLoader(config, opened.weights, device, dtype, ops, progress, quantization)
     parameters = loader.load()
+    length = min(max_model_len or opened.max_model_len, opened.max_model_len)
+    long = ("longrope",) if stretched(config.rope, length) else ()
     info = ModelInfo(
         name=source.name,
-        revision="+".join((source.revision, *sorted(loader.kept))),
+        revision="+".join((source.revision, *sorted(loader.kept), *long)),
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         max_model_len=opened.max_model_len,
     )
-    length = min(max_model_len or opened.max_model_len, opened.max_model_len)
     rope = rope_tables(config.rope, length, device, opened.rope_divisors)
     return Decoder(config, info, parameters, rope, ops)

@@ -1,8 +1,9 @@
 """Tables of the rotary embedding (Su et al. 2021) and its stretchings to longer contexts.
 
-linear: Chen et al. 2023. llama3: the frequency-wise scaling of Llama 3.1. yarn: Peng et al. 2023. dynamic: its
-frequencies would depend on how long a sequence has become, which cached keys cannot follow; the model is served up to
-its original length, where dynamic equals default.
+linear: Chen et al. 2023. llama3: the frequency-wise scaling of Llama 3.1. yarn: Peng et al. 2023. longrope: Ding et al.
+2024, with the factors of long contexts for all sequences where some may be longer than the original length: keys that
+are cached cannot follow one that becomes long. dynamic: its frequencies would depend on how long a sequence has become,
+too; the model is served up to its original length, where dynamic equals default.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import torch
 
 from engine.models.config import RopeConfig
+from protocol.errors import ConfigError
 
 
 def rope_tables(
@@ -19,14 +21,14 @@ def rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin), float32 [length, rope.dim / 2]. divisors [rope.dim / 2]: per-frequency factors that a GGUF carries in
     place of llama3's settings."""
-    frequencies, scale = _frequencies(rope)
+    frequencies, scale = _frequencies(rope, length)
     if divisors is not None:
         frequencies = frequencies / divisors.float().cpu()
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     return (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
 
 
-def _frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
+def _frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:
     """Inverse frequencies float32 [dim / 2] and the factor that cos and sin are multiplied with."""
     plain = 1.0 / rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
     if rope.kind == "linear":
@@ -35,6 +37,8 @@ def _frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
         return _llama3(plain, rope), 1.0
     if rope.kind == "yarn":
         return _yarn(plain, rope), _yarn_attention(rope)
+    if rope.kind == "longrope":
+        return _longrope(plain, rope, length), _longrope_attention(rope)
     return plain, 1.0
 
 
@@ -72,3 +76,22 @@ def _yarn_attention(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
     return mscale(1.0)
+
+
+def stretched(rope: RopeConfig, length: int) -> bool:
+    """Whether sequences of up to this length have other frequencies than those of the original length."""
+    return rope.kind == "longrope" and length > rope.original_max_len
+
+
+def _longrope(plain: torch.Tensor, rope: RopeConfig, length: int) -> torch.Tensor:
+    factors = rope.long_factor if stretched(rope, length) else rope.short_factor
+    if len(factors) != len(plain):
+        raise ConfigError(f"rope: {len(factors)} factors for {len(plain)} frequencies", param="model")
+    return plain / torch.tensor(factors)
+
+
+def _longrope_attention(rope: RopeConfig) -> float:
+    """The paper's factor of attention, whatever the length served: the weights were trained with it."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_len)) if rope.factor > 1 else 1.0

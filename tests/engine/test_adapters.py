@@ -11,7 +11,7 @@ import pytest
 import torch
 from adapter_files import merge, save_adapter
 from safetensors.torch import load_file, save_file
-from tiny_models import BLOCK, chunked_logits, expect_equal_logits, family, save_tiny, tokens_for, transformers
+from tiny_models import BLOCK, GRANITE, chunked_logits, expect_equal_logits, family, save_tiny, tokens_for, transformers
 from toy import make_job
 
 from engine.block_pool import BlockPool
@@ -27,7 +27,7 @@ from kernels.cpu import CpuOps, instruction_set
 from kernels.low_rank import Adapted, Adapter
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
-from model_files.adapter import read_adapter
+from model_files.adapter import FUSED, TARGETS, read_adapter
 from model_files.source import resolve
 from protocol.errors import ConfigError
 
@@ -38,6 +38,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = {
     "llama": lambda: family("LlamaConfig", head_dim=32),
     "qwen3": lambda: family("Qwen3Config", head_dim=32, tie_word_embeddings=True),
+    "granite": lambda: family("GraniteConfig", **GRANITE),
+    "phi3": lambda: family("Phi3Config", pad_token_id=0, sliding_window=None),
 }
 
 
@@ -84,7 +86,7 @@ def tiny(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_those_of_merged_weights(name: str, ops: str, tmp_path: Path) -> None:
     save_tiny(FAMILIES[name](), tmp_path / "model")
-    path = save_adapter(tmp_path / "a", hf(tmp_path / "model"))
+    path = save_adapter(tmp_path / "a", hf(tmp_path / "model"), targets=FUSED if name == "phi3" else TARGETS)
     merged = merge(hf(tmp_path / "model"), path)
     model = load(tmp_path / "model", ROWS[ops]())
     plain = chunked_logits(model, tokens_for(45, 1), [45])

@@ -30,11 +30,9 @@ OTHERS = {
     "gemma": lambda: family("GemmaConfig", head_dim=32, num_key_value_heads=1, tie_word_embeddings=True),
     "gemma3-window": lambda: family("Gemma3TextConfig", num_hidden_layers=4, tie_word_embeddings=True, **GEMMA3),
     "opt": lambda: family("OPTConfig", ffn_dim=96, word_embed_proj_dim=64, do_layer_norm_before=True),
-    "phi3": lambda: family("Phi3Config", pad_token_id=0, sliding_window=None),
     "olmo2": lambda: family("Olmo2Config", pad_token_id=0),
     "mixtral": lambda: family("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, num_hidden_layers=2),
     "cohere": lambda: family("CohereConfig", logit_scale=0.25, tie_word_embeddings=True, pad_token_id=0),
-    "granite": lambda: family("GraniteConfig", logits_scaling=4.0, attention_multiplier=0.3, pad_token_id=0),
 }
 
 
@@ -53,7 +51,16 @@ def test_logits_equal_transformers(name, tmp_path):
     expect_equal_logits(model, lambda tokens: oracle_logits(tmp_path, tokens))
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2-window", "qwen3", "smollm3"])
+def test_longrope_is_served_to_its_original_length(tmp_path):
+    """transformers takes the factors by the longest sequence of a batch."""
+    save_tiny(OURS["phi3-long"](), tmp_path)
+    assert load(tmp_path, impl="transformers").info.max_model_len == 16
+    assert load(tmp_path).info.max_model_len == 128
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3", "mistral-window", "qwen2-window", "qwen3", "smollm3", "phi3-window-partial", "granite-biased"]
+)
 def test_both_implementations_agree_on_our_families(name, tmp_path):
     save_tiny(OURS[name](), tmp_path)
     tokens, chunks = tokens_for(40), [17, 13, *[1] * 10]

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from tiny_models import (
+    LONGROPE,
     OURS,
     SHAPE,
     Cache,
@@ -63,6 +64,37 @@ def test_old_spelling_of_rope_settings(name, tmp_path):
         json.dumps(config | {"rope_theta": theta, "rope_scaling": rope | {"type": kind}})
     )
     torch.testing.assert_close(chunked_logits(load(tmp_path), tokens, [40]), wanted)
+
+
+def test_longrope_within_the_original_length_has_the_short_factors(tmp_path):
+    config = family("Phi3Config", pad_token_id=0, rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    save_tiny(config, tmp_path)
+    short, long = load(tmp_path, max_model_len=64), load(tmp_path)
+    expect_equal_logits(short, lambda tokens: oracle_logits(tmp_path, tokens))
+    tokens = tokens_for(100)
+    torch.testing.assert_close(
+        chunked_logits(long, tokens, [30, 70]), oracle_logits(tmp_path, tokens), rtol=2e-4, atol=2e-4
+    )
+    assert short.info.revision != long.info.revision, "their blocks differ"
+
+
+def test_longrope_in_the_first_checkpoints_spelling(tmp_path):
+    save_tiny(OURS["phi3-long"](), tmp_path)
+    tokens = tokens_for(40)
+    wanted = chunked_logits(load(tmp_path), tokens, [40])
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    named = {"rope_theta": rope["rope_theta"], "original_max_position_embeddings": 16}
+    factors = {name: rope[name] for name in ("short_factor", "long_factor")}
+    (tmp_path / "config.json").write_text(json.dumps(config | named | {"rope_scaling": factors | {"type": "su"}}))
+    torch.testing.assert_close(chunked_logits(load(tmp_path), tokens, [40]), wanted)
+
+
+def test_longrope_with_too_few_factors_is_refused(tmp_path):
+    save_tiny(OURS["phi3-long"](), tmp_path)
+    edit_config(tmp_path, rope_parameters=LONGROPE | {"long_factor": [1.0]})
+    with pytest.raises(ConfigError, match="1 factors for 8 frequencies"):
+        load(tmp_path)
 
 
 def test_facts_of_the_model(llama):
@@ -134,7 +166,7 @@ def test_progress_rises_to_one(llama):
     [
         ({"model_type": "gpt_neo"}, "architecture 'gpt_neo'"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope scaling 'longrope'"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rope scaling 'proportional'"),
         ({"rope_parameters": {"full_attention": {}}}, "differ between layers"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantisation 'awq'"),
         ({"num_hidden_layers": 4}, "lack the tensor model.layers.3"),

@@ -31,6 +31,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 1.9, 2.0, 2.5, 2.7],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 9.0, 12.0],
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 0.7,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -54,6 +66,18 @@ OURS = {
     "qwen2-yarn": lambda: family("Qwen2Config", rope_parameters=YARN | {"beta_fast": 8.0, "attention_factor": 1.3}),
     "qwen3": lambda: family("Qwen3Config", head_dim=32, tie_word_embeddings=True),
     "qwen3-biased": lambda: family("Qwen3Config", head_dim=16, attention_bias=True),
+    "phi3": lambda: family("Phi3Config", pad_token_id=0, sliding_window=None),
+    "phi3-window-partial": lambda: family(
+        "Phi3Config",
+        pad_token_id=0,
+        sliding_window=9,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    ),
+    "phi3-long": lambda: family(
+        "Phi3Config", pad_token_id=0, rope_parameters=LONGROPE, original_max_position_embeddings=16
+    ),
+    "granite": lambda: family("GraniteConfig", tie_word_embeddings=True, **GRANITE),
+    "granite-biased": lambda: family("GraniteConfig", attention_bias=True, mlp_bias=True, **GRANITE),
     "smollm3": lambda: family("SmolLM3Config", no_rope_layers=[1, 0, 1], pad_token_id=0, tie_word_embeddings=True),
     "smollm3-window": lambda: family(
         "SmolLM3Config", no_rope_layer_interval=2, use_sliding_window=True, sliding_window=9, pad_token_id=0

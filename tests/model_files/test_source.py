@@ -205,7 +205,7 @@ def test_hub_errors_are_translated(monkeypatch):
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 50}, 100),
         ({"type": "linear", "factor": 4.0}, 400),
         ({"rope_type": "dynamic", "factor": 4.0}, 100),
-        ({"rope_type": "longrope", "original_max_position_embeddings": 50}, 50),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 50}, 100),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50}, 200),
         ({"rope_type": "yarn", "factor": 4.0}, 400),
     ],
