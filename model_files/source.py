@@ -14,6 +14,7 @@ from typing import Any, Literal
 from model_files.download import download
 from model_files.encoders import encoder_length, is_encoder
 from model_files.gguf import GGUFFile, read_gguf
+from model_files.length import context_length
 from protocol.errors import ConfigError, reason
 
 DEMO_MODEL = "smollm2"
@@ -118,30 +119,6 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a config.json: `text_config` of multimodal models, else all of it."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) and "vocab_size" not in config else config
-
-
-def context_length(config: dict[str, Any]) -> int:
-    """Longest sequence a config.json promises, in tokens; 0: it promises nothing. yarn and linear stretch the original
-    length by their factor; llama3 and longrope already state the stretched one; dynamic is served up to the original
-    one, since beyond it its frequencies depend on how long a sequence has become, which cached keys cannot follow."""
-    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length", "max_seq_len")
-    length = next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor") or 1.0
-    if kind == "linear":
-        return int(length * factor)
-    if kind == "yarn":
-        return max(length, int((rope.get("original_max_position_embeddings") or length) * factor))
-    return length
-
-
-def steady_length(config: dict[str, Any]) -> int:
-    """The same for who takes longrope's factors by how long a sequence has become: its original length."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
-        return context_length(config)
-    original = config.get("original_max_position_embeddings")
-    return int(rope.get("original_max_position_embeddings") or original or context_length(config))
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -8,43 +8,21 @@ from collections.abc import Iterator
 
 from engine.block_pool import chain_of
 from engine.engine import Engine
-from engine.events import BlocksChanged
 from kv_transfer.tiers.groups import Group, in_chain
 from kv_transfer.tiers.remote import RemoteTier
+from node.gathering import TURN, Gathering
 from node.service import Base
-from node.tier_writes import GATHER_S, TURN, later
 
 
-class RemoteWrites:
+class RemoteWrites(Gathering):
     """On the engine thread. A group is written when its last block is here; what the store has no room for, or cannot
     take now, is not tried again."""
 
     def __init__(self, base: Base, tier: RemoteTier, transfers: Iterator[int]) -> None:
-        """transfers: numbers that no other lending has."""
-        self._base, self._tier, self._transfers = base, tier, transfers
-        self._ways = base.metrics.tiers.blocks["remote"]
-        self._fresh: dict[bytes, None] = {}
-        self._gathering = False
-
-    def take(self, event: BlocksChanged) -> None:
-        """New blocks are to be written, wrong ones not to be found."""
-        absences = self._base.parts.engine.pool.absences
-        wrong = [each for each in event.removed if absences.reason(each) == "retracted"]
-        if wrong:
-            self._tier.drop(wrong)
-        for each in event.removed:
-            self._fresh.pop(each, None)
-        self._fresh.update(dict.fromkeys(event.stored))
-        self._look_again()
-
-    def _look_again(self) -> None:
-        if self._fresh and not self._gathering:
-            self._gathering = True
-            later(self._base, GATHER_S, self._gather)
+        super().__init__(base, tier, base.metrics.tiers.blocks["remote"], transfers)
+        self._tier = tier
 
     def _gather(self, engine: Engine) -> None:
-        """The last ones first: each brings those before it."""
-        self._gathering = False
         turn = TURN
         while self._fresh and turn > 0:
             last, _ = self._fresh.popitem()
@@ -56,7 +34,6 @@ class RemoteWrites:
             for group in in_chain(self._tier.folder, [each for each, _ in chain]):
                 if group.hashes[-1] in new:
                     self._write(engine, chain[: group.end], group)
-        self._look_again()
 
     def _write(self, engine: Engine, chain: list[tuple[bytes, int]], group: Group) -> None:
         """The end of a chain, which is held as a whole, so that a block never leaves before those behind it."""

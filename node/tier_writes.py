@@ -4,65 +4,30 @@ lie; they are held meanwhile. So what the pool evicts, or a restart loses, is th
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from engine.block_pool import chain_of
 from engine.engine import Engine
-from engine.events import BlocksChanged
 from kv_transfer.tiers.disk import DiskTier
+from node.gathering import TURN, Gathering
 from node.service import Base
 
-GATHER_S = 0.2
-"""Between two looks for new blocks."""
 ENOUGH, PATIENCE_S = 8, 5.0
 """New blocks of a chain that are written at once; fewer may become more for so long, as those of a stream do."""
 HELD = 2
 """One block of so many may be held to be written, also where the disk hangs."""
-TURN = 4096
-"""Blocks that are held or walked over in one look, after which the engine has its turn."""
 
 
-def later(base: Base, seconds: float, call: Callable[[Engine], None]) -> None:
-    """On the engine thread, after so many seconds."""
-
-    def wait() -> None:
-        asyncio.get_running_loop().call_later(seconds, lambda: base.engine.submit(call))
-
-    base.call_soon(wait)
-
-
-class TierWrites:
+class TierWrites(Gathering):
     """On the engine thread. What is written begins where the tier ends of a chain, so that this has all that stands
     before a block that it has; what could not be written is tried again with what comes behind it."""
 
     def __init__(self, base: Base, tier: DiskTier, transfers: Iterator[int]) -> None:
-        """transfers: numbers that no other lending has."""
-        self._base, self._tier, self._transfers = base, tier, transfers
-        self._held = 0
-        self._fresh: dict[bytes, float] = {}
-        self._gathering = False
-
-    def take(self, event: BlocksChanged) -> None:
-        """New blocks are to be written, wrong ones not to be found."""
-        absences = self._base.parts.engine.pool.absences
-        wrong = [each for each in event.removed if absences.reason(each) == "retracted"]
-        if wrong:
-            self._tier.drop(wrong)
-        lost = [each for each in event.removed if self._fresh.pop(each, None) is not None]
-        self._base.metrics.tiers.blocks["disk"]["lost"].inc(len(lost))
-        self._fresh.update(dict.fromkeys(event.stored, time.monotonic()))
-        self._look_again()
-
-    def _look_again(self) -> None:
-        if self._fresh and not self._gathering:
-            self._gathering = True
-            later(self._base, GATHER_S, self._gather)
+        super().__init__(base, tier, base.metrics.tiers.blocks["disk"], transfers)
+        self._tier, self._held = tier, 0
 
     def _gather(self, engine: Engine) -> None:
-        """The last ones first: each brings those before it."""
-        self._gathering = False
         fresh, self._fresh = self._fresh, {}
         turn = TURN
         for block_hash in list(reversed(fresh)):
@@ -79,17 +44,16 @@ class TierWrites:
                 held, left = self._write(engine, new)
                 turn -= held
                 if left is None:
-                    self._base.metrics.tiers.blocks["disk"]["lost"].inc(len(since))
+                    self._ways["lost"].inc(len(since))
                 elif left:
                     fresh.update(dict.fromkeys(left, min(since)))
                     break
         self._fresh = {**fresh, **self._fresh}
-        self._look_again()
 
     def _write(self, engine: Engine, new: list[bytes]) -> tuple[int, list[bytes] | None]:
         """The end of a chain, which is held as a whole, so that a block never leaves before those behind it: how many
         blocks that takes, and which of the new ones are to be tried later; None: their chain is too long."""
-        ways, whole = self._base.metrics.tiers.blocks["disk"], chain_of(engine.pool, new[-1])
+        ways, whole = self._ways, chain_of(engine.pool, new[-1])
         most, before = engine.pool.num_blocks // HELD, len(whole) - len(new)
         chain = whole[: most - self._held]
         if len(chain) <= before:

@@ -16,9 +16,10 @@ from engine.request import Key, Request, key_of
 from engine.roster import expect
 from engine.states import Awaits
 from node.fetches import Fetches
+from node.gathering import Gathering, later
 from node.remote_writes import RemoteWrites
 from node.service import Base
-from node.tier_writes import TierWrites, later
+from node.tier_writes import TierWrites
 from protocol.errors import GrantRefused, KvferryError
 from protocol.messages import Job
 
@@ -72,7 +73,7 @@ class Tiers:
         self._waiting: dict[Key, Reading] = {}
         self._coming: dict[bytes, tuple[Grant, list[Reading]]] = {}
         self._late: set[Grant] = set()
-        self._writes: list[TierWrites | RemoteWrites] = []
+        self._writes: list[Gathering] = []
         if (disk := self._disk) is not None:
             self._writes.append(TierWrites(base, disk, transfers))
             self._of_disk = Source(

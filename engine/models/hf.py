@@ -16,7 +16,8 @@ from engine.models.base import Halfway, Model, ModelInfo, Wanted, always
 from engine.models.hf_attention import PagedAttention, Seat, ShapeProbe, seated_attention, take_seats
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
-from model_files.source import ModelSource, read_facts, read_json, steady_length
+from model_files.length import steady_length
+from model_files.source import ModelSource, read_facts, read_json
 from protocol.errors import ConfigError
 
 ATTENTION = "kvferry_paged"

@@ -8,7 +8,8 @@ from gguf import GGUFWriter
 
 from model_files import source as model_source
 from model_files.gguf import read_gguf
-from model_files.source import context_length, read_facts, resolve
+from model_files.length import context_length
+from model_files.source import read_facts, resolve
 from protocol.errors import ConfigError
 
 

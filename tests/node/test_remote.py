@@ -7,15 +7,17 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiered
 from test_fetches import FULL, LENGTH, prompt
+from tiered import ask, settle
 from toy import expected, make_engine, make_job
 from waiting import until
-from worker_pair import Router, Worker, worker
+from worker_pair import Router, worker
 
 from kv_transfer.tiers import groups, remote
 from kv_transfer.tiers.objects import Objects
@@ -27,6 +29,8 @@ from protocol.settings import WorkerSettings
 
 GROUP = 5
 """Blocks of one object: two are in the prompt."""
+
+reads, count = partial(tiered.reads, "remote"), partial(tiered.count, "remote")
 
 
 @contextlib.asynccontextmanager
@@ -50,27 +54,6 @@ def quick_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "GROUP", GROUP)
     monkeypatch.setattr(tiers, "LEAST_S", 30.0)
     monkeypatch.setattr(tiers.Tiers, "_computed_s", lambda self, tokens: tokens * 1.0)
-
-
-async def ask(router: Router, name: str, seed: int = 0, **change: Any) -> Any:
-    """How much of the prompt was reused and computed; its token is right."""
-    (first, *_) = await router.post_prefill(replace(make_job(name, prompt(seed), 1), **change)).ended()
-    assert list(first.delta.token_ids) == expected(prompt(seed), 1)
-    assert first.delta.reuse.balanced
-    return first.delta.reuse
-
-
-def reads(node: Worker, outcome: str) -> float:
-    return float(node.node.metrics.tiers.reads["remote"][outcome]._value.get())
-
-
-def count(node: Worker, way: str) -> float:
-    return float(node.node.metrics.tiers.blocks["remote"][way]._value.get())
-
-
-async def settle(router: Router) -> None:
-    for node in (router.prefill, router.decode):
-        await node.settle()
 
 
 async def left_there(path: Path, seed: int = 0) -> None:

@@ -8,11 +8,14 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiered
 from test_fetches import FULL, LENGTH, prompt
+from tiered import ask, settle
 from toy import FINGERPRINT, expected, make_engine, make_job
 from waiting import until
 from worker_pair import Router, Worker, worker
@@ -28,6 +31,8 @@ from protocol.settings import WorkerSettings
 
 POOL = 40
 """Blocks: three prompts fill it, with what a read must leave available."""
+
+reads, count = partial(tiered.reads, "disk"), partial(tiered.count, "disk")
 
 
 @contextlib.asynccontextmanager
@@ -55,22 +60,6 @@ def slow_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers.Tiers, "_computed_s", lambda self, tokens: tokens * 1.0)
 
 
-async def ask(router: Router, name: str, seed: int) -> Any:
-    """How much of the prompt was reused and computed; its token is right."""
-    (first, *_) = await router.post_prefill(make_job(name, prompt(seed), 1)).ended()
-    assert list(first.delta.token_ids) == expected(prompt(seed), 1)
-    assert first.delta.reuse.balanced
-    return first.delta.reuse
-
-
-def reads(node: Worker, outcome: str) -> float:
-    return float(node.node.metrics.tiers.reads["disk"][outcome]._value.get())
-
-
-def count(node: Worker, way: str) -> float:
-    return float(node.node.metrics.tiers.blocks["disk"][way]._value.get())
-
-
 def tier_of(node: Worker) -> Any:
     return node.service._tiers._disk
 
@@ -89,11 +78,6 @@ async def evicted(router: Router) -> None:
     await until(lambda: count(router.prefill, "written") == FULL)
     await fill(router)
     assert count(router.prefill, "read") == 0
-
-
-async def settle(router: Router) -> None:
-    for node in (router.prefill, router.decode):
-        await node.settle()
 
 
 async def test_a_prompt_that_left_the_pool_is_read_and_not_computed(tmp_path: Path) -> None:
