@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from engine.block_pool import chain_of
 from engine.engine import Engine
+from kv_transfer.tiers import groups as sizes
 from kv_transfer.tiers.groups import Group, in_chain
 from kv_transfer.tiers.remote import RemoteTier
 from node.gathering import TURN, Gathering
@@ -31,24 +32,26 @@ class RemoteWrites(Gathering):
             new = {each for each, _ in chain if each in self._fresh} | {last}
             for each in new:
                 self._fresh.pop(each, None)
-            for group in in_chain(self._tier.folder, [each for each, _ in chain]):
-                if group.hashes[-1] in new:
-                    self._write(engine, chain[: group.end], group)
+            groups = in_chain(self._tier.folder, [each for each, _ in chain])
+            if wanted := [group for group in groups if group.hashes[-1] in new and not self._tier.has(group)]:
+                self._write(engine, chain[: wanted[-1].end], wanted)
 
-    def _write(self, engine: Engine, chain: list[tuple[bytes, int]], group: Group) -> None:
-        """The end of a chain, which is held as a whole, so that a block never leaves before those behind it."""
-        if self._tier.has(group):
-            return
-        ways, memory, transfer = self._ways, self._base.dock.path.memory, next(self._transfers)
-        blocks = [memory.block(block_id) for _, block_id in chain[group.start :]]
+    def _write(self, engine: Engine, chain: list[tuple[bytes, int]], groups: list[Group]) -> None:
+        """Of a chain, which is held as a whole, so that a block never leaves before those behind it."""
+        memory, transfer, left = self._base.dock.path.memory, next(self._transfers), len(groups)
 
-        def copied() -> None:
-            self._base.engine.submit(lambda engine: engine.copies.returned(transfer))
-
-        def done(there: bool) -> None:
-            ways["written" if there else "lost"].inc(len(blocks))
+        def copied(engine: Engine) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                engine.copies.returned(transfer)
 
         engine.copies.give(transfer, [block_id for _, block_id in chain])
-        if not self._tier.write(group, blocks, copied, done):
-            engine.copies.returned(transfer)
-            ways["lost"].inc(len(blocks))
+        for group in groups:
+            blocks = [memory.block(block_id) for _, block_id in chain[group.start : group.end]]
+            if not self._tier.write(group, blocks, lambda: self._base.engine.submit(copied), self._count):
+                self._count(False)
+                copied(engine)
+
+    def _count(self, there: bool) -> None:
+        self._ways["written" if there else "lost"].inc(sizes.GROUP)

@@ -19,6 +19,7 @@ from toy import expected, make_engine, make_job
 from waiting import until
 from worker_pair import Router, worker
 
+from engine.copies import Copies
 from kv_transfer.tiers import groups, remote
 from kv_transfer.tiers.objects import Objects
 from node import tiers
@@ -91,6 +92,19 @@ async def test_nodes_that_start_later_read_what_those_before_them_computed(tmp_p
         assert reads(router.prefill, "done") == 1
         await settle(router)
         assert count(router.prefill, "written") == 0
+
+
+async def test_a_chain_is_lent_once_for_all_its_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    really = Copies.give
+
+    def give(self: Copies, transfer: int, block_ids: list[int]) -> None:
+        given.append(len(block_ids))
+        really(self, transfer, block_ids)
+
+    monkeypatch.setattr(Copies, "give", give)
+    await left_there(tmp_path)
+    assert given == [2 * GROUP]
 
 
 async def test_what_decode_computed_is_there_too(tmp_path: Path) -> None:
