@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 
 from engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted, always
 from engine.models.config import DecoderConfig
-from engine.models.weights import Weights
+from engine.models.parameters import Parameters
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, LayerForm, Linear, NextLogits, StoredRows
-from protocol.errors import ConfigError
-
-Progress = Callable[[float], None]
+from kernels.step import DecoderForm, Linear, NextLogits
 
 
 class Decoder(Model):
@@ -119,128 +115,3 @@ class Decoder(Model):
         q = ops.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
         out = ops.paged_attention(q, kv_layer, plan, self._scale, layer.window)
         return self._dense(index, "o", out.flatten(1), plan)
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """What a decoder reads on its device; head is the embedding where they are tied."""
-
-    embedding: Linear
-    layers: tuple[LayerForm, ...]
-    norm: torch.Tensor
-    head: Linear
-
-
-class ParameterLoader:
-    """Reads, checks, fuses and places the tensors of one decoder. quantization: see `load_model`; `kept`: the kinds of
-    stored rows that run packed. Raises ConfigError: a tensor is missing or has another shape than the config says, or
-    the device's memory does not hold them."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Weights,
-        device: torch.device,
-        dtype: torch.dtype,
-        ops: Ops,
-        progress: Progress | None = None,
-        quantization: str = "none",
-    ):
-        self._config = config
-        self._weights = weights
-        self._device = device
-        self._dtype = dtype
-        self._ops = ops
-        self._progress = progress
-        self._quantization = quantization
-        self.kept: set[str] = set()
-
-    def load(self) -> Parameters:
-        config = self._config
-        try:
-            factors, tied = config.factors, config.tie_embeddings
-            embedding = self._linear(
-                [("model.embed_tokens.weight", config.vocab_size)], config.hidden_size, factor=factors.embedding
-            )
-            layers = []
-            for index in range(config.num_layers):
-                self._report(index)
-                layers.append(self._layer(index))
-            self._report(config.num_layers)
-            of_logits = factors.logits / factors.embedding if tied else factors.logits
-            norm = self._stack([("model.norm.weight", config.hidden_size)], None, of_logits)
-            head = embedding if tied else self._linear([("lm_head.weight", config.vocab_size)], config.hidden_size)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(f"the model's weights do not fit the memory of {self._device}", param="model") from error
-        if self._progress is not None:
-            self._progress(1.0)
-        return Parameters(embedding, tuple(layers), norm, head)
-
-    def _report(self, layers_done: int) -> None:
-        if self._progress is not None:
-            self._progress((1 + layers_done) / (self._config.num_layers + 2))
-
-    def _layer(self, index: int) -> LayerForm:
-        config, prefix = self._config, f"model.layers.{index}"
-        hidden, inner, kv = config.hidden_size, config.intermediate_size, config.kv_size
-        qkv = [("self_attn.q_proj", config.q_size), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
-        gate_up = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
-        if config.fused:
-            qkv = [("self_attn.qkv_proj", config.q_size + 2 * kv)]
-            gate_up = [("mlp.gate_up_proj", 2 * inner)]
-        added = config.factors.residual
-        q_norm, k_norm = f"{prefix}.self_attn.q_norm.weight", f"{prefix}.self_attn.k_norm.weight"
-        return LayerForm(
-            input_norm=self._vector(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=self._dense(prefix, qkv, hidden, config.qkv_bias),
-            q_norm=self._vector(q_norm, config.head_dim) if config.qk_norm else None,
-            k_norm=self._vector(k_norm, config.head_dim) if config.qk_norm else None,
-            o=self._dense(prefix, [("self_attn.o_proj", hidden)], config.q_size, config.o_bias, added),
-            post_norm=self._vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=self._dense(prefix, gate_up, hidden, config.mlp_bias),
-            down=self._dense(prefix, [("mlp.down_proj", hidden)], inner, config.mlp_bias, added),
-            rotated=config.rotated[index],
-            window=config.windows[index],
-        )
-
-    def _dense(
-        self, prefix: str, parts: list[tuple[str, int]], columns: int, bias: bool, factor: float = 1.0
-    ) -> Linear:
-        biases = self._stack([(f"{prefix}.{name}.bias", rows) for name, rows in parts], None, factor) if bias else None
-        return self._linear([(f"{prefix}.{name}.weight", rows) for name, rows in parts], columns, biases, factor)
-
-    def _linear(
-        self, parts: list[tuple[str, int]], columns: int, bias: torch.Tensor | None = None, factor: float = 1.0
-    ) -> Linear:
-        """The layer in the form that `quantization` names, where the operations run it; else in the decoder's dtype."""
-        if self._quantization == "auto" and factor == 1.0:
-            stored = [self._weights.stored(name, (rows, columns)) for name, rows in parts]
-            kept = [rows for rows in stored if rows is not None]
-            if len(kept) == len(parts) and (packed := self._packed(kept, columns, bias)) is not None:
-                return packed
-        weight = self._stack(parts, columns, factor)
-        if self._quantization == "int8":
-            quantised = [StoredRows("INT8", weight.view(torch.uint8))]
-            if (packed := self._packed(quantised, columns, bias)) is not None:
-                return packed
-        return self._ops.linear(weight, bias)
-
-    def _packed(self, parts: list[StoredRows], columns: int, bias: torch.Tensor | None) -> Linear | None:
-        packed = self._ops.packed(parts, columns, bias)
-        if packed is not None:
-            self.kept.update(part.kind for part in parts)
-        return packed
-
-    def _vector(self, name: str, size: int) -> torch.Tensor:
-        return self._stack([(name, size)], None)
-
-    def _stack(self, parts: list[tuple[str, int]], columns: int | None, factor: float = 1.0) -> torch.Tensor:
-        """Tensors of (name, rows) laid under each other: [sum of rows, columns], or one-dimensional. factor: what they
-        are multiplied with in place of what comes out of them."""
-        tail = () if columns is None else (columns,)
-        out = torch.empty(sum(rows for _, rows in parts), *tail, dtype=self._dtype, device=self._device)
-        start = 0
-        for name, rows in parts:
-            self._weights.read(name, out[start : start + rows])
-            start += rows
-        return out if factor == 1.0 else out.mul_(factor)

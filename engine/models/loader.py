@@ -9,9 +9,10 @@ import torch
 
 from engine.models.base import Model, ModelInfo
 from engine.models.config import FAMILIES, DecoderConfig, parse_config, unsupported
-from engine.models.decoder import Decoder, ParameterLoader, Progress
+from engine.models.decoder import Decoder
 from engine.models.gguf_config import parse_gguf
 from engine.models.heap import trim_heap
+from engine.models.parameters import ParameterLoader, Progress
 from engine.models.rope import rope_tables, stretched
 from engine.models.weights import GGUFWeights, Weights, open_directory
 from kernels.ops import Ops

@@ -11,7 +11,8 @@ from paged_batch import make_plan
 
 from engine.models.base import ModelInfo
 from engine.models.config import DecoderConfig, RopeConfig
-from engine.models.decoder import Decoder, ParameterLoader
+from engine.models.decoder import Decoder
+from engine.models.parameters import ParameterLoader
 from engine.models.rope import rope_tables
 from kernels.cpu import CpuOps, instruction_sets
 from kernels.cpu.step import MAX_ROWS, CpuStep
