@@ -33,18 +33,22 @@ class StoredRows:
 @dataclass(frozen=True, slots=True)
 class LayerForm:
     """One layer; qkv and gate_up are fused in that order of outputs. q_norm, k_norm [head_dim]: a norm of each head
-    before the rotation, or None. rotated: it applies the rotary embedding; window: its sliding window, 0 for none."""
+    before the rotation, [heads * head_dim]: one of all heads, or None. rotated: it applies the rotary embedding;
+    window: its sliding window, 0 for none. input_norm, post_norm: before attention and MLP; behind_attention,
+    behind_mlp: of what they add, before it is added; None: there is none."""
 
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: Linear
-    post_norm: torch.Tensor
+    post_norm: torch.Tensor | None
     gate_up: Linear
     down: Linear
     rotated: bool
     window: int
+    behind_attention: torch.Tensor | None = None
+    behind_mlp: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

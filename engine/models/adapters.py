@@ -60,7 +60,7 @@ def _sites(config: DecoderConfig) -> dict[str, _Site]:
         "o_proj": _Site("o", 0, q, hidden, config.factors.residual),
         "down_proj": _Site("down", 0, inner, hidden, config.factors.residual),
     }
-    if config.fused:
+    if config.family.fused:
         return added | {
             "qkv_proj": _Site("qkv", 0, hidden, q + 2 * kv),
             "gate_up_proj": _Site("gate_up", 0, hidden, 2 * inner),

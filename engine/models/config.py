@@ -5,40 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from engine.models.families import FAMILIES, Family
 from protocol.errors import ConfigError
 
+SILU, GELU = ("silu", "swish"), ("gelu", "gelu_pytorch_tanh")
+"""Names of activations; Gemma's first checkpoints call the one by tanh gelu."""
+SLIDING = "sliding_attention"
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What a model_type fixes beyond its config: defaults of omitted fields, and which layers carry what."""
-
-    theta: float = 10000.0
-    tie_embeddings: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    gguf: bool = True
-    """Its GGUF files are read, too."""
-    gguf_permuted: bool = False
-    """q and k rows of a GGUF are reordered for interleaved rotation."""
-    fused: bool = False
-    """Checkpoints hold the tensors that we lay under each other as one: qkv_proj, gate_up_proj."""
-    windowed: bool = False
-    """A sliding window in the config is every layer's."""
-    scaled: bool = False
-    """Its config has factors of embedding, attention, layers and logits."""
-
-
-FAMILIES = {
-    "llama": Family(gguf_permuted=True),
-    "mistral": Family(windowed=True),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-    "smollm3": Family(theta=2000000.0, tie_embeddings=True, gguf_permuted=True),
-    "phi3": Family(gguf=False, fused=True, windowed=True),
-    "granite": Family(gguf=False, scaled=True),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +49,8 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """rotated[i]: layer i applies rope; windows[i]: its sliding window, 0 for full attention."""
+    """rotated[i]: layer i applies rope; windows[i]: its sliding window, 0 for full attention. local_rope: what layers
+    with a window apply instead."""
 
     model_type: str
     vocab_size: int
@@ -95,8 +69,15 @@ class DecoderConfig:
     rope: RopeConfig
     rotated: tuple[bool, ...]
     windows: tuple[int, ...]
-    fused: bool = False
-    factors: Factors = Factors()
+    family: Family
+    factors: Factors
+    local_rope: RopeConfig | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether its layers are those of Llama: one norm before each part, a SiLU gate, one kind of rotation."""
+        family = self.family
+        return not (family.norm_behind or family.gelu or family.wide_qk_norm or self.local_rope)
 
     @property
     def q_size(self) -> int:
@@ -113,13 +94,18 @@ def unsupported(config: dict[str, Any]) -> str | None:
         return f"architecture {config.get('model_type')!r} is not one of {', '.join(FAMILIES)}"
     if config.get("quantization_config"):
         return f"quantisation {config['quantization_config'].get('quant_method', 'unnamed')!r} of the checkpoint"
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        return f"activation {config['hidden_act']!r}"
-    rope = _rope_dict(config)
-    if any(isinstance(value, dict) for value in rope.values()):
-        return "rope parameters that differ between layers"
-    if _rope_kind(rope) not in ROPE_KINDS:
-        return f"rope scaling {_rope_kind(rope)!r}"
+    family = FAMILIES[config["model_type"]]
+    act = config.get("hidden_activation") or config.get("hidden_act", "")
+    if act not in ("", *(GELU if family.gelu else SILU)):
+        return f"activation {act!r}"
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if config.get(name):
+            return name
+    for rope in _rope_dicts(config, family):
+        if any(isinstance(value, dict) for value in rope.values()):
+            return "rope parameters that differ between layers"
+        if _rope_kind(rope) not in ROPE_KINDS:
+            return f"rope scaling {_rope_kind(rope)!r}"
     return None
 
 
@@ -139,9 +125,10 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
     heads, layers, hidden_size = (
         _whole(config, name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size")
     )
-    head_dim = config.get("head_dim") or hidden_size // heads
+    head_dim = config.get("head_dim") or family.head_dim or hidden_size // heads
     bias = bool(config.get("attention_bias", False))
     rotated = _rotated_layers(config, layers)
+    rope, *local = [_parse_rope(config, each, family, head_dim) for each in _rope_dicts(config, family)]
     return DecoderConfig(
         model_type=config["model_type"],
         vocab_size=_whole(config, "vocab_size"),
@@ -157,15 +144,19 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
         o_bias=bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
-        rope=_parse_rope(config, family, head_dim),
+        rope=rope,
+        local_rope=local[0] if local else None,
         rotated=rotated,
         windows=_windows(config, rotated, family),
-        fused=family.fused,
-        factors=_factors(config) if family.scaled else Factors(),
+        family=family,
+        factors=_factors(config, family, hidden_size),
     )
 
 
-def _factors(config: dict[str, Any]) -> Factors:
+def _factors(config: dict[str, Any], family: Family, hidden_size: int) -> Factors:
+    if not family.factors:
+        scalar = config.get("query_pre_attn_scalar") or 0
+        return Factors(embedding=hidden_size**0.5 if family.embedding_root else 1.0, attention=scalar and scalar**-0.5)
     return Factors(
         embedding=float(config.get("embedding_multiplier", 1.0)),
         attention=float(config.get("attention_multiplier", 1.0)),
@@ -196,11 +187,15 @@ def _windows(config: dict[str, Any], rotated: tuple[bool, ...], family: Family) 
         return full
     if family.windowed:
         return (window,) * len(rotated)
+    if family.pattern:
+        pattern = config.get("sliding_window_pattern") or family.pattern
+        types = config.get("layer_types") or ["" if (i + 1) % pattern == 0 else SLIDING for i in range(len(rotated))]
+        return tuple(window if each == SLIDING else 0 for each in types)
     if not config.get("use_sliding_window", False):
         return full
     types = config.get("layer_types")
     if types:
-        sliding = [layer == "sliding_attention" for layer in types]
+        sliding = [layer == SLIDING for layer in types]
     elif kind == "smollm3":
         sliding = [not turns for turns in rotated]
     else:
@@ -208,9 +203,16 @@ def _windows(config: dict[str, Any], rotated: tuple[bool, ...], family: Family) 
     return tuple(window if slides else 0 for slides in sliding)
 
 
-def _rope_dict(config: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 moved rope_theta and rope_scaling into rope_parameters; older checkpoints keep the old names."""
-    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+def _rope_dicts(config: dict[str, Any], family: Family) -> list[dict[str, Any]]:
+    """Of all layers, or of those without a window and those with one. transformers 5 moved rope_theta and rope_scaling
+    into rope_parameters; older checkpoints keep the old names."""
+    given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if not family.two_ropes:
+        return [{**scaling, **given}]
+    if "full_attention" in given:
+        return [given["full_attention"], given[SLIDING]]
+    theta = config.get("rope_local_base_freq") or (10000.0 if family.gelu else config.get("rope_theta"))
+    return [{**scaling, **given}, {"rope_theta": theta}]
 
 
 def _rope_kind(rope: dict[str, Any]) -> str:
@@ -219,8 +221,7 @@ def _rope_kind(rope: dict[str, Any]) -> str:
     return "longrope" if kind == "su" else kind
 
 
-def _parse_rope(config: dict[str, Any], family: Family, head_dim: int) -> RopeConfig:
-    rope = _rope_dict(config)
+def _parse_rope(config: dict[str, Any], rope: dict[str, Any], family: Family, head_dim: int) -> RopeConfig:
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     longest = config["max_position_embeddings"]
     original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest

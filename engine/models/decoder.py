@@ -1,4 +1,5 @@
-"""The decoder of the Llama family, driven by its config: embedding, layers of attention and gated MLP, final norm."""
+"""The decoder of the Llama family and its kin, driven by its config: embedding, layers of attention and gated MLP with
+norms before and behind them, final norm."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from kernels.step import DecoderForm, Linear, NextLogits
 
 
 class Decoder(Model):
-    """A `Model`. rope: cos and sin, float32 [longest sequence, rotary_dim / 2]."""
+    """A `Model`. rope: cos and sin, float32 [longest sequence, rotary_dim / 2]; local: those of layers with a window,
+    where they have their own."""
 
     resumable = True
 
@@ -26,16 +28,18 @@ class Decoder(Model):
         parameters: Parameters,
         rope: tuple[torch.Tensor, torch.Tensor],
         ops: Ops,
+        local: tuple[torch.Tensor, torch.Tensor] | None = None,
     ):
         self.config = config
         self.info = info
         self.dtype = parameters.norm.dtype
         self.device = parameters.norm.device
         self.parameters = parameters
-        self._cos, self._sin = rope
+        self._rope, self._local = rope, local or rope
         self.ops = ops
+        self._activated = gelu_mul if config.family.gelu else ops.silu_mul
         self._scale = config.factors.attention or config.head_dim**-0.5
-        self._step = ops.record(self._form())
+        self._step = ops.record(self._form()) if config.plain else None
 
     def _form(self) -> DecoderForm:
         config, parameters = self.config, self.parameters
@@ -44,8 +48,8 @@ class Decoder(Model):
             layers=parameters.layers,
             norm=parameters.norm,
             head=parameters.head,
-            cos=self._cos,
-            sin=self._sin,
+            cos=self._rope[0],
+            sin=self._rope[1],
             hidden=config.hidden_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
@@ -68,17 +72,31 @@ class Decoder(Model):
         layers = self.parameters.layers
         if halfway is None:
             residual = self.parameters.embedding.rows(token_ids)
-            halfway = Halfway(0, ops.rms_norm(residual, layers[0].input_norm, eps), residual)
+            first_norm = layers[0].input_norm
+            halfway = Halfway(0, residual if first_norm is None else ops.rms_norm(residual, first_norm, eps), residual)
         first, x, residual = halfway.layer, halfway.x, halfway.residual
         for index, layer in enumerate(layers[first:], first):
             if index > first and not wanted():
                 raise Unwanted(Halfway(index, x, residual))
             x = self._attention(index, x, kv[:, index], plan)
-            x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = self._dense(index, "down", ops.silu_mul(self._dense(index, "gate_up", x, plan)), plan)
+            x, residual = self._added(x, residual, layer.behind_attention, layer.post_norm)
+            x = self._dense(index, "down", self._activated(self._dense(index, "gate_up", x, plan)), plan)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else self.parameters.norm
-            x, residual = ops.add_rms_norm(x, residual, following, eps)
+            x, residual = self._added(x, residual, layer.behind_mlp, following)
         return x
+
+    def _added(
+        self, x: torch.Tensor, residual: torch.Tensor, behind: torch.Tensor | None, before: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention or MLP put out, added to the residual behind one norm and read on before another: what is read
+        on, and the new residual."""
+        eps = self.config.rms_norm_eps
+        if behind is not None:
+            x = self.ops.rms_norm(x, behind, eps)
+        if before is not None:
+            return self.ops.add_rms_norm(x, residual, before, eps)
+        residual = residual + x
+        return residual, residual
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.parameters.head(hidden, torch.float32)
@@ -107,11 +125,22 @@ class Decoder(Model):
         config, ops, layer = self.config, self.ops, self.parameters.layers[index]
         sizes = [config.q_size, config.kv_size, config.kv_size]
         qkv = self._dense(index, "qkv", x, plan)
-        q, k, v = (part.view(len(x), -1, config.head_dim) for part in torch.split(qkv, sizes, dim=1))
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
-            k = ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        cos, sin = (self._cos, self._sin) if layer.rotated else (None, None)
+        q, k, v = torch.split(qkv, sizes, dim=1)
+        if config.family.wide_qk_norm:
+            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
+        q, k, v = (part.view(len(x), -1, config.head_dim) for part in (q, k, v))
+        if not config.family.wide_qk_norm:
+            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
+        cos, sin = (self._local if layer.window else self._rope) if layer.rotated else (None, None)
         q = ops.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
         out = ops.paged_attention(q, kv_layer, plan, self._scale, layer.window)
         return self._dense(index, "o", out.flatten(1), plan)
+
+    def _normed(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        return x if norm is None else self.ops.rms_norm(x, norm, self.config.rms_norm_eps)
+
+
+def gelu_mul(x: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up of gate and up [T, 2 * inner] side by side, by tanh."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up

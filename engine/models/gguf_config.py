@@ -6,7 +6,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from engine.models.config import FAMILIES, DecoderConfig, parse_config
+from engine.models.config import DecoderConfig, parse_config
+from engine.models.families import FAMILIES
 from model_files.gguf import GGUFFile
 from protocol.errors import ConfigError
 

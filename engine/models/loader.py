@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.models.base import Model, ModelInfo
-from engine.models.config import FAMILIES, DecoderConfig, parse_config, unsupported
+from engine.models.config import DecoderConfig, parse_config, unsupported
 from engine.models.decoder import Decoder
+from engine.models.families import FAMILIES
 from engine.models.gguf_config import parse_gguf
 from engine.models.heap import trim_heap
 from engine.models.parameters import ParameterLoader, Progress
@@ -159,4 +160,5 @@ def _load_decoder(
         max_model_len=opened.max_model_len,
     )
     rope = rope_tables(config.rope, length, device, opened.rope_divisors)
-    return Decoder(config, info, parameters, rope, ops)
+    local = rope_tables(config.local_rope, length, device) if config.local_rope else None
+    return Decoder(config, info, parameters, rope, ops, local)

@@ -53,17 +53,16 @@ class ParameterLoader:
     def load(self) -> Parameters:
         config = self._config
         try:
-            factors, tied = config.factors, config.tie_embeddings
-            embedding = self._linear(
-                [("model.embed_tokens.weight", config.vocab_size)], config.hidden_size, factor=factors.embedding
-            )
+            tied, scale = config.tie_embeddings, float(torch.tensor(config.factors.embedding, dtype=self._dtype))
+            words = [("model.embed_tokens.weight", config.vocab_size)]
+            embedding = self._linear(words, config.hidden_size, factor=scale)
             layers = []
             for index in range(config.num_layers):
                 self._report(index)
                 layers.append(self._layer(index))
             self._report(config.num_layers)
-            of_logits = factors.logits / factors.embedding if tied else factors.logits
-            norm = self._stack([("model.norm.weight", config.hidden_size)], None, of_logits)
+            of_logits = config.factors.logits / scale if tied else config.factors.logits
+            norm = self._norm("model.norm", config.hidden_size, of_logits)
             head = embedding if tied else self._linear([("lm_head.weight", config.vocab_size)], config.hidden_size)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"the model's weights do not fit the memory of {self._device}", param="model") from error
@@ -80,22 +79,26 @@ class ParameterLoader:
         hidden, inner, kv = config.hidden_size, config.intermediate_size, config.kv_size
         qkv = [("self_attn.q_proj", config.q_size), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
         gate_up = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
-        if config.fused:
+        if config.family.fused:
             qkv = [("self_attn.qkv_proj", config.q_size + 2 * kv)]
             gate_up = [("mlp.gate_up_proj", 2 * inner)]
         added = config.factors.residual
-        q_norm, k_norm = f"{prefix}.self_attn.q_norm.weight", f"{prefix}.self_attn.k_norm.weight"
+        before, behind = config.family.norm_before, config.family.norm_behind
+        q_rows, k_rows = (config.q_size, kv) if config.family.wide_qk_norm else (config.head_dim,) * 2
+        before_mlp = "pre_feedforward_layernorm" if behind else "post_attention_layernorm"
         return LayerForm(
-            input_norm=self._vector(f"{prefix}.input_layernorm.weight", hidden),
+            input_norm=self._norm(f"{prefix}.input_layernorm", hidden) if before else None,
             qkv=self._dense(prefix, qkv, hidden, config.qkv_bias),
-            q_norm=self._vector(q_norm, config.head_dim) if config.qk_norm else None,
-            k_norm=self._vector(k_norm, config.head_dim) if config.qk_norm else None,
+            q_norm=self._norm(f"{prefix}.self_attn.q_norm", q_rows) if config.qk_norm else None,
+            k_norm=self._norm(f"{prefix}.self_attn.k_norm", k_rows) if config.qk_norm else None,
             o=self._dense(prefix, [("self_attn.o_proj", hidden)], config.q_size, config.o_bias, added),
-            post_norm=self._vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+            post_norm=self._norm(f"{prefix}.{before_mlp}", hidden) if before else None,
             gate_up=self._dense(prefix, gate_up, hidden, config.mlp_bias),
             down=self._dense(prefix, [("mlp.down_proj", hidden)], inner, config.mlp_bias, added),
             rotated=config.rotated[index],
             window=config.windows[index],
+            behind_attention=self._norm(f"{prefix}.post_attention_layernorm", hidden) if behind else None,
+            behind_mlp=self._norm(f"{prefix}.post_feedforward_layernorm", hidden) if behind else None,
         )
 
     def _dense(
@@ -126,8 +129,12 @@ class ParameterLoader:
             self.kept.update(part.kind for part in parts)
         return packed
 
-    def _vector(self, name: str, size: int) -> torch.Tensor:
-        return self._stack([(name, size)], None)
+    def _norm(self, name: str, size: int, factor: float = 1.0) -> torch.Tensor:
+        """Weights of a norm; what a family adds to them is added in float32."""
+        out = self._stack([(f"{name}.weight", size)], None)
+        if (offset := self._config.family.norm_offset) or factor != 1.0:
+            out = ((out.float() + offset) * factor).to(self._dtype)
+        return out
 
     def _stack(self, parts: list[tuple[str, int]], columns: int | None, factor: float = 1.0) -> torch.Tensor:
         """Tensors of (name, rows) laid under each other: [sum of rows, columns], or one-dimensional. factor: what they

@@ -84,7 +84,7 @@ def record(step_type: type[Step], kernels: Kernels, form: DecoderForm, batch_inv
         MAX_ROWS,
     )
     for layer, parts in zip(form.layers, packed, strict=True):
-        if parts is None:
+        if parts is None or layer.input_norm is None or layer.post_norm is None:
             return None
         native.add_layer(
             layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm, *parts, layer.rotated, layer.window

@@ -37,6 +37,12 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.6, 1.9, 2.0, 2.5, 2.7],
     "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 9.0, 12.0],
 }
+GEMMA3 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 GRANITE = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.1,
@@ -75,6 +81,28 @@ OURS = {
     ),
     "phi3-long": lambda: family(
         "Phi3Config", pad_token_id=0, rope_parameters=LONGROPE, original_max_position_embeddings=16
+    ),
+    "gemma": lambda: family("GemmaConfig", head_dim=32, num_key_value_heads=1, tie_word_embeddings=True),
+    "gemma3": lambda: family("Gemma3TextConfig", num_hidden_layers=4, tie_word_embeddings=True, **GEMMA3),
+    "gemma3-linear": lambda: family(
+        "Gemma3TextConfig",
+        num_hidden_layers=4,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        **GEMMA3,
+    ),
+    "olmo2": lambda: family("Olmo2Config", pad_token_id=0),
+    "olmo3": lambda: family(
+        "Olmo3Config",
+        pad_token_id=0,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
     ),
     "granite": lambda: family("GraniteConfig", tie_word_embeddings=True, **GRANITE),
     "granite-biased": lambda: family("GraniteConfig", attention_bias=True, mlp_bias=True, **GRANITE),

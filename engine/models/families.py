@@ -1,0 +1,66 @@
+"""What a model_type fixes beyond its config.json, of the families with a decoder of our own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Defaults of omitted fields; which layers carry what; how a layer is put together.
+
+    gguf            its GGUF files are read, too
+    gguf_permuted   q and k rows of those are reordered for interleaved rotation
+    fused           checkpoints hold the tensors that we lay under each other as one: qkv_proj, gate_up_proj
+    windowed        a sliding window in the config is every layer's
+    pattern         it is every layer's but each so manyth, unless layer_types tells; 0: the config tells otherwise
+    factors         its config has factors of embedding, attention, layers and logits
+    embedding_root  embeddings are multiplied with the root of their size
+    norm_offset     what is added to the weights of norms
+    norm_before, norm_behind   each of attention and MLP has a norm before it, behind it (before the residual is added)
+    wide_qk_norm    the norms of q and k go over all heads together
+    gelu            the gate is GELU by tanh instead of SiLU
+    two_ropes       layers with a window rotate by parameters of their own
+    """
+
+    theta: float = 10000.0
+    tie_embeddings: bool = False
+    head_dim: int = 0
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    gguf: bool = True
+    gguf_permuted: bool = False
+    fused: bool = False
+    windowed: bool = False
+    pattern: int = 0
+    factors: bool = False
+    embedding_root: bool = False
+    norm_offset: float = 0.0
+    norm_before: bool = True
+    norm_behind: bool = False
+    wide_qk_norm: bool = False
+    gelu: bool = False
+    two_ropes: bool = False
+
+
+FAMILIES = {
+    "llama": Family(gguf_permuted=True),
+    "mistral": Family(windowed=True),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "smollm3": Family(theta=2000000.0, tie_embeddings=True, gguf_permuted=True),
+    "phi3": Family(gguf=False, fused=True, windowed=True),
+    "granite": Family(gguf=False, factors=True),
+    "gemma": Family(
+        gguf=False, tie_embeddings=True, head_dim=256, embedding_root=True, norm_offset=1.0, gelu=True
+    ),
+    "gemma3_text": Family(
+        gguf=False, theta=1000000.0, tie_embeddings=True, head_dim=256, qk_norm=True, pattern=6, embedding_root=True,
+        norm_offset=1.0, norm_behind=True, gelu=True, two_ropes=True,
+    ),
+    "olmo2": Family(gguf=False, qk_norm=True, norm_before=False, norm_behind=True, wide_qk_norm=True),
+    "olmo3": Family(
+        gguf=False, theta=500000.0, qk_norm=True, pattern=4, norm_before=False, norm_behind=True, wide_qk_norm=True,
+        two_ropes=True,
+    ),
+}  # fmt: skip
