@@ -11,7 +11,17 @@ import pytest
 import torch
 from adapter_files import merge, save_adapter
 from safetensors.torch import load_file, save_file
-from tiny_models import BLOCK, GRANITE, chunked_logits, expect_equal_logits, family, save_tiny, tokens_for, transformers
+from tiny_models import (
+    BLOCK,
+    GEMMA3,
+    GRANITE,
+    chunked_logits,
+    expect_equal_logits,
+    family,
+    save_tiny,
+    tokens_for,
+    transformers,
+)
 from toy import make_job
 
 from engine.block_pool import BlockPool
@@ -39,6 +49,8 @@ FAMILIES = {
     "llama": lambda: family("LlamaConfig", head_dim=32),
     "qwen3": lambda: family("Qwen3Config", head_dim=32, tie_word_embeddings=True),
     "granite": lambda: family("GraniteConfig", **GRANITE),
+    "gemma3": lambda: family("Gemma3TextConfig", num_hidden_layers=4, **GEMMA3),
+    "olmo2": lambda: family("Olmo2Config", pad_token_id=0),
     "phi3": lambda: family("Phi3Config", pad_token_id=0, sliding_window=None),
 }
 

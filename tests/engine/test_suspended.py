@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import Cache, family, save_tiny, tokens_for
+from tiny_models import OURS, Cache, save_tiny, tokens_for
 from toy import ToyModel, expected, finish, make_engine, make_job, tokens_of
 
 from engine import suspended
@@ -264,9 +264,10 @@ def test_a_call_that_breaks_the_step_which_goes_on_fails_nobody() -> None:
     assert (0, LAYERS, len(LONG)) in called.model.passes
 
 
-def test_a_decoder_goes_on_exactly_where_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama2", "gemma3", "olmo3"])
+def test_a_decoder_goes_on_exactly_where_it_was(name: str, tmp_path: Path) -> None:
     """Of two sequences, and of one of them; others are computed meanwhile."""
-    save_tiny(family("LlamaConfig"), tmp_path)
+    save_tiny(OURS[name](), tmp_path)
     model = load_model(resolve(str(tmp_path)), device=torch.device("cpu"), dtype=torch.float32, ops=ReferenceOps())
     prompts = {"a": tokens_for(20), "b": tokens_for(14, 2)}
     rows = {"a": range(20), "b": range(20, 34)}
