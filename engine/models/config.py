@@ -69,8 +69,8 @@ class DecoderConfig:
     rope: RopeConfig
     rotated: tuple[bool, ...]
     windows: tuple[int, ...]
-    family: Family
-    factors: Factors
+    family: Family = Family()
+    factors: Factors = Factors()
     local_rope: RopeConfig | None = None
 
     @property
