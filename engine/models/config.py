@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.families import FAMILIES, Family
+from engine.models.families import FAMILIES, LLAMA, Family
 from protocol.errors import ConfigError
 
 SILU, GELU = ("silu", "swish"), ("gelu", "gelu_pytorch_tanh")
@@ -69,7 +69,7 @@ class DecoderConfig:
     rope: RopeConfig
     rotated: tuple[bool, ...]
     windows: tuple[int, ...]
-    family: Family = Family()
+    family: Family = LLAMA
     factors: Factors = Factors()
     local_rope: RopeConfig | None = None
 

@@ -43,8 +43,9 @@ class Family:
     two_ropes: bool = False
 
 
+LLAMA = Family(gguf_permuted=True)
 FAMILIES = {
-    "llama": Family(gguf_permuted=True),
+    "llama": LLAMA,
     "mistral": Family(windowed=True),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
