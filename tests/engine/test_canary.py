@@ -171,7 +171,7 @@ def weight(model: Model) -> None:
 
 def rope(model: Model) -> None:
     """Positions are off by one."""
-    model._cos, model._sin = model._cos.roll(1, 0), model._sin.roll(1, 0)  # type: ignore[attr-defined]
+    model._rope = model._local = tuple(each.roll(1, 0) for each in model._rope)  # type: ignore[attr-defined]
 
 
 def head(model: Model) -> None:
