@@ -150,7 +150,7 @@ class Loaded:
             block_size=self.parts.layout.block_size,
             block_bytes=self.parts.layout.block_bytes,
             load=self.engine.load,
-            rates=replace(self._rates.rates, read_block_s=tiers.disk.block_s if (tiers := self._tiers).disk else 0.0),
+            rates=replace(self._rates.rates, read_block_s=self._tiers.disk.block_s if self._tiers.disk else 0.0),
             served_names=self._served_names,
             adapters=self._adapters.held,
             max_num_seqs=self._settings.max_num_seqs,

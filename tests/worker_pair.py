@@ -291,15 +291,22 @@ async def worker(
 
 
 @contextlib.asynccontextmanager
+async def routed(prefill: Worker, decode: Worker) -> AsyncIterator[Router]:
+    """A router's view of both, connected."""
+    router = Router(prefill, decode, "router")
+    await router.connect()
+    try:
+        yield router
+    finally:
+        await router.close()
+
+
+@contextlib.asynccontextmanager
 async def pair(*, prefill_blocks: int = 64, decode_blocks: int = 64) -> AsyncIterator[Router]:
     """A router's view of two fresh nodes. Both must be settled by the test itself."""
     async with (
         worker("prefill", make_engine(prefill_blocks)) as prefill,
         worker("decode", make_engine(decode_blocks)) as decode,
+        routed(prefill, decode) as router,
     ):
-        router = Router(prefill, decode, "router")
-        await router.connect()
-        try:
-            yield router
-        finally:
-            await router.close()
+        yield router

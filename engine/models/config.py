@@ -187,15 +187,14 @@ def _windows(config: dict[str, Any], rotated: tuple[bool, ...], family: Family) 
         return full
     if family.windowed:
         return (window,) * len(rotated)
-    if family.pattern:
-        pattern = config.get("sliding_window_pattern") or family.pattern
-        types = config.get("layer_types") or ["" if (i + 1) % pattern == 0 else SLIDING for i in range(len(rotated))]
-        return tuple(window if each == SLIDING else 0 for each in types)
-    if not config.get("use_sliding_window", False):
+    if not family.pattern and not config.get("use_sliding_window", False):
         return full
     types = config.get("layer_types")
     if types:
         sliding = [layer == SLIDING for layer in types]
+    elif family.pattern:
+        pattern = config.get("sliding_window_pattern") or family.pattern
+        sliding = [(i + 1) % pattern != 0 for i in range(len(rotated))]
     elif kind == "smollm3":
         sliding = [not turns for turns in rotated]
     else:

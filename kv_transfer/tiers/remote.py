@@ -229,7 +229,7 @@ class RemoteTier:
             error = error.exceptions[0]
         if not isinstance(error, KvferryError):
             self._out_until = time.monotonic() + OUT_S
-            error = TransferFailed(f"{self._objects.url}: {reason(error) or type(error).__name__}")
+            error = TransferFailed(f"{self._objects.url}: {reason(error)}")
         if not isinstance(error, NotFound):
             self._trouble.warning("blocks are not %s: %s", what, error)
         return error

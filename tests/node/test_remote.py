@@ -17,7 +17,7 @@ from test_fetches import FULL, LENGTH, prompt
 from tiered import ask, settle
 from toy import expected, make_engine, make_job
 from waiting import until
-from worker_pair import Router, worker
+from worker_pair import Router, routed, worker
 
 from engine.copies import Copies
 from kv_transfer.tiers import groups, remote
@@ -40,13 +40,9 @@ async def cluster(path: Path, **settings: Any) -> AsyncIterator[Router]:
     async with (
         worker("prefill", make_engine(100), **kept) as prefill,
         worker("decode", make_engine(100), **kept) as decode,
+        routed(prefill, decode) as router,
     ):
-        router = Router(prefill, decode, "router")
-        await router.connect()
-        try:
-            yield router
-        finally:
-            await router.close()
+        yield router
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from test_fetches import FULL, LENGTH, prompt
 from tiered import ask, settle
 from toy import FINGERPRINT, expected, make_engine, make_job
 from waiting import until
-from worker_pair import Router, Worker, worker
+from worker_pair import Router, Worker, routed, worker
 
 from cluster_state.index import on_disk
 from kv_transfer.tiers import files
@@ -39,13 +39,12 @@ reads, count = partial(tiered.reads, "disk"), partial(tiered.count, "disk")
 async def cluster(path: Path, blocks: int = POOL) -> AsyncIterator[Router]:
     """A decode node without a disk, and a prefill node that keeps its blocks there."""
     kept = {"kv_disk_path": str(path), "kv_disk_gib": 1.0}
-    async with worker("prefill", make_engine(blocks), **kept) as prefill, worker("decode", make_engine(100)) as decode:
-        router = Router(prefill, decode, "router")
-        await router.connect()
-        try:
-            yield router
-        finally:
-            await router.close()
+    async with (
+        worker("prefill", make_engine(blocks), **kept) as prefill,
+        worker("decode", make_engine(100)) as decode,
+        routed(prefill, decode) as router,
+    ):
+        yield router
 
 
 @pytest.fixture(autouse=True)
