@@ -6,7 +6,7 @@ from typing import Any
 
 from model_files.encoders import is_encoder
 from model_files.gguf import read_gguf
-from model_files.source import ModelSource, read_json, resolve, text_config
+from model_files.source import ModelSource, read_json, resolve, text_config, unweighted
 from protocol.errors import ConfigError
 
 _LATENT = "its attention (MLA) caches one compressed vector per token in place of keys and values"
@@ -16,10 +16,12 @@ _DECODER_HEAD = "it is a decoder with a classification head; such heads are serv
 _COMPOSITE = "it is multimodal; checkpoints of text alone are served, so name one of the family"
 
 
-def resolve_runnable(model: str) -> ModelSource:
-    """`resolve` with weights, unless the config already refuses them: then none are downloaded. Raises ConfigError."""
-    require_runnable(resolve(model, weights=False))
-    return resolve(model)
+def resolve_runnable(model: str, load_format: str = "auto") -> ModelSource:
+    """`resolve` with weights, unless the config already refuses them: then none are downloaded; nor where load_format
+    is dummy. Raises ConfigError."""
+    source = resolve(model, weights=False)
+    require_runnable(source)
+    return unweighted(source) if load_format == "dummy" else resolve(model)
 
 
 def require_runnable(source: ModelSource) -> None:

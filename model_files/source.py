@@ -7,7 +7,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +63,14 @@ def resolve(model: str, *, weights: bool = True) -> ModelSource:
         return _resolve_path(model, path, weights)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", param="model") from error
+
+
+def unweighted(source: ModelSource) -> ModelSource:
+    """The source for dummy weights, whose revision is that of its config alone. Raises ConfigError."""
+    if source.kind != "hf":
+        raise ConfigError("dummy weights are those of a config.json; a .gguf file has none", param="load_format")
+    digest = hashlib.sha256(b"dummy\0" + (source.path / "config.json").read_bytes())
+    return replace(source, revision=digest.hexdigest()[:32])
 
 
 def read_facts(source: ModelSource) -> ModelFacts:

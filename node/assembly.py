@@ -63,9 +63,11 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     device = choose_device(settings.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    source = resolve_runnable(settings.model)
+    source = resolve_runnable(settings.model, settings.load_format)
     task = read_task(source, "last")
     if task.encoder:
+        if settings.load_format == "dummy":
+            raise ConfigError("dummy weights are of decoders alone", param="load_format")
         from node.encoder import assemble_encoder  # which builds on this module
 
         return assemble_encoder(settings, source, task, device, progress)
@@ -80,6 +82,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         ops=ops,
         impl=settings.model_impl,
         quantization=settings.quantization,
+        load_format=settings.load_format,
         max_model_len=settings.max_model_len,
         progress=progress,
     )

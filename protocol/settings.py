@@ -151,6 +151,9 @@ class WorkerSettings(CommonSettings):
         "number format of weights, and of KV unless --kv-cache-dtype says otherwise",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    load_format: str = setting(
+        "auto", "weights; auto: in the model's files, dummy: random, made from config.json", choices=("auto", "dummy")
+    )
     kv_cache_dtype: str = setting("auto", "number format of K and V; auto: that of --dtype", choices=("auto", "int8"))
     quantization: str = setting(
         "auto",

@@ -10,6 +10,7 @@ import torch
 from engine.models.base import Model, ModelInfo
 from engine.models.config import DecoderConfig, parse_config, unsupported
 from engine.models.decoder import Decoder
+from engine.models.dummy_weights import DummyWeights
 from engine.models.families import FAMILIES
 from engine.models.gguf_config import parse_gguf
 from engine.models.heap import trim_heap
@@ -35,19 +36,22 @@ def load_model(
     ops: Ops,
     impl: str = "auto",
     quantization: str = "none",
+    load_format: str = "auto",
     max_model_len: int = 0,
     progress: Progress | None = None,
 ) -> Model:
     """The model of `source` in `dtype` (None: `auto_dtype`). impl: kvferry (own decoder), transformers, or auto (own
     decoder where it supports the architecture). quantization: auto (block formats of a GGUF run as stored where the
-    operations can, in bfloat16), none, or int8 (dense layers quantised per channel). max_model_len: no sequence will be
-    longer (tokens; 0: the model's own limit, which `info` tells in any case). progress receives the loaded fraction,
-    0 to 1. Raises ConfigError naming what is missing or unsupported, whatever else was raised on the way."""
+    operations can, in bfloat16), none, or int8 (dense layers quantised per channel). load_format: auto, or dummy:
+    weights that are made, for our own decoder. max_model_len: no sequence will be longer (tokens; 0: the model's own
+    limit, which `info` tells in any case). progress receives the loaded fraction, 0 to 1. Raises ConfigError naming
+    what is missing or unsupported, whatever else was raised on the way."""
     if impl not in IMPLEMENTATIONS:
         raise ConfigError(f"model_impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}", param="model_impl")
     require_runnable(source)
     try:
-        return _load(source, device, dtype, ops, impl, quantization, max_model_len, progress)
+        opened = _open_as(source, impl, load_format)
+        return _load(source, opened, device, dtype, ops, quantization, max_model_len, progress)
     except ConfigError as error:
         if error.param != "model" or source.name in error.message:
             raise
@@ -61,15 +65,15 @@ def load_model(
 
 def _load(
     source: ModelSource,
+    opened: Opened | None,
     device: torch.device,
     dtype: torch.dtype | None,
     ops: Ops,
-    impl: str,
     quantization: str,
     max_model_len: int,
     progress: Progress | None,
 ) -> Model:
-    opened = None if impl == "transformers" else _open(source, must=impl == "kvferry")
+    """opened: None for transformers' model."""
     if dtype is None:
         dtype = auto_dtype(device, compiled=opened is not None and ops.name == "cpu")
     if quantization == "int8" and (opened is None or ops.name != "cpu" or dtype != torch.bfloat16):
@@ -109,19 +113,25 @@ class Opened:
     rope_divisors: torch.Tensor | None = None
 
 
-def _open(source: ModelSource, must: bool) -> Opened | None:
-    """The checkpoint for our own decoder; None where it is not supported and need not be."""
-    return _open_gguf(source, must) if source.kind == "gguf" else _open_directory(source, must)
+def _open_as(source: ModelSource, impl: str, load_format: str) -> Opened | None:
+    """The checkpoint for our own decoder; None where transformers' model is to be loaded."""
+    dummy, must = load_format == "dummy", impl == "kvferry"
+    if dummy and (impl == "transformers" or source.kind == "gguf"):
+        raise ConfigError("dummy weights need a config.json and our own decoder", param="load_format")
+    if impl == "transformers":
+        return None
+    return _open_gguf(source, must) if source.kind == "gguf" else _open_directory(source, must or dummy, dummy)
 
 
-def _open_directory(source: ModelSource, must: bool) -> Opened | None:
+def _open_directory(source: ModelSource, must: bool, dummy: bool) -> Opened | None:
     config = read_json(source.path / "config.json")
     if not must and unsupported(config) is not None:
         return None
     length = read_facts(source).max_model_len
     if not length:
         raise ConfigError(f"{source.path}/config.json names no max_position_embeddings", param="model")
-    return Opened(parse_config(config), open_directory(source.path), length)
+    parsed = parse_config(config)
+    return Opened(parsed, DummyWeights(parsed) if dummy else open_directory(source.path), length)
 
 
 def _open_gguf(source: ModelSource, must: bool) -> Opened | None:

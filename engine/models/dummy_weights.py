@@ -1,0 +1,35 @@
+"""Weights that are made instead of read, to measure a model of which only the config is there."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import torch
+
+from engine.models.config import DecoderConfig
+from engine.models.weights import PlainWeights
+
+_PERIOD = 1_048_573
+"""Numbers until they repeat: a prime, so that no two rows of a matrix begin at the same of them."""
+_SPREAD = 0.0346
+"""They are uniform between this and its negative: of standard deviation 0.02, as models are initialised."""
+
+
+class DummyWeights(PlainWeights):
+    """Weights of any decoder of this config, equal bit for bit on every device and machine, so that nodes agree. Norms
+    scale by one, biases are zero."""
+
+    def __init__(self, config: DecoderConfig, seed: int = 0) -> None:
+        self._config = config
+        whole = torch.randint(-127, 128, (_PERIOD,), generator=torch.Generator().manual_seed(seed))
+        self._numbers = whole.to(torch.float32).mul_(_SPREAD / 127)
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        if out.dim() == 1:
+            out.fill_(0.0 if name.endswith("bias") else 1.0 - self._config.family.norm_offset)
+            return
+        flat = out.view(-1)
+        begin, rounds = crc32(name.encode()) % _PERIOD, len(flat) // _PERIOD
+        numbers = self._numbers.roll(-begin).to(out.device, out.dtype)
+        flat[: rounds * _PERIOD].view(rounds, _PERIOD).copy_(numbers.expand(rounds, -1))
+        flat[rounds * _PERIOD :] = numbers[: len(flat) - rounds * _PERIOD]
