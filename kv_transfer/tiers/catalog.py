@@ -1,31 +1,52 @@
-"""Which blocks are in which files of a tier, and which file leaves next: of a chain those behind before those in front,
-so that what is left of it begins at its beginning."""
+"""Which blocks are in which groups of a tier, and which group leaves next: of a chain those behind before those in
+front, so that what is left of it begins at its beginning."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
-
-from kv_transfer.tiers.files import Group
+from typing import Generic, Protocol, TypeVar
 
 
-class Catalog:
+class Group(Protocol):
+    """Blocks of a tier that follow each other in a chain, come at once and leave at once."""
+
+    @property
+    def name(self) -> str:
+        """That no other one has at the same time."""
+
+    @property
+    def parent(self) -> bytes:
+        """Hash of the block before the first one, empty at the beginning of a chain."""
+
+    @property
+    def hashes(self) -> tuple[bytes, ...]:
+        """Of the blocks, in their order."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+
+
+G = TypeVar("G", bound=Group)
+
+
+class Catalog(Generic[G]):
     """Not locked: whoever changes it is alone with it. `in` may be asked from any thread.
 
-    used   bytes of all files
+    used   bytes of all groups
     """
 
-    def __init__(self, groups: Iterable[Group] = ()) -> None:
+    def __init__(self, groups: Iterable[G] = ()) -> None:
         """groups: those that are there, the one first that was used longest ago."""
         self.used = 0
-        self._order: OrderedDict[Path, Group] = OrderedDict()
-        self._where: dict[bytes, Group] = {}
-        self._behind: dict[bytes, dict[int, Group]] = {}
+        self._order: OrderedDict[str, G] = OrderedDict()
+        self._where: dict[bytes, G] = {}
+        self._behind: dict[bytes, dict[int, G]] = {}
         for group in (found := list(groups)):
             self._enter(group)
         for group in _in_order(self, found):
-            self._order.move_to_end(group.path)
+            self._order.move_to_end(group.name)
 
     def __contains__(self, block_hash: object) -> bool:
         return block_hash in self._where
@@ -37,45 +58,45 @@ class Catalog:
         """From any thread: the copy is one bytecode."""
         return list(self._where)
 
-    def file(self, path: Path) -> Group | None:
+    def named(self, name: str) -> G | None:
         """The one of this name."""
-        return self._order.get(path)
+        return self._order.get(name)
 
-    def find(self, block_hash: bytes) -> Group | None:
-        """Which file has it."""
+    def find(self, block_hash: bytes) -> G | None:
+        """Which group has it."""
         return self._where.get(block_hash)
 
-    def chain(self, group: Group) -> Iterator[Group]:
-        """The file, and those in front of it; each once, whatever their headers say."""
-        found: Group | None = group
+    def chain(self, group: G) -> Iterator[G]:
+        """The group, and those in front of it; each once, whatever they say of their parents."""
+        found: G | None = group
         seen: set[int] = set()
         while found is not None and id(found) not in seen:
             seen.add(id(found))
             yield found
             found = self._where.get(found.parent)
 
-    def oldest(self) -> Group | None:
+    def oldest(self) -> G | None:
         """Which leaves next."""
         return next(iter(self._order.values()), None)
 
-    def enter(self, group: Group) -> list[bytes]:
-        """It is there now, and in use. Hashes of blocks that went with an older file of its name."""
-        old = self._order.get(group.path)
+    def enter(self, group: G) -> list[bytes]:
+        """It is there now, and in use. Hashes of blocks that went with an older group of its name."""
+        old = self._order.get(group.name)
         lost = self.leave(old) if old is not None else []
         self._enter(group)
         self.touch(group)
         return [each for each in lost if each not in self._where]
 
-    def touch(self, group: Group) -> None:
+    def touch(self, group: G) -> None:
         """It is in use, and so is what it stands behind."""
         for each in self.chain(group):
-            self._order.move_to_end(each.path)
+            self._order.move_to_end(each.name)
 
-    def leave(self, group: Group) -> list[bytes]:
+    def leave(self, group: G) -> list[bytes]:
         """Hashes of its blocks, which are not there any more."""
-        if self._order.get(group.path) is not group:
+        if self._order.get(group.name) is not group:
             return []
-        del self._order[group.path]
+        del self._order[group.name]
         self.used -= group.size
         beside = self._behind[group.parent]
         del beside[id(group)]
@@ -86,8 +107,8 @@ class Catalog:
             del self._where[block_hash]
         return gone
 
-    def tainted(self, hashes: Collection[bytes]) -> list[Group]:
-        """The files of these blocks, and all that stand behind those."""
+    def tainted(self, hashes: Collection[bytes]) -> list[G]:
+        """The groups of these blocks, and all that stand behind those."""
         found = {id(group): group for each in hashes if (group := self._where.get(each)) is not None}
         left = [*found.values(), *(group for each in hashes for group in self._behind.get(each, {}).values())]
         while left:
@@ -97,18 +118,18 @@ class Catalog:
             left += [far for far in behind if id(far) not in found]
         return list(found.values())
 
-    def _enter(self, group: Group) -> None:
-        self._order[group.path] = group
+    def _enter(self, group: G) -> None:
+        self._order[group.name] = group
         self.used += group.size
         self._behind.setdefault(group.parent, {})[id(group)] = group
         self._where.update(dict.fromkeys(group.hashes, group))
 
 
-def _in_order(catalog: Catalog, groups: list[Group]) -> list[Group]:
+def _in_order(catalog: Catalog[G], groups: list[G]) -> list[G]:
     """Those first that leave first: each was used at least as lately as those behind it. Looks at each once."""
-    placed: dict[int, Group] = {}
+    placed: dict[int, G] = {}
     for group in reversed(groups):
-        chain: dict[int, Group] = {}
+        chain: dict[int, G] = {}
         for each in catalog.chain(group):
             if id(each) in placed or id(each) in chain:
                 break

@@ -2,170 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from kv_transfer.tiers import places
-from kv_transfer.tiers.lane import Lane
-from kv_transfer.tiers.pace import Pace
-from kv_transfer.tiers.store import Changed, Store
-from protocol.errors import ConfigError, KvferryError, TransferFailed, reason
-
-GROUP = 64
-"""Blocks of one file at most."""
-WRITES, READS = 16, 16
-"""Chains that may wait to be written, or read: beyond them nothing is written, and what is asked for is computed."""
+from kv_transfer.tiers.files import Folder, Group
+from kv_transfer.tiers.local import LocalTier
+from protocol.errors import ConfigError, reason
 
 
-@dataclass(slots=True, eq=False)
-class Write:
-    """That waits or is under way. wrong: its blocks are not to be found any more."""
+class DiskTier(LocalTier[Group]):
+    """Its directory is free for another process once its threads have ended."""
 
-    hashes: list[bytes]
-    parent: bytes
-    blocks: list[Any]
-    done: Callable[[int], None]
-    wrong: bool = False
-
-
-class DiskTier:
-    """Blocks of one kind in files, `size` bytes of them at most. From any thread; reads and writes have a thread each.
-
-    changed   told on any thread, with nothing locked, what is here now and what is not any more
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        lock_file: IO[bytes],
-        size: int,
-        fingerprint: str,
-        block_bytes: int,
-    ) -> None:
+    def __init__(self, directory: Path, lock_file: IO[bytes], size: int, fingerprint: str, block_bytes: int) -> None:
         self.directory, self._lock_file = directory, lock_file
-        self.changed: Changed = lambda stored, removed: None
-        self._store = Store(
-            directory, size, fingerprint, block_bytes, lambda stored, removed: self.changed(stored, removed)
-        )
-        self._coming: dict[bytes, Write] = {}
-        self._pace, self._open, self._ends = Pace(block_bytes), 2, threading.Lock()
-        self._reader = Lane("kv-tier-read", READS, self._ended)
-        self._writer = Lane("kv-tier-write", WRITES, self._written)
-
-    def close(self) -> None:
-        """Nothing is begun any more; the directory is free for another process once this one's threads have ended."""
-        self._reader.close()
-        self._writer.close()
-
-    @property
-    def used(self) -> int:
-        """Bytes of all files."""
-        return self._store.catalog.used
-
-    @property
-    def block_s(self) -> float:
-        """Seconds that reading one block takes, as of late; 0 while the disk does not answer."""
-        return 0.0 if self._pace.hangs else self._pace.seconds(1)
-
-    def hashes(self) -> list[bytes]:
-        """Of all blocks that are here."""
-        return self._store.catalog.hashes()
-
-    def __contains__(self, block_hash: object) -> bool:
-        """Whether it is here, or is to be written."""
-        return block_hash in self._store.catalog or block_hash in self._coming
-
-    def run(self, hashes: Sequence[bytes]) -> int:
-        """How many leading ones of them are here."""
-        return next((index for index, each in enumerate(hashes) if each not in self._store.catalog), len(hashes))
-
-    def seconds(self, blocks: int) -> float:
-        """That reading so many is expected to take, behind what is to be read already."""
-        return self._pace.seconds(blocks + self._pace.waiting)
-
-    def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any], done: Callable[[int], None]) -> bool:
-        """Write consecutive blocks of a chain, behind the block `parent` (empty: from its beginning), which is here.
-        They must stay as they are until `done` is called, on a thread of this tier, with how many were written. False:
-        too much waits, and nothing is done."""
-        write = Write(list(hashes), parent, list(blocks), done)
-        with self._store.lock:
-            if not self._writer.submit(lambda: self._write(write)):
-                return False
-            self._coming.update(dict.fromkeys(write.hashes, write))
-            return True
-
-    def read(self, hashes: Sequence[bytes], blocks: Sequence[Any], done: Callable[[KvferryError | None], None]) -> bool:
-        """Read into these blocks, which belong to the tier until `done` is called, on a thread of its own, with None
-        or with what went wrong. False: too much waits, and nothing is done."""
-        wanted, into = list(hashes), list(blocks)
-        self._pace.asked(len(wanted))
-        taken = self._reader.submit(lambda: self._read(wanted, into, done))
-        if not taken:
-            self._pace.asked(-len(wanted))
-        return taken
-
-    def drop(self, hashes: Collection[bytes]) -> None:
-        """What these blocks hold is wrong: they are not found any more, nor is what stands behind them."""
-        with self._store.lock:
-            groups, wrong = self._store.catalog.tainted(hashes), set(hashes)
-            wrong.update(each for group in groups for each in group.hashes)
-            for write in dict.fromkeys(self._coming.values()):  # in their order: each behind what it follows
-                if not wrong.isdisjoint((write.parent, *write.hashes)):
-                    write.wrong = True
-                    wrong.update(write.hashes)
-            gone = self._store.leave(groups)
-        self._writer.add(self._store.tidy)
-        if gone:
-            self.changed((), gone)
-
-    # The tier's own threads.
-
-    def _write(self, write: Write) -> None:
-        written, parent = 0, write.parent
-        try:
-            for at in range(0, len(write.hashes), GROUP):
-                part = slice(at, at + GROUP)
-                if not self._store.put(write.hashes[part], parent, write.blocks[part], lambda: not write.wrong):
-                    break
-                written, parent = written + len(write.hashes[part]), write.hashes[part][-1]
-        except Exception as error:
-            self._store.trouble.warning("blocks are not written to %s: %s", self.directory, reason(error))
-        finally:
-            with self._store.lock:
-                for each in write.hashes:
-                    if self._coming.get(each) is write:
-                        del self._coming[each]
-            write.done(written)
-
-    def _read(self, hashes: list[bytes], blocks: list[Any], done: Callable[[KvferryError | None], None]) -> None:
-        error: KvferryError | None = None
-        began = time.monotonic()
-        self._pace.begun()
-        try:
-            at = 0
-            while at < len(hashes):
-                at += self._store.get(hashes[at:], blocks[at:])
-        except Exception as caught:
-            error = caught if isinstance(caught, KvferryError) else TransferFailed(reason(caught))
-            self._store.trouble.warning("blocks are not read from %s: %s", self.directory, error)
-            self._writer.add(self._store.tidy)
-        finally:
-            self._pace.ended(len(hashes), time.monotonic() - began if error is None else 0.0)
-            done(error)
-
-    def _written(self) -> None:
-        self._store.tidy()
-        self._ended()
-
-    def _ended(self) -> None:
-        with self._ends:
-            self._open -= 1
-            if not self._open:
-                self._lock_file.close()
+        super().__init__("disk", Folder(directory, fingerprint, block_bytes), size, block_bytes, lock_file.close)
 
 
 def open_disk(path: str, name: str, size: int, fingerprint: str, block_bytes: int) -> DiskTier:

@@ -38,9 +38,43 @@ class Group:
     block_bytes: int
 
     @property
+    def name(self) -> str:
+        """Of the file."""
+        return self.path.name
+
+    @property
     def size(self) -> int:
         """Bytes of the file."""
         return self.start + len(self.hashes) * self.block_bytes
+
+
+class Folder:
+    """The files of one directory: implements kv_transfer.tiers.store.Backing."""
+
+    def __init__(self, directory: Path, fingerprint: str, block_bytes: int) -> None:
+        self._directory, self._fingerprint, self._block_bytes = directory, fingerprint, block_bytes
+
+    def __str__(self) -> str:
+        return str(self._directory)
+
+    def find(self) -> Iterator[Group]:
+        return find(self._directory, self._fingerprint, self._block_bytes)
+
+    def size_of(self, hashes: Sequence[bytes]) -> int:
+        return size_of(self._fingerprint, hashes, self._block_bytes)
+
+    def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> Group:
+        return write(self._directory, self._fingerprint, hashes, parent, blocks)
+
+    def read(self, group: Group, first: int, blocks: Sequence[Any]) -> None:
+        read(group, first, blocks)
+
+    def used(self, group: Group) -> None:
+        """So that a restart finds them in the order of their use."""
+        os.utime(group.path)
+
+    def remove(self, group: Group) -> None:
+        group.path.unlink(missing_ok=True)
 
 
 def size_of(fingerprint: str, hashes: Sequence[bytes], block_bytes: int) -> int:

@@ -1,23 +1,19 @@
-"""The files of a disk tier within their bound. What was used longest ago leaves first.
+"""The groups of a tier within their bound. What was used longest ago leaves first.
 
-No lock is held while the file system is asked for anything: it may hang, and others ask what is here.
+No lock is held while what they lie in is asked for anything: a file system may hang, and others ask what is here.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol
 
-from kv_transfer.tiers import files
-from kv_transfer.tiers.catalog import Catalog
-from kv_transfer.tiers.files import Group
+from kv_transfer.tiers.catalog import Catalog, G
 from process.log import Seldom
 from protocol.errors import BlocksCorrupt, NotFound, reason
 
@@ -31,24 +27,50 @@ Changed = Callable[[Sequence[bytes], Sequence[bytes]], None]
 """Hashes of blocks that are here now, and of those that are not here any more."""
 
 
-class Store:
+class Backing(Protocol[G]):
+    """What the groups of a tier lie in. One thread writes and removes, another one reads. blocks: of the pool, as the
+    backing reaches them. All but `size_of` raise OSError."""
+
+    def __str__(self) -> str:
+        """For a person."""
+
+    def find(self) -> Iterable[G]:
+        """Those that are there already, the one first that was used longest ago."""
+
+    def size_of(self, hashes: Sequence[bytes]) -> int:
+        """Bytes that a group of these blocks takes, at most."""
+
+    def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> G:
+        """As a new group; nothing is left of it where it raises."""
+
+    def read(self, group: G, first: int, blocks: Sequence[Any]) -> None:
+        """Into these what the group has from its block `first` on. Raises BlocksCorrupt for what is not as it was
+        written."""
+
+    def used(self, group: G) -> None:
+        """It was read."""
+
+    def remove(self, group: G) -> None:
+        """It is not there any more, nor an error if it was not."""
+
+
+class Store(Generic[G]):
     """`size` bytes at most. One thread puts and tidies, another one gets; what else there is, from any thread.
 
     lock      nothing enters while it is held
     changed   called on any thread, with nothing locked
     """
 
-    def __init__(self, directory: Path, size: int, fingerprint: str, block_bytes: int, changed: Changed) -> None:
-        self.directory, self._size, self._fingerprint, self._block_bytes = directory, size, fingerprint, block_bytes
-        self._changed = changed
+    def __init__(self, backing: Backing[G], size: int, changed: Changed) -> None:
+        self._backing, self._size, self._changed = backing, size, changed
         self.lock = threading.Lock()
-        self.catalog = Catalog(files.find(directory, fingerprint, block_bytes))
-        self._doomed: deque[Path] = deque()
+        self.catalog = Catalog(backing.find())
+        self._doomed: deque[G] = deque()
         self.trouble = Seldom(log, every_s=60.0)
         self._make_room(0)
 
     def put(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any], right: Callable[[], bool]) -> bool:
-        """As a new file. Whether it may be found: it is `right` (asked with the lock held), and what it stands behind
+        """As a new group. Whether it may be found: it is `right` (asked with the lock held), and what it stands behind
         is still here. Raises OSError."""
         group = self._written(hashes, parent, blocks)
         with self.lock:
@@ -56,24 +78,24 @@ class Store:
             if entered:
                 lost = self.catalog.enter(group)
             else:
-                self._doomed.append(group.path)
+                self._doomed.append(group)
         if entered:
             self._tell(group.hashes, lost)
         self.tidy()
         return entered
 
     def get(self, hashes: Sequence[bytes], blocks: Sequence[Any]) -> int:
-        """How many leading ones came from the file that has the first. Raises NotFound, OSError and BlocksCorrupt; a
-        file that is lost or wrong is not found any more."""
+        """How many leading ones came from the group that has the first. Raises NotFound, OSError and BlocksCorrupt; a
+        group that is lost or wrong is not found any more."""
         with self.lock:
             if (group := self.catalog.find(hashes[0])) is None:
-                raise NotFound("these blocks are not on disk any more")
+                raise NotFound(f"these blocks are not in {self._backing} any more")
             self.catalog.touch(group)
         first, count = group.hashes.index(hashes[0]), 0
         while count < len(hashes) and group.hashes[first + count : first + count + 1] == (hashes[count],):
             count += 1
         try:
-            files.read(group, first, blocks[:count])
+            self._backing.read(group, first, blocks[:count])
         except (OSError, BlocksCorrupt) as error:
             if not (isinstance(error, OSError) and error.errno in PASSING):
                 with self.lock:
@@ -81,44 +103,44 @@ class Store:
                 self._tell((), gone)
             raise
         with suppress(OSError):  # it may not be ours to change
-            os.utime(group.path)
+            self._backing.used(group)
         return count
 
-    def leave(self, groups: Collection[Group]) -> list[bytes]:
-        """With the lock held. Hashes that are not here any more, which are still to be told; the files go when it is
+    def leave(self, groups: Collection[G]) -> list[bytes]:
+        """With the lock held. Hashes that are not here any more, which are still to be told; the groups go when it is
         tidied."""
         gone: list[bytes] = []
         for group in groups:
             gone += self.catalog.leave(group)
-            if self.catalog.file(group.path) is None:
-                self._doomed.append(group.path)
+            if self.catalog.named(group.name) is None:
+                self._doomed.append(group)
         return gone
 
     def tidy(self) -> None:
-        """Remove what left. Where files are written alone, so that none is taken for another of its name."""
+        """Remove what left. Where groups are written alone, so that none is taken for another of its name."""
         while self._doomed:
-            path = self._doomed.popleft()
-            if self.catalog.file(path) is not None:
+            group = self._doomed.popleft()
+            if self.catalog.named(group.name) is not None:
                 continue
             try:
-                path.unlink(missing_ok=True)
+                self._backing.remove(group)
             except OSError as error:
-                self.trouble.warning("%s is not removed: %s", path, reason(error))
+                self.trouble.warning("%s is not removed from %s: %s", group.name, self._backing, reason(error))
 
-    def _written(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> Group:
-        """What was used longest ago makes room for it; more of that, where the disk has less than it was said to."""
-        wanted = files.size_of(self._fingerprint, hashes, self._block_bytes)
+    def _written(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> G:
+        """What was used longest ago makes room for it; more of that, where there is less room than was said."""
+        wanted = self._backing.size_of(hashes)
         self._make_room(wanted, parent)
         try:
-            return files.write(self.directory, self._fingerprint, hashes, parent, blocks)
+            return self._backing.write(hashes, parent, blocks)
         except OSError as error:
             if error.errno not in FULL:
                 raise
             self._make_room(wanted, parent, below=self.catalog.used)
-            return files.write(self.directory, self._fingerprint, hashes, parent, blocks)
+            return self._backing.write(hashes, parent, blocks)
 
     def _make_room(self, wanted: int, parent: bytes = b"", below: int | None = None) -> None:
-        """For a file of so many bytes, behind that block; below: where the disk has no room for so many. Raises OSError
+        """For a group of so many bytes, behind that block; below: where there is no room for so many. Raises OSError
         where all that is left is what it stands behind."""
         room = min(self._size, self._size if below is None else below) - wanted
         gone: list[bytes] = []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from waiting import wait_for
 
-from kv_transfer.tiers import disk, files, pace
+from kv_transfer.tiers import files, local, pace
 from kv_transfer.tiers.disk import DiskTier, open_disk
 from protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NotFound
 
@@ -88,7 +88,7 @@ def test_a_chain_is_written_and_read_in_any_of_its_parts(make: Any) -> None:
 
 
 def test_long_chains_are_cut_into_files(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "GROUP", 3)
+    monkeypatch.setattr(local, "GROUP", 3)
     tier = make()
     assert write(tier, *range(1, 9)) == 8
     assert len(list(tier.directory.glob("*.kv"))) == 3
@@ -162,7 +162,7 @@ def test_what_is_said_to_be_wrong_is_not_found(make: Any, dropped: list[bytes]) 
 
 
 def test_nor_is_what_was_computed_from_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "GROUP", 2)
+    monkeypatch.setattr(local, "GROUP", 2)
     tier = make()
     write(tier, 1, 2, 3, 4, 5)
     write(tier, 6, 7, behind=5)
@@ -200,10 +200,10 @@ def test_what_waits_is_bounded(make: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(files, "write", hung)
     ended: list[int] = []
-    taken = [tier.write(named(number), b"", holding(number), ended.append) for number in range(disk.WRITES + 1)]
-    assert taken == [True] * disk.WRITES + [False]
+    taken = [tier.write(named(number), b"", holding(number), ended.append) for number in range(local.WRITES + 1)]
+    assert taken == [True] * local.WRITES + [False]
     go.set()
-    wait_for(lambda: len(ended) == disk.WRITES)
+    wait_for(lambda: len(ended) == local.WRITES)
     assert tier.write(named(99), b"", holding(99), ended.append)
 
 
@@ -218,11 +218,11 @@ def test_reads_that_wait_are_bounded_too(make: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(files, "read", hung)
     ended: list[Any] = []
-    taken = [tier.read(named(1), holding(0), ended.append) for _ in range(disk.READS + 1)]
-    assert taken == [True] * disk.READS + [False]
+    taken = [tier.read(named(1), holding(0), ended.append) for _ in range(local.READS + 1)]
+    assert taken == [True] * local.READS + [False]
     go.set()
-    wait_for(lambda: len(ended) == disk.READS)
-    assert ended == [None] * disk.READS
+    wait_for(lambda: len(ended) == local.READS)
+    assert ended == [None] * local.READS
 
 
 def test_reading_takes_the_time_that_it_took(make: Any) -> None:
