@@ -205,7 +205,8 @@ class Loaded:
         set_load_gauges(self._metrics, self.engine.load, self.engine.outlived_s())
         set_scaling_gauges(self._metrics.scaling, self._settings, self.engine.load, self._rates, self.engine.waits_s)
         self._membership.set_gauges()
-        self._metrics.tiers.bytes.set(self._tiers.disk.used if self._tiers.disk else 0)
+        for tier in self._tiers.local:
+            self._metrics.tiers.bytes[tier.name].set(tier.used)
 
     def _busy(self) -> bool:
         return self.engine.busy or self.service.busy()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kv_transfer.checksum import Checksums, InlineChecksums, ThreadedChecksums
+from node.device_copies import DeviceCopies
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 
@@ -27,6 +28,10 @@ class PoolMemory:
     def block(self, block_id: int) -> Any:
         """Writable contiguous bytes of the block: numpy on a CPU, the CUDA array interface on a GPU."""
         return self._array[block_id] if self._on_cpu else self._bytes[block_id]
+
+    def copies(self) -> DeviceCopies | None:
+        """How tiers reach the blocks; None: they are bytes of the host."""
+        return None if self._on_cpu else DeviceCopies(self._bytes.device, self._bytes.shape[1])
 
     def checksums(self, submit: Callable[[Callable[[], None]], None], prepare: Callable[[], None]) -> Checksums:
         """How checksums of these blocks are taken. submit, prepare: as ThreadedChecksums has them."""

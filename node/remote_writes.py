@@ -38,7 +38,7 @@ class RemoteWrites(Gathering):
 
     def _write(self, engine: Engine, chain: list[tuple[bytes, int]], groups: list[Group]) -> None:
         """Of a chain, which is held as a whole, so that a block never leaves before those behind it."""
-        memory, transfer, left = self._base.dock.path.memory, next(self._transfers), len(groups)
+        transfer, left = next(self._transfers), len(groups)
 
         def copied(engine: Engine) -> None:
             nonlocal left
@@ -48,7 +48,7 @@ class RemoteWrites(Gathering):
 
         engine.copies.give(transfer, [block_id for _, block_id in chain])
         for group in groups:
-            blocks = [memory.block(block_id) for _, block_id in chain[group.start : group.end]]
+            blocks = [self._base.tiers.block(block_id) for _, block_id in chain[group.start : group.end]]
             if not self._tier.write(group, blocks, lambda: self._base.engine.submit(copied), self._count):
                 self._count(False)
                 copied(engine)

@@ -6,25 +6,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from engine.block_pool import chain_of
 from engine.engine import Engine
-from kv_transfer.tiers.disk import DiskTier
+from kv_transfer.tiers.local import LocalTier
 from node.gathering import TURN, Gathering
 from node.service import Base
 
 ENOUGH, PATIENCE_S = 8, 5.0
 """New blocks of a chain that are written at once; fewer may become more for so long, as those of a stream do."""
 HELD = 2
-"""One block of so many may be held to be written, also where the disk hangs."""
+"""One block of so many may be held to be written, for all tiers of the node together, also where a disk hangs."""
 
 
 class TierWrites(Gathering):
     """On the engine thread. What is written begins where the tier ends of a chain, so that this has all that stands
     before a block that it has; what could not be written is tried again with what comes behind it."""
 
-    def __init__(self, base: Base, tier: DiskTier, transfers: Iterator[int]) -> None:
-        super().__init__(base, tier, base.metrics.tiers.blocks["disk"], transfers)
+    def __init__(self, base: Base, tier: LocalTier[Any], transfers: Iterator[int]) -> None:
+        super().__init__(base, tier, base.metrics.tiers.blocks[tier.name], transfers)
         self._tier, self._held = tier, 0
 
     def _gather(self, engine: Engine) -> None:
@@ -54,13 +55,13 @@ class TierWrites(Gathering):
         """The end of a chain, which is held as a whole, so that a block never leaves before those behind it: how many
         blocks that takes, and which of the new ones are to be tried later; None: their chain is too long."""
         ways, whole = self._ways, chain_of(engine.pool, new[-1])
-        most, before = engine.pool.num_blocks // HELD, len(whole) - len(new)
+        most, before = engine.pool.num_blocks // HELD // len(self._base.tiers.local), len(whole) - len(new)
         chain = whole[: most - self._held]
         if len(chain) <= before:
             return 0, new if self._held else None
         part = chain[before:]
         parent = chain[before - 1][0] if before else b""
-        blocks, transfer = [self._base.dock.path.memory.block(each) for _, each in part], next(self._transfers)
+        blocks, transfer = [self._base.tiers.block(each) for _, each in part], next(self._transfers)
 
         def done(written: int) -> None:
             ways["written"].inc(written)

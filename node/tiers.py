@@ -1,5 +1,6 @@
 """Blocks of prompts that slower memories have: a request is AWAITING them where reading takes less time than computing,
-and computes what does not come in time. This node's disk first, then what nodes left for all of them.
+and computes what does not come in time. This node's own first, the host's memory before its disk, then what nodes left
+for all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from engine.events import BlocksChanged, Event, Failed
 from engine.request import Key, Request, key_of
 from engine.roster import expect
 from engine.states import Awaits
+from kv_transfer.tiers.local import LocalTier
 from node.fetches import Fetches
 from node.gathering import Gathering, later
 from node.remote_writes import RemoteWrites
@@ -55,6 +57,10 @@ class Source:
     read: Callable[[Sequence[bytes], int, Sequence[Any], Done], bool]
 
 
+def _source(tier: LocalTier[Any]) -> Source:
+    return Source(tier.name, tier.seconds, lambda hashes, at, into, done: tier.read(hashes[at:], into, done))
+
+
 @dataclass(frozen=True, slots=True)
 class Grant:
     """For which blocks of the pool are reserved that a source is to fill."""
@@ -68,25 +74,21 @@ class Tiers:
 
     def __init__(self, base: Base, fetches: Fetches) -> None:
         self._base, self._fetches = base, fetches
-        self._disk, self._remote = base.tiers.disk, base.tiers.remote
+        self._remote = base.tiers.remote
         self._numbers, transfers = itertools.count(1), itertools.count(-1, -1)
         self._waiting: dict[Key, Reading] = {}
         self._coming: dict[bytes, tuple[Grant, list[Reading]]] = {}
         self._late: set[Grant] = set()
         self._writes: list[Gathering] = []
-        if (disk := self._disk) is not None:
-            self._writes.append(TierWrites(base, disk, transfers))
-            self._of_disk = Source(
-                "disk", disk.seconds, lambda hashes, at, into, done: disk.read(hashes[at:], into, done)
-            )
+        self._local = [(tier, _source(tier)) for tier in base.tiers.local]
+        self._writes += [TierWrites(base, tier, transfers) for tier in base.tiers.local]
         if (remote := self._remote) is not None:
             self._writes.append(RemoteWrites(base, remote, transfers))
             self._of_remote = Source("remote", remote.seconds, remote.read)
 
     def add(self, engine: Engine, job: Job, **how: Any) -> None:
         """`Fetches.add`, once what slower memories have of its prompt has been read."""
-        kept = self._disk is not None and self._disk.used
-        if not kept and (self._remote is None or self._remote.out):
+        if not any(tier.used for tier, _ in self._local) and (self._remote is None or self._remote.out):
             self._fetches.add(engine, job, **how)
             return
         awaits = (Awaits.TIER,) if job.holder is None else (Awaits.TIER, Awaits.FETCH)
@@ -116,17 +118,19 @@ class Tiers:
             self._go_on(engine, reading)
         elif coming := self._coming.get(hashes[here]):
             coming[1].append(reading)
-        elif count := self._on_disk(reading.request, here):
-            self._read(engine, reading, self._of_disk, hashes[: here + count], hashes[here])
+        elif found := self._here(reading.request, here):
+            source, count = found
+            self._read(engine, reading, source, hashes[: here + count], hashes[here])
         elif not self._looked_for(reading, here):
             self._go_on(engine, reading)
 
-    def _on_disk(self, request: Request, here: int) -> int:
-        """Blocks behind those that are here which are worth a read."""
-        if self._disk is None:
-            return 0
-        count = self._disk.run(request.reusable_hashes[here : here + PIECE])
-        return count if self._worth(self._of_disk, count, request) else 0
+    def _here(self, request: Request, first: int) -> tuple[Source, int] | None:
+        """Which tier blocks from this one on are worth a read from, and how many: the quickest that has the first."""
+        wanted = request.reusable_hashes[first : first + PIECE]
+        for tier, source in self._local:
+            if (count := tier.run(wanted)) and self._worth(source, count, request):
+                return source, count
+        return None
 
     def _looked_for(self, reading: Reading, here: int) -> bool:
         """Whether the remote tier is asked what it has, which is told to `_found`: where all that it could have is
@@ -165,7 +169,7 @@ class Tiers:
         return source.seconds(blocks) < self._computed_s(blocks * request.block_size)
 
     def _read(self, engine: Engine, reading: Reading, source: Source, hashes: Sequence[bytes], missing: bytes) -> None:
-        grant, memory = Grant(source, next(self._numbers)), self._base.dock.path.memory
+        grant = Grant(source, next(self._numbers))
         try:
             here, block_ids = engine.copies.reserve(grant, hashes, len(hashes))
         except GrantRefused:
@@ -178,7 +182,7 @@ class Tiers:
         def came(error: KvferryError | None) -> None:
             done(lambda engine: self._came(engine, grant, missing, hashes[here:], time.monotonic() - began, error))
 
-        if not source.read(hashes, here, [memory.block(each) for each in block_ids], came):
+        if not source.read(hashes, here, [*map(self._base.tiers.block, block_ids)], came):
             self._ended(engine, grant, missing, "refused")
             return
         patience_s = max(LEAST_S, SLOWNESS * self._computed_s(len(block_ids) * reading.request.block_size))

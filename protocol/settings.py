@@ -166,6 +166,7 @@ class WorkerSettings(CommonSettings):
         0.0, "size of the KV pool in GiB; 0: 1 GiB on a CPU, 80 % of free memory on a GPU", least=0
     )
     kv_blocks: int = setting(0, "number of KV blocks; overrides --kv-cache-gib when not 0", least=0)
+    kv_host_gib: float = setting(0.0, "GiB of host memory of a node for blocks that leave a pool on a GPU", least=0)
     kv_disk_path: str = setting(
         "",
         "directory below which blocks are kept that leave the pool, also over restarts; empty: none. Who reads it, "

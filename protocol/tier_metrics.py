@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from protocol.labels import TIER_OUTCOMES, TIER_WAYS, TIERS
+from protocol.labels import OWN_TIERS, TIER_OUTCOMES, TIER_WAYS, TIERS
 
 
 class TierMetrics:
     """Beside the others of a node. By tier: reads, by outcome; blocks, by way; seconds of reads that brought blocks.
-    bytes: kept on the node's disk now."""
+    bytes: kept now in those that are the node's own."""
 
     def __init__(self, role: str, registry: CollectorRegistry) -> None:
         def counters(name: str, help: str, label: str, known: tuple[str, ...]) -> dict[str, dict[str, Counter]]:
@@ -18,16 +18,16 @@ class TierMetrics:
 
         self.reads = counters(
             "kvferry_tier_reads",
-            "Reads of a prompt's blocks from a tier (disk, or the remote one), by outcome: done, late (it was too "
-            "slow: they were computed), failed (gone, not as they were written, or an error of the tier), refused (too "
-            "many reads, or no room in the pool).",
+            "Reads of a prompt's blocks from a tier (host, disk, or the remote one), by outcome: done, late (it was "
+            "too slow: they were computed), failed (gone, not as they were written, or an error of the tier), refused "
+            "(too many reads, or no room in the pool).",
             "outcome",
             TIER_OUTCOMES,
         )
         self.blocks = counters(
             "kvferry_tier_blocks",
-            "KV blocks read from a tier (disk, or the remote one), written to it, or lost to it (it did not keep up, "
-            "or failed).",
+            "KV blocks read from a tier (host, disk, or the remote one), written to it, or lost to it (it did not "
+            "keep up, or failed).",
             "way",
             TIER_WAYS,
         )
@@ -38,6 +38,10 @@ class TierMetrics:
             registry=registry,
         )
         self.seconds = {tier: seconds.labels(role, tier) for tier in TIERS}
-        self.bytes = Gauge(
-            "kvferry_tier_bytes", "Bytes of the files that the disk tier keeps.", ["role"], registry=registry
-        ).labels(role)
+        kept = Gauge(
+            "kvferry_tier_bytes",
+            "Bytes of the blocks that the node keeps in its own tiers.",
+            ["role", "tier"],
+            registry=registry,
+        )
+        self.bytes = {tier: kept.labels(role, tier) for tier in OWN_TIERS}

@@ -18,11 +18,14 @@ from typing import IO, Any
 
 from kv_transfer.checksum import checksum
 from kv_transfer.tiers import header
+from kv_transfer.tiers.staging import Copies, Staging, at_once
 from protocol.errors import BlocksCorrupt, reason
 
 log = logging.getLogger("kvferry.tiers")
 
 SUFFIX, UNFINISHED = ".kv", ".part"
+LONGEST = 64
+"""Blocks of one file at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,11 @@ class Group:
 class Folder:
     """The files of one directory: implements kv_transfer.tiers.store.Backing."""
 
-    def __init__(self, directory: Path, fingerprint: str, block_bytes: int) -> None:
+    def __init__(self, directory: Path, fingerprint: str, block_bytes: int, copies: Copies | None) -> None:
+        """copies: how blocks are reached that are not bytes of the host. Raises MemoryError."""
         self._directory, self._fingerprint, self._block_bytes = directory, fingerprint, block_bytes
+        self.most = at_once(block_bytes, LONGEST) if copies else LONGEST
+        self._out, self._in = Staging(copies, self.most), Staging(copies, self.most)
 
     def __str__(self) -> str:
         return str(self._directory)
@@ -64,10 +70,13 @@ class Folder:
         return size_of(self._fingerprint, hashes, self._block_bytes)
 
     def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> Group:
-        return write(self._directory, self._fingerprint, hashes, parent, blocks)
+        return write(self._directory, self._fingerprint, hashes, parent, self._out.brought(blocks))
 
     def read(self, group: Group, first: int, blocks: Sequence[Any]) -> None:
-        read(group, first, blocks)
+        for at in range(0, len(blocks), self.most):
+            part = blocks[at : at + self.most]
+            read(group, first + at, self._in.to_fill(part))
+            self._in.filled(part)
 
     def used(self, group: Group) -> None:
         """So that a restart finds them in the order of their use."""

@@ -10,12 +10,10 @@ from typing import Any, Generic
 
 from kv_transfer.tiers.catalog import G
 from kv_transfer.tiers.lane import Lane
-from kv_transfer.tiers.pace import Pace
+from kv_transfer.tiers.pace import FIRST_RATE, Pace
 from kv_transfer.tiers.store import Backing, Changed, Store
 from protocol.errors import KvferryError, TransferFailed, reason
 
-GROUP = 64
-"""Blocks of one group at most."""
 WRITES, READS = 16, 16
 """Chains that may wait to be written, or read: beyond them nothing is written, and what is asked for is computed."""
 
@@ -45,13 +43,15 @@ class LocalTier(Generic[G]):
         size: int,
         block_bytes: int,
         ended: Callable[[], None] = lambda: None,
+        rate: float = FIRST_RATE,
     ) -> None:
-        """ended: called once nothing touches the backing any more. Raises OSError."""
+        """ended: called once nothing touches the backing any more; rate: bytes a second that a read is expected to
+        bring before there was one. Raises OSError."""
         self.name, self._backing, self._ended_all = name, backing, ended
         self.changed: Changed = lambda stored, removed: None
         self._store = Store(backing, size, lambda stored, removed: self.changed(stored, removed))
         self._coming: dict[bytes, Write] = {}
-        self._pace, self._open, self._ends = Pace(block_bytes), 2, threading.Lock()
+        self._pace, self._open, self._ends = Pace(block_bytes, rate=rate), 2, threading.Lock()
         self._reader = Lane(f"kv-{name}-read", READS, self._ended)
         self._writer = Lane(f"kv-{name}-write", WRITES, self._written)
 
@@ -126,8 +126,8 @@ class LocalTier(Generic[G]):
     def _write(self, write: Write) -> None:
         written, parent = 0, write.parent
         try:
-            for at in range(0, len(write.hashes), GROUP):
-                part = slice(at, at + GROUP)
+            for at in range(0, len(write.hashes), self._backing.most):
+                part = slice(at, at + self._backing.most)
                 if not self._store.put(write.hashes[part], parent, write.blocks[part], lambda: not write.wrong):
                     break
                 written, parent = written + len(write.hashes[part]), write.hashes[part][-1]

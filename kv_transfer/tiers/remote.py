@@ -13,15 +13,14 @@ import logging
 import math
 import threading
 import time
-from array import array
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from kv_transfer.checksum import checksum
-from kv_transfer.tiers import header
-from kv_transfer.tiers.groups import ANEW_S, Group, Known, in_chain
+from kv_transfer.tiers.contents import packed, unpack
+from kv_transfer.tiers.groups import ANEW_S, GROUP, Group, Known, in_chain
 from kv_transfer.tiers.objects import CALL_S, Objects
 from kv_transfer.tiers.pace import Pace
+from kv_transfer.tiers.staging import Copies, Staging
 from kv_transfer.tiers.sweep import keep_below
 from kv_transfer.tiers.tasks import Tasks
 from process.log import Seldom
@@ -44,12 +43,16 @@ OUT_S = 10.0
 class RemoteTier:
     """Blocks of one kind. From any thread; the calls that it was given it makes on a thread of its own."""
 
-    def __init__(self, objects: Objects, size: int, fingerprint: str, block_bytes: int) -> None:
-        """size: bytes of all objects of the kind at most, whichever node wrote them; 0: no bound."""
+    def __init__(
+        self, objects: Objects, size: int, fingerprint: str, block_bytes: int, copies: Copies | None = None
+    ) -> None:
+        """size: bytes of all objects of the kind at most, whichever node wrote them; 0: no bound. copies: how blocks
+        are reached that are not bytes of the host. Raises MemoryError."""
         self._objects, self._fingerprint, self._block_bytes = objects, fingerprint, block_bytes
         self.folder = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
         self._pace, self._known = Pace(block_bytes, rate=RATE), Known()
         self._looks, self._reads = threading.Semaphore(LOOKS), threading.Semaphore(READS)
+        self._staging = Staging(copies, GROUP)
         self._held, self._lock = 0, threading.Lock()
         self._out_until = 0.0
         self._trouble = Seldom(log, every_s=60.0)
@@ -177,7 +180,8 @@ class RemoteTier:
             self._known.gone(group)
             raise
         try:
-            _unpack(content, group, blocks, self._fingerprint, self._block_bytes)
+            unpack(content, group, self._staging.to_fill(blocks), self._fingerprint, self._block_bytes)
+            self._staging.filled(blocks)
         except BlocksCorrupt:
             self._known.gone(group)
             await self._objects.delete([group.name])
@@ -188,9 +192,8 @@ class RemoteTier:
     ) -> None:
         written = False
         try:
-            sums = array("q", (checksum(block) for block in blocks))
-            lead = header.packed(self._fingerprint, self._block_bytes, group.parent, group.hashes, sums)
-            content = b"".join((lead, *blocks))
+            rows = self._staging.brought(blocks)
+            content = packed(group, rows, self._fingerprint, self._block_bytes)
             copied()
             async with self._one_write, asyncio.timeout(CALL_S):
                 age_s = await self._age(group)
@@ -233,16 +236,3 @@ class RemoteTier:
         if not isinstance(error, NotFound):
             self._trouble.warning("blocks are not %s: %s", what, error)
         return error
-
-
-def _unpack(content: memoryview, group: Group, blocks: Sequence[Any], fingerprint: str, block_bytes: int) -> None:
-    """The last blocks of a group into these. Raises BlocksCorrupt for what is not as it was written."""
-    length = header.length(bytes(content[: header.PAGE]))
-    told = header.unpacked(bytes(content[:length]), fingerprint, block_bytes) if length else None
-    if told is None or told.hashes != group.hashes or len(content) != told.start + len(told.hashes) * block_bytes:
-        raise BlocksCorrupt(f"{group.name} is not as it was written")
-    for index, block in enumerate(blocks, len(group.hashes) - len(blocks)):
-        at = told.start + index * block_bytes
-        memoryview(block).cast("B")[:] = content[at : at + block_bytes]
-        if checksum(block) != told.sums[index]:
-            raise BlocksCorrupt(f"block {index} of {group.name} is not as it was written")

@@ -29,7 +29,12 @@ Changed = Callable[[Sequence[bytes], Sequence[bytes]], None]
 
 class Backing(Protocol[G]):
     """What the groups of a tier lie in. One thread writes and removes, another one reads. blocks: of the pool, as the
-    backing reaches them. All but `size_of` raise OSError."""
+    backing reaches them. All but `size_of` raise OSError.
+
+    most   blocks of a group
+    """
+
+    most: int
 
     def __str__(self) -> str:
         """For a person."""

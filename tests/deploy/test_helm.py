@@ -90,8 +90,7 @@ def test_every_value_is_described_and_of_its_type() -> None:
         ({"model": {"fetch": {"enabled": True, "repository": "a/b"}}}, "model.volume.enabled"),
         ({"model": {"volume": {"enabled": True}}}, "/models"),
         ({"model": {"name": "Qwen/Qwen3-8B"}}, "model.fetch.repository"),
-        ({"worker": {"kvDisk": {"gib": 5}, "device": "cuda"}}, "worker.kvDisk.gib"),
-        ({"worker": {"kvDisk": {"gib": 5}, "gpus": 1}}, "worker.kvDisk.gib"),
+        ({"worker": {"kvHost": {"gib": 5}}}, "worker.kvCacheGib"),
         ({"model": {"name": "/models/m", "volume": {"enabled": True}, "fetch": {"enabled": True}}}, "repository"),
         ({"autoscaling": {"decode": {"enabled": True, "min": 0}}}, "autoscaling.decode.min"),
         ({"autoscaling": {"decode": {"enabled": True, "min": 9, "max": 3}}}, "max 3"),
@@ -265,5 +264,10 @@ def test_a_store_of_blocks_is_the_workers_alone() -> None:
     assert not any("KVFERRY_KV_REMOTE_URL" in item.get("data", {}) for item in of_kind(chart(), "ConfigMap").values())
 
 
-def test_a_store_of_blocks_of_pools_on_a_gpu_is_refused() -> None:
-    assert "worker.kvRemote.url" in refusal(worker={"kvRemote": {"url": "s3://blocks"}, "gpus": 1})
+def test_blocks_of_pools_on_a_gpu_are_kept_wherever_a_value_says() -> None:
+    kept = {"kvHost": {"gib": 64}, "kvDisk": {"gib": 100}, "kvRemote": {"url": "s3://blocks"}}
+    for on_gpu in ({"gpus": 1}, {"device": "cuda"}):
+        settings = of_kind(chart(worker={**kept, **on_gpu}), "ConfigMap")["kvferry-worker"]["data"]
+        told = [settings[f"KVFERRY_KV_{name}"] for name in ("HOST_GIB", "DISK_GIB", "REMOTE_URL")]
+        assert told == ["64", "100", "s3://blocks"]
+    assert "KVFERRY_KV_HOST_GIB" not in of_kind(chart(), "ConfigMap")["kvferry-worker"]["data"]

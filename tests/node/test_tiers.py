@@ -60,7 +60,7 @@ def slow_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tier_of(node: Worker) -> Any:
-    return node.service._tiers._disk
+    return node.loaded._tiers.disk
 
 
 async def fill(router: Router, first: int = 1, prompts: int = 5) -> None:

@@ -13,7 +13,7 @@ import pytest
 from test_disk_tier import SIZE, close, dropped, file_size, holding, make, named, read, write
 from waiting import wait_for
 
-from kv_transfer.tiers import files, local, places
+from kv_transfer.tiers import files, places
 from kv_transfer.tiers.disk import open_disk
 from protocol.errors import BlocksCorrupt, ConfigError, TransferFailed
 
@@ -22,7 +22,7 @@ __all__ = ["dropped", "make"]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "GROUP", 2)
+    monkeypatch.setattr(files, "LONGEST", 2)
 
 
 def test_of_a_chain_the_end_leaves_before_the_beginning(make: Any, dropped: list[bytes]) -> None:

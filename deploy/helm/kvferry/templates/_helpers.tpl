@@ -127,17 +127,17 @@ KVFERRY_BLOCK_SIZE: {{ .blockSize | quote }}
 {{- if .kvCacheGib }}
 KVFERRY_KV_CACHE_GIB: {{ .kvCacheGib | quote }}
 {{- end }}
-{{- if .kvDisk.gib }}
-{{- if or (int .gpus) (hasPrefix "cuda" .device) }}
-{{- fail "worker.kvDisk.gib: blocks of pools on a GPU are not kept on disk yet" }}
+{{- if .kvHost.gib }}
+{{- if not (or (int .gpus) (hasPrefix "cuda" .device)) }}
+{{- fail "worker.kvHost.gib: pools on a CPU are in host memory themselves: raise worker.kvCacheGib" }}
 {{- end }}
+KVFERRY_KV_HOST_GIB: {{ .kvHost.gib | quote }}
+{{- end }}
+{{- if .kvDisk.gib }}
 KVFERRY_KV_DISK_PATH: /kv-disk
 KVFERRY_KV_DISK_GIB: {{ .kvDisk.gib | quote }}
 {{- end }}
 {{- if .kvRemote.url }}
-{{- if or (int .gpus) (hasPrefix "cuda" .device) }}
-{{- fail "worker.kvRemote.url: blocks of pools on a GPU are not kept in a store yet" }}
-{{- end }}
 KVFERRY_KV_REMOTE_URL: {{ .kvRemote.url | quote }}
 KVFERRY_KV_REMOTE_GIB: {{ .kvRemote.gib | quote }}
 {{- end }}

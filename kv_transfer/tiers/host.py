@@ -1,0 +1,108 @@
+"""KV blocks of a pool on a device in the memory of the host: what left the pool is a copy away."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kv_transfer.tiers.local import LocalTier
+from kv_transfer.tiers.staging import Copies
+from protocol.errors import ConfigError
+
+RATE = 5e9
+"""Bytes a second that a read is expected to bring before there was one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shelf:
+    """Blocks of a chain. rows: where they lie."""
+
+    name: str
+    parent: bytes
+    hashes: tuple[bytes, ...]
+    rows: tuple[int, ...]
+    size: int
+
+
+class Arena:
+    """Rows of memory, of a block each: implements kv_transfer.tiers.store.Backing. What lies there has no checksums: it
+    is as near to the process as its pool."""
+
+    most = 64
+
+    def __init__(self, copies: Copies, rows: int, block_bytes: int) -> None:
+        """Raises MemoryError."""
+        self._copies, self._block_bytes = copies, block_bytes
+        self._rows = copies.room(rows)
+        self._free = list(range(rows))
+        self._names = map(str, itertools.count())
+        self._there: set[Shelf] = set()
+        self._being_read: Shelf | None = None
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return "the host's memory"
+
+    def find(self) -> Iterable[Shelf]:
+        return ()
+
+    def size_of(self, hashes: Sequence[bytes]) -> int:
+        return len(hashes) * self._block_bytes
+
+    def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> Shelf:
+        with self._lock:
+            if len(self._free) < len(blocks):  # also while a shelf that left is still being read
+                raise OSError(errno.ENOSPC, "there are no free rows")
+            rows = tuple(self._free.pop() for _ in blocks)
+        shelf = Shelf(next(self._names), parent, tuple(hashes), rows, self.size_of(hashes))
+        with self._lock:
+            self._there.add(shelf)
+        try:
+            self._copies.to_host(blocks, self._at(shelf.rows))
+        except BaseException:
+            self.remove(shelf)
+            raise
+        return shelf
+
+    def read(self, group: Shelf, first: int, blocks: Sequence[Any]) -> None:
+        """Its rows are nobody else's before this has ended."""
+        with self._lock:
+            if group not in self._there:
+                raise OSError(errno.ENOENT, "its room was needed meanwhile")
+            self._being_read = group
+        try:
+            self._copies.to_device(self._at(group.rows[first : first + len(blocks)]), blocks)
+        finally:
+            with self._lock:
+                self._being_read = None
+                if group not in self._there:
+                    self._free += group.rows
+
+    def used(self, group: Shelf) -> None:
+        """Nothing outlives the process."""
+
+    def remove(self, group: Shelf) -> None:
+        with self._lock:
+            if group in self._there:
+                self._there.remove(group)
+                if self._being_read is not group:
+                    self._free += group.rows
+
+    def _at(self, rows: Iterable[int]) -> list[Any]:
+        return [self._rows[row] for row in rows]
+
+
+def open_host(size: int, block_bytes: int, copies: Copies) -> LocalTier[Shelf]:
+    """The tier, with all its memory. Raises ConfigError."""
+    rows = size // block_bytes
+    if not rows:
+        raise ConfigError(f"there is no room for a block of {block_bytes} bytes", param="kv_host_gib")
+    try:
+        arena = Arena(copies, rows, block_bytes)
+    except MemoryError as error:
+        raise ConfigError("out of host memory for blocks; lower --kv-host-gib", param="kv_host_gib") from error
+    return LocalTier("host", arena, rows * block_bytes, block_bytes, rate=RATE)

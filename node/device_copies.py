@@ -1,0 +1,55 @@
+"""Copies between a KV pool on a GPU and the memory of the host, beside what the GPU computes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class DeviceCopies:
+    """Implements kv_transfer.tiers.staging.Copies; blocks are uint8 tensors [bytes of a block] of the device. A thread
+    that copies has a stream of its own. It waits for no other one: the blocks that a tier is told of were computed by
+    steps that have ended, and those that it fills no step has yet."""
+
+    def __init__(self, device: torch.device, block_bytes: int) -> None:
+        self._device, self._block_bytes = device, block_bytes
+        self._own = threading.local()
+
+    def room(self, blocks: int) -> Sequence[np.ndarray]:
+        """Where the device is a GPU, pages that stay in memory: it copies from and to them by itself."""
+        pinned = self._device.type == "cuda"
+        try:
+            rows = torch.empty((blocks, self._block_bytes), dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as error:
+            raise MemoryError(str(error)) from error
+        return list(rows.numpy())
+
+    def to_host(self, blocks: Sequence[Any], rows: Sequence[np.ndarray]) -> None:
+        self._copy(blocks, [torch.from_numpy(row) for row in rows])
+
+    def to_device(self, rows: Sequence[np.ndarray], blocks: Sequence[Any]) -> None:
+        self._copy([torch.from_numpy(row) for row in rows], blocks)
+
+    def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        with self._stream():
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+
+    @contextlib.contextmanager
+    def _stream(self) -> Iterator[None]:
+        """All that was begun within has ended at its end."""
+        if self._device.type != "cuda":
+            yield
+            return
+        if not hasattr(self._own, "stream"):
+            self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.stream(self._own.stream):
+                yield
+        finally:
+            self._own.stream.synchronize()
