@@ -6,34 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.models.families import FAMILIES, LLAMA, Family
+from engine.models.rope_config import ROPE_KINDS, SLIDING, RopeConfig, parse_rope, rope_dicts, rope_kind
 from protocol.errors import ConfigError
 
 SILU, GELU = ("silu", "swish"), ("gelu", "gelu_pytorch_tanh")
 """Names of activations; Gemma's first checkpoints call the one by tanh gelu."""
-SLIDING = "sliding_attention"
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding. kind is one of ROPE_KINDS; original_max_len is the context before stretching; the other fields
-    are of the kinds that name them, with Hugging Face's meanings and defaults."""
-
-    theta: float
-    dim: int
-    original_max_len: int
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +78,11 @@ def unsupported(config: dict[str, Any]) -> str | None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if config.get(name):
             return name
-    for rope in _rope_dicts(config, family):
+    for rope in rope_dicts(config, family):
         if any(isinstance(value, dict) for value in rope.values()):
             return "rope parameters that differ between layers"
-        if _rope_kind(rope) not in ROPE_KINDS:
-            return f"rope scaling {_rope_kind(rope)!r}"
+        if rope_kind(rope) not in ROPE_KINDS:
+            return f"rope scaling {rope_kind(rope)!r}"
     return None
 
 
@@ -128,7 +105,7 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
     head_dim = config.get("head_dim") or family.head_dim or hidden_size // heads
     bias = bool(config.get("attention_bias", False))
     rotated = _rotated_layers(config, layers)
-    rope, *local = [_parse_rope(config, each, family, head_dim) for each in _rope_dicts(config, family)]
+    rope, *local = [parse_rope(config, each, family, head_dim) for each in rope_dicts(config, family)]
     return DecoderConfig(
         model_type=config["model_type"],
         vocab_size=_whole(config, "vocab_size"),
@@ -200,38 +177,3 @@ def _windows(config: dict[str, Any], rotated: tuple[bool, ...], family: Family) 
     else:
         sliding = [i >= config.get("max_window_layers", 28) for i in range(len(rotated))]
     return tuple(window if slides else 0 for slides in sliding)
-
-
-def _rope_dicts(config: dict[str, Any], family: Family) -> list[dict[str, Any]]:
-    """Of all layers, or of those without a window and those with one. transformers 5 moved rope_theta and rope_scaling
-    into rope_parameters; older checkpoints keep the old names."""
-    given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    if not family.two_ropes:
-        return [{**scaling, **given}]
-    if "full_attention" in given:
-        return [given["full_attention"], given[SLIDING]]
-    theta = config.get("rope_local_base_freq") or (10000.0 if family.gelu else config.get("rope_theta"))
-    return [{**scaling, **given}, {"rope_theta": theta}]
-
-
-def _rope_kind(rope: dict[str, Any]) -> str:
-    """Phi-3's first checkpoints call longrope su."""
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    return "longrope" if kind == "su" else kind
-
-
-def _parse_rope(config: dict[str, Any], rope: dict[str, Any], family: Family, head_dim: int) -> RopeConfig:
-    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    longest = config["max_position_embeddings"]
-    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest
-    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale")
-    given = {name: rope[name] for name in (*optional, "mscale_all_dim", "truncate") if rope.get(name) is not None}
-    given |= {name: tuple(rope[name]) for name in ("short_factor", "long_factor") if rope.get(name)}
-    return RopeConfig(
-        theta=float(rope.get("rope_theta") or config.get("rope_theta") or family.theta),
-        dim=int(head_dim * partial),
-        original_max_len=original,
-        kind=_rope_kind(rope),
-        factor=float(rope.get("factor") or longest / original),
-        **given,
-    )

@@ -10,7 +10,8 @@ import torch
 from paged_batch import make_plan
 
 from engine.models.base import ModelInfo
-from engine.models.config import DecoderConfig, RopeConfig
+from engine.models.config import DecoderConfig
+from engine.models.rope_config import RopeConfig
 from engine.models.decoder import Decoder
 from engine.models.parameters import ParameterLoader
 from engine.models.rope import rope_tables
