@@ -23,7 +23,7 @@ class LowRank:
 @dataclass(slots=True, eq=False)
 class Adapter:
     """One adapter on a device, of one decoder. id: of its content, 32 hex digits. layers: for each layer of the decoder
-    what is added to which dense layer, by its name in `LayerForm`."""
+    what is added to which dense layer, by its name: qkv, o, gate_up or down."""
 
     id: str
     layers: tuple[Mapping[str, tuple[LowRank, ...]], ...]

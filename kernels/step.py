@@ -31,8 +31,16 @@ class StoredRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Gated:
+    """A gated MLP; gate_up is fused in that order of outputs."""
+
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
 class LayerForm:
-    """One layer; qkv and gate_up are fused in that order of outputs. q_norm, k_norm [head_dim]: a norm of each head
+    """One layer; qkv is fused in that order of outputs. q_norm, k_norm [head_dim]: a norm of each head
     before the rotation, [heads * head_dim]: one of all heads, or None. rotated: it applies the rotary embedding;
     window: its sliding window, 0 for none. input_norm, post_norm: before attention and MLP; behind_attention,
     behind_mlp: of what they add, before it is added; None: there is none."""
@@ -43,8 +51,7 @@ class LayerForm:
     k_norm: torch.Tensor | None
     o: Linear
     post_norm: torch.Tensor | None
-    gate_up: Linear
-    down: Linear
+    mlp: Gated
     rotated: bool
     window: int
     behind_attention: torch.Tensor | None = None

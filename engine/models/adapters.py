@@ -23,7 +23,7 @@ _TENSOR = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Where a target's outputs are: in which dense layer of `LayerForm`, from which output on, its sizes, and the
+    """Where a target's outputs are: in which dense layer (see `Adapter`), from which output on, its sizes, and the
     factor that went into its weights."""
 
     layer: str

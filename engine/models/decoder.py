@@ -80,7 +80,7 @@ class Decoder(Model):
                 raise Unwanted(Halfway(index, x, residual))
             x = self._attention(index, x, kv[:, index], plan)
             x, residual = self._added(x, residual, layer.behind_attention, layer.post_norm)
-            x = self._dense(index, "down", self._activated(self._dense(index, "gate_up", x, plan)), plan)
+            x = self._mlp(index, x, plan)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else self.parameters.norm
             x, residual = self._added(x, residual, layer.behind_mlp, following)
         return x
@@ -109,12 +109,11 @@ class Decoder(Model):
     def dense_layers(self) -> Iterator[Linear]:
         """All of them, the vocabulary projection last."""
         for layer in self.parameters.layers:
-            yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
+            yield from (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
         yield self.parameters.head
 
-    def _dense(self, index: int, name: str, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        """The dense layer `name` of layer `index`, and what the adapters of the batch add to it."""
-        linear: Linear = getattr(self.parameters.layers[index], name)
+    def _dense(self, linear: Linear, index: int, name: str, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """The dense layer called `name` in layer `index`, and what the adapters of the batch add to it."""
         y = linear(x)
         for adapter, tokens in ((each.adapter, each.tokens) for each in plan.adapted):
             if parts := adapter.layers[index].get(name):
@@ -124,7 +123,7 @@ class Decoder(Model):
     def _attention(self, index: int, x: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         config, ops, layer = self.config, self.ops, self.parameters.layers[index]
         sizes = [config.q_size, config.kv_size, config.kv_size]
-        qkv = self._dense(index, "qkv", x, plan)
+        qkv = self._dense(layer.qkv, index, "qkv", x, plan)
         q, k, v = torch.split(qkv, sizes, dim=1)
         if config.family.wide_qk_norm:
             q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
@@ -134,7 +133,12 @@ class Decoder(Model):
         cos, sin = (self._local if layer.window else self._rope) if layer.rotated else (None, None)
         q = ops.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
         out = ops.paged_attention(q, kv_layer, plan, self._scale, layer.window)
-        return self._dense(index, "o", out.flatten(1), plan)
+        return self._dense(layer.o, index, "o", out.flatten(1), plan)
+
+    def _mlp(self, index: int, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        mlp = self.parameters.layers[index].mlp
+        inner = self._activated(self._dense(mlp.gate_up, index, "gate_up", x, plan))
+        return self._dense(mlp.down, index, "down", inner, plan)
 
     def _normed(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         return x if norm is None else self.ops.rms_norm(x, norm, self.config.rms_norm_eps)

@@ -10,7 +10,7 @@ import torch
 from engine.models.config import DecoderConfig
 from engine.models.weights import Weights
 from kernels.ops import Ops
-from kernels.step import LayerForm, Linear, StoredRows
+from kernels.step import Gated, LayerForm, Linear, StoredRows
 from protocol.errors import ConfigError
 
 Progress = Callable[[float], None]
@@ -76,12 +76,10 @@ class ParameterLoader:
 
     def _layer(self, index: int) -> LayerForm:
         config, prefix = self._config, f"model.layers.{index}"
-        hidden, inner, kv = config.hidden_size, config.intermediate_size, config.kv_size
+        hidden, kv = config.hidden_size, config.kv_size
         qkv = [("self_attn.q_proj", config.q_size), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
-        gate_up = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
         if config.family.fused:
             qkv = [("self_attn.qkv_proj", config.q_size + 2 * kv)]
-            gate_up = [("mlp.gate_up_proj", 2 * inner)]
         added = config.factors.residual
         before, behind = config.family.norm_before, config.family.norm_behind
         q_rows, k_rows = (config.q_size, kv) if config.family.wide_qk_norm else (config.head_dim,) * 2
@@ -93,12 +91,22 @@ class ParameterLoader:
             k_norm=self._norm(f"{prefix}.self_attn.k_norm", k_rows) if config.qk_norm else None,
             o=self._dense(prefix, [("self_attn.o_proj", hidden)], config.q_size, config.o_bias, added),
             post_norm=self._norm(f"{prefix}.{before_mlp}", hidden) if before else None,
-            gate_up=self._dense(prefix, gate_up, hidden, config.mlp_bias),
-            down=self._dense(prefix, [("mlp.down_proj", hidden)], inner, config.mlp_bias, added),
+            mlp=self._gated(prefix),
             rotated=config.rotated[index],
             window=config.windows[index],
             behind_attention=self._norm(f"{prefix}.post_attention_layernorm", hidden) if behind else None,
             behind_mlp=self._norm(f"{prefix}.post_feedforward_layernorm", hidden) if behind else None,
+        )
+
+    def _gated(self, prefix: str) -> Gated:
+        config = self._config
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        gate_up = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
+        if config.family.fused:
+            gate_up = [("mlp.gate_up_proj", 2 * inner)]
+        return Gated(
+            gate_up=self._dense(prefix, gate_up, hidden, bias),
+            down=self._dense(prefix, [("mlp.down_proj", hidden)], inner, bias, config.factors.residual),
         )
 
     def _dense(

@@ -94,7 +94,7 @@ def record(step_type: type[Step], kernels: Kernels, form: DecoderForm, batch_inv
 
 def _packed_parts(layer: LayerForm) -> tuple[Packed, Packed, Packed, Packed] | None:
     """qkv, o, gate_up and down, if all are packed and the MLP's width is a whole number of panels."""
-    qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
+    qkv, o, gate_up, down = layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down
     if not (
         isinstance(qkv, PackedLinear)
         and isinstance(o, PackedLinear)

@@ -186,7 +186,7 @@ def test_k_quants_in_a_file(kind, tmp_path):
     model = load(path)
     wanted = torch.from_numpy(gguf.dequantize(raw, kind))
     for layer in model.parameters.layers:
-        assert torch.equal(layer.down.weight, wanted)
+        assert torch.equal(layer.mlp.down.weight, wanted)
 
 
 def test_llama3_rope_divisors(tmp_path):

@@ -11,10 +11,10 @@ from paged_batch import make_plan
 
 from engine.models.base import ModelInfo
 from engine.models.config import DecoderConfig
-from engine.models.rope_config import RopeConfig
 from engine.models.decoder import Decoder
 from engine.models.parameters import ParameterLoader
 from engine.models.rope import rope_tables
+from engine.models.rope_config import RopeConfig
 from kernels.cpu import CpuOps, instruction_sets
 from kernels.cpu.step import MAX_ROWS, CpuStep
 from kernels.draw import NO_TOKEN
