@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +37,25 @@ class Gated:
     gate_up: Linear
     down: Linear
 
+    def dense_layers(self) -> Iterator[Linear]:
+        yield from (self.gate_up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Gated MLPs of which a token passes through the `chosen` that the router [experts, hidden] gives most. Their
+    weights are the softmax over all experts or, renormalised, over the chosen ones."""
+
+    router: Linear
+    each: tuple[Gated, ...]
+    chosen: int
+    renormalised: bool
+
+    def dense_layers(self) -> Iterator[Linear]:
+        yield self.router
+        for mlp in self.each:
+            yield from mlp.dense_layers()
+
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
@@ -51,7 +70,7 @@ class LayerForm:
     k_norm: torch.Tensor | None
     o: Linear
     post_norm: torch.Tensor | None
-    mlp: Gated
+    mlp: Gated | Experts
     rotated: bool
     window: int
     behind_attention: torch.Tensor | None = None

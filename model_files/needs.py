@@ -166,6 +166,8 @@ def gguf_needs(file: GGUFFile) -> ModelNeeds:
         "num_attention_heads": heads,
         "num_key_value_heads": file.get("attention.head_count_kv"),
         "head_dim": file.get("attention.key_length"),
+        "num_experts": file.get("expert_count"),
+        "num_experts_per_tok": file.get("expert_used_count"),
     }
     tensors = [
         Tensor(
@@ -186,7 +188,7 @@ def _counted(tensors: Iterable[Tensor], expert_share: float) -> tuple[Count, Cou
             continue
         part = "embedding" if _ends(tensor, _EMBEDDINGS) else "head" if _ends(tensor, _HEADS) else "dense"
         count, old = math.prod(tensor.shape), parts[part]
-        share = expert_share if "expert" in tensor.name else 1.0
+        share = expert_share if "expert" in tensor.name or "_exps." in tensor.name else 1.0
         stored = tensor.stored_bytes
         parts[part] = Count(
             old.weights + count,

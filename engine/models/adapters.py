@@ -56,22 +56,22 @@ def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
 
 def _sites(config: DecoderConfig) -> dict[str, _Site]:
     hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
-    added = {
-        "o_proj": _Site("o", 0, q, hidden, config.factors.residual),
-        "down_proj": _Site("down", 0, inner, hidden, config.factors.residual),
-    }
+    attention = {"o_proj": _Site("o", 0, q, hidden, config.factors.residual)}
+    mlp = {"down_proj": _Site("down", 0, inner, hidden, config.factors.residual)}
     if config.family.fused:
-        return added | {
-            "qkv_proj": _Site("qkv", 0, hidden, q + 2 * kv),
-            "gate_up_proj": _Site("gate_up", 0, hidden, 2 * inner),
-        }
-    return added | {
+        attention["qkv_proj"] = _Site("qkv", 0, hidden, q + 2 * kv)
+        mlp["gate_up_proj"] = _Site("gate_up", 0, hidden, 2 * inner)
+        return attention | mlp
+    attention |= {
         "q_proj": _Site("qkv", 0, hidden, q),
         "k_proj": _Site("qkv", q, hidden, kv),
         "v_proj": _Site("qkv", q + kv, hidden, kv),
+    }
+    mlp |= {
         "gate_proj": _Site("gate_up", 0, hidden, inner),
         "up_proj": _Site("gate_up", inner, hidden, inner),
     }
+    return attention | ({} if config.experts else mlp)
 
 
 def _pairs(files: AdapterFiles) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]:
@@ -86,6 +86,8 @@ def _pairs(files: AdapterFiles) -> dict[tuple[int, str], tuple[torch.Tensor, tor
     found: defaultdict[tuple[int, str], dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
+        if match is None and ".experts." in name:
+            raise _misfit(files, f"it holds {name}, and adapters of experts are not supported")
         if match is None:
             raise _misfit(files, f"it holds {name}, which is no low-rank part of an attention or MLP layer")
         found[int(match[1]), match[2]][match[3]] = tensor

@@ -25,9 +25,21 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """count experts of width `size`, of which a token passes through `chosen`; layers[i]: layer i has them, in place of
+    its MLP. renormalised: see `kernels.step.Experts`."""
+
+    count: int
+    chosen: int
+    size: int
+    renormalised: bool
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """rotated[i]: layer i applies rope; windows[i]: its sliding window, 0 for full attention. local_rope: what layers
-    with a window apply instead."""
+    with a window apply instead. experts: of layers that have them, or None."""
 
     model_type: str
     vocab_size: int
@@ -49,12 +61,13 @@ class DecoderConfig:
     family: Family = LLAMA
     factors: Factors = Factors()
     local_rope: RopeConfig | None = None
+    experts: ExpertsConfig | None = None
 
     @property
     def plain(self) -> bool:
         """Whether its layers are those of Llama: one norm before each part, a SiLU gate, one kind of rotation."""
         family = self.family
-        return not (family.norm_behind or family.gelu or family.wide_qk_norm or self.local_rope)
+        return not (family.norm_behind or family.gelu or family.wide_qk_norm or self.local_rope or self.experts)
 
     @property
     def q_size(self) -> int:
@@ -75,7 +88,7 @@ def unsupported(config: dict[str, Any]) -> str | None:
     act = config.get("hidden_activation") or config.get("hidden_act", "")
     if act not in ("", *(GELU if family.gelu else SILU)):
         return f"activation {act!r}"
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention", "clip_qkv"):
         if config.get(name):
             return name
     for rope in rope_dicts(config, family):
@@ -127,6 +140,25 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
         windows=_windows(config, rotated, family),
         family=family,
         factors=_factors(config, family, hidden_size),
+        experts=_experts(config, family, layers),
+    )
+
+
+def _experts(config: dict[str, Any], family: Family, layers: int) -> ExpertsConfig | None:
+    """transformers writes num_local_experts for num_experts."""
+    if family.experts is None:
+        return None
+    count = _whole(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
+    chosen = _whole(config, "num_experts_per_tok")
+    if chosen > count:
+        raise ConfigError(f"config.json: num_experts_per_tok is {chosen}, of {count} experts", param="model")
+    dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    return ExpertsConfig(
+        count=count,
+        chosen=chosen,
+        size=_whole(config, "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"),
+        renormalised=bool(config.get("norm_topk_prob", family.experts.renormalised)),
+        layers=tuple(i not in dense and (i + 1) % every == 0 for i in range(layers)),
     )
 
 
@@ -163,7 +195,7 @@ def _windows(config: dict[str, Any], rotated: tuple[bool, ...], family: Family) 
     if kind == "llama" or not window:
         return full
     if family.windowed:
-        return (window,) * len(rotated)
+        return (window,) * len(rotated) if config.get("use_sliding_window", True) else full
     if not family.pattern and not config.get("use_sliding_window", False):
         return full
     types = config.get("layer_types")

@@ -1,5 +1,5 @@
-"""The decoder of the Llama family and its kin, driven by its config: embedding, layers of attention and gated MLP with
-norms before and behind them, final norm."""
+"""The decoder of the Llama family and its kin, driven by its config: embedding, layers of attention and gated MLP, or
+experts in its place, with norms before and behind them, final norm."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted, always
 from engine.models.config import DecoderConfig
 from engine.models.parameters import Parameters
+from kernels.experts import mixture
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, Linear, NextLogits
+from kernels.step import DecoderForm, Experts, Linear, NextLogits
 
 
 class Decoder(Model):
@@ -109,7 +110,7 @@ class Decoder(Model):
     def dense_layers(self) -> Iterator[Linear]:
         """All of them, the vocabulary projection last."""
         for layer in self.parameters.layers:
-            yield from (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
+            yield from (layer.qkv, layer.o, *layer.mlp.dense_layers())
         yield self.parameters.head
 
     def _dense(self, linear: Linear, index: int, name: str, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
@@ -137,6 +138,8 @@ class Decoder(Model):
 
     def _mlp(self, index: int, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         mlp = self.parameters.layers[index].mlp
+        if isinstance(mlp, Experts):
+            return mixture(mlp, x, self._activated)
         inner = self._activated(self._dense(mlp.gate_up, index, "gate_up", x, plan))
         return self._dense(mlp.down, index, "down", inner, plan)
 

@@ -6,6 +6,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What the tensors of a layer's experts are called behind the layer's name; renormalised: unless the config tells,
+    their weights are the softmax over the chosen ones."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    renormalised: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Defaults of omitted fields; which layers carry what; how a layer is put together.
 
@@ -21,6 +34,7 @@ class Family:
     wide_qk_norm    the norms of q and k go over all heads together
     gelu            the gate is GELU by tanh instead of SiLU
     two_ropes       layers with a window rotate by parameters of their own
+    experts         where layers hold experts: their names in a checkpoint; None: they hold none
     """
 
     theta: float = 10000.0
@@ -41,6 +55,7 @@ class Family:
     wide_qk_norm: bool = False
     gelu: bool = False
     two_ropes: bool = False
+    experts: ExpertNames | None = None
 
 
 LLAMA = Family(gguf_permuted=True)
@@ -49,6 +64,12 @@ FAMILIES = {
     "mistral": Family(windowed=True),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, windowed=True, experts=ExpertNames()),
+    "mixtral": Family(
+        theta=1000000.0, gguf_permuted=True, windowed=True,
+        experts=ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2", renormalised=True),
+    ),
+    "olmoe": Family(qk_norm=True, wide_qk_norm=True, experts=ExpertNames()),
     "smollm3": Family(theta=2000000.0, tie_embeddings=True, gguf_permuted=True),
     "phi3": Family(gguf=False, fused=True, windowed=True),
     "granite": Family(gguf=False, factors=True),

@@ -12,9 +12,16 @@ from model_files.gguf import GGUFFile
 from protocol.errors import ConfigError
 
 
+def gguf_family(file: GGUFFile) -> str:
+    """The model_type of the file's architecture, which may be none of our families."""
+    if file.architecture == "llama" and file.get("expert_count"):
+        return "mixtral"
+    return {"qwen3moe": "qwen3_moe"}.get(file.architecture, file.architecture)
+
+
 def parse_gguf(file: GGUFFile) -> DecoderConfig:
     """DecoderConfig of a GGUF header. Raises ConfigError naming what is unsupported or missing."""
-    if (family := FAMILIES.get(file.architecture)) is not None and not family.gguf:
+    if (family := FAMILIES.get(gguf_family(file))) is not None and not family.gguf:
         raise ConfigError(f"{file.path.name}: GGUF files of {file.architecture} are not supported", param="model")
     config = parse_config(_gguf_as_hf(file))
     names = file.tensors
@@ -29,14 +36,13 @@ def parse_gguf(file: GGUFFile) -> DecoderConfig:
 
 def _gguf_as_hf(file: GGUFFile) -> dict[str, Any]:
     """The header's values under the names of a config.json."""
-    if file.get("expert_count"):
-        raise ConfigError(f"{file.path.name}: mixture-of-experts GGUF files are not supported", param="model")
+    model_type = gguf_family(file)
     heads, kv_heads = file.get("attention.head_count"), file.get("attention.head_count_kv")
     if isinstance(heads, list) or isinstance(kv_heads, list):
         raise ConfigError(f"{file.path.name}: head counts that differ between layers are not supported", param="model")
     embedding = file.tensors.get("token_embd.weight")
     values = {
-        "model_type": file.architecture,
+        "model_type": model_type,
         "vocab_size": embedding.shape[0] if embedding is not None else None,
         "hidden_size": file.get("embedding_length"),
         "intermediate_size": file.get("feed_forward_length"),
@@ -49,6 +55,10 @@ def _gguf_as_hf(file: GGUFFile) -> dict[str, Any]:
         "rope_theta": file.get("rope.freq_base"),
         "rope_scaling": _gguf_rope(file),
         "sliding_window": file.get("attention.sliding_window"),
+        "num_experts": file.get("expert_count"),
+        "num_experts_per_tok": file.get("expert_used_count"),
+        "moe_intermediate_size": file.get("expert_feed_forward_length"),
+        "norm_topk_prob": file.get("expert_weights_norm", True if model_type == "qwen3_moe" else None),
     }
     return {name: value for name, value in values.items() if value is not None}
 

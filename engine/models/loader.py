@@ -12,7 +12,7 @@ from engine.models.config import DecoderConfig, parse_config, unsupported
 from engine.models.decoder import Decoder
 from engine.models.dummy_weights import DummyWeights
 from engine.models.families import FAMILIES
-from engine.models.gguf_config import parse_gguf
+from engine.models.gguf_config import gguf_family, parse_gguf
 from engine.models.heap import trim_heap
 from engine.models.parameters import ParameterLoader, Progress
 from engine.models.rope import rope_tables, stretched
@@ -136,7 +136,7 @@ def _open_directory(source: ModelSource, must: bool, dummy: bool) -> Opened | No
 
 def _open_gguf(source: ModelSource, must: bool) -> Opened | None:
     file = read_gguf(source.path)
-    family = FAMILIES.get(file.architecture)
+    family = FAMILIES.get(gguf_family(file))
     if not must and (family is None or not family.gguf):
         return None
     config = parse_gguf(file)

@@ -10,7 +10,7 @@ import torch
 from engine.models.config import DecoderConfig
 from engine.models.weights import Weights
 from kernels.ops import Ops
-from kernels.step import Gated, LayerForm, Linear, StoredRows
+from kernels.step import Experts, Gated, LayerForm, Linear, StoredRows
 from protocol.errors import ConfigError
 
 Progress = Callable[[float], None]
@@ -91,22 +91,36 @@ class ParameterLoader:
             k_norm=self._norm(f"{prefix}.self_attn.k_norm", k_rows) if config.qk_norm else None,
             o=self._dense(prefix, [("self_attn.o_proj", hidden)], config.q_size, config.o_bias, added),
             post_norm=self._norm(f"{prefix}.{before_mlp}", hidden) if before else None,
-            mlp=self._gated(prefix),
+            mlp=self._mlp(index, prefix),
             rotated=config.rotated[index],
             window=config.windows[index],
             behind_attention=self._norm(f"{prefix}.post_attention_layernorm", hidden) if behind else None,
             behind_mlp=self._norm(f"{prefix}.post_feedforward_layernorm", hidden) if behind else None,
         )
 
-    def _gated(self, prefix: str) -> Gated:
-        config = self._config
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        gate_up = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
-        if config.family.fused:
-            gate_up = [("mlp.gate_up_proj", 2 * inner)]
+    def _mlp(self, index: int, prefix: str) -> Gated | Experts:
+        config, experts, names = self._config, self._config.experts, self._config.family.experts
+        if experts is None or names is None or not experts.layers[index]:
+            parts = ("gate_up_proj",) if config.family.fused else ("gate_proj", "up_proj")
+            return self._gated(f"{prefix}.mlp", parts, "down_proj", config.intermediate_size)
+        router = self._stack([(f"{prefix}.{names.router}.weight", experts.count)], config.hidden_size)
+        return Experts(
+            router=self._ops.linear(router),
+            each=tuple(
+                self._gated(f"{prefix}.{names.experts}.{each}", (names.gate, names.up), names.down, experts.size)
+                for each in range(experts.count)
+            ),
+            chosen=experts.chosen,
+            renormalised=experts.renormalised,
+        )
+
+    def _gated(self, prefix: str, parts: tuple[str, ...], down: str, inner: int) -> Gated:
+        """parts: names of gate and up, or of both in one tensor; inner: the MLP's width."""
+        hidden, bias = self._config.hidden_size, self._config.mlp_bias
+        gate_up = [(part, 2 * inner // len(parts)) for part in parts]
         return Gated(
             gate_up=self._dense(prefix, gate_up, hidden, bias),
-            down=self._dense(prefix, [("mlp.down_proj", hidden)], inner, bias, config.factors.residual),
+            down=self._dense(prefix, [(down, hidden)], inner, bias, self._config.factors.residual),
         )
 
     def _dense(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,8 +33,20 @@ _GGUF_LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }
+_GGUF_EXPERTS = {
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
+}
+"""All of a layer in one tensor."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
@@ -127,10 +140,13 @@ class GGUFWeights:
         return StoredRows(BLOCKS[tensor.type], self._ordered(name, tensor).view(shape[0], -1).clone())
 
     def _find(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
-        tensor = self._file.tensors.get(_gguf_name(name))
+        stored, expert = _gguf_name(name)
+        tensor = self._file.tensors.get(stored)
         if tensor is None:
-            raise _missing(f"{_gguf_name(name)} ({name})")
-        _check_shape(tensor.name, tensor.shape, shape)
+            raise _missing(f"{stored} ({name})")
+        if expert is not None:
+            tensor = _part(tensor, expert)
+        _check_shape(stored, tensor.shape, shape)
         return tensor
 
     def _ordered(self, name: str, tensor: GGUFTensor) -> torch.Tensor:
@@ -174,11 +190,23 @@ def half_split_rows(rows: torch.Tensor, heads: int) -> None:
         head.copy_(head.view(-1, 2, rows.shape[1]).transpose(0, 1).reshape(head.shape))
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str) -> tuple[str, int | None]:
+    """The tensor's name in a file and, where it holds the tensors of many experts, which of them."""
+    if (expert := _EXPERT.fullmatch(name)) is not None:
+        return f"blk.{expert[1]}.{_GGUF_EXPERTS[expert[3]]}.weight", int(expert[2])
     layer = _LAYER.fullmatch(name)
     if layer is None:
-        return _GGUF_TOP[name]
-    return f"blk.{layer[1]}.{_GGUF_LAYER[layer[2]]}.{layer[3]}"
+        return _GGUF_TOP[name], None
+    return f"blk.{layer[1]}.{_GGUF_LAYER[layer[2]]}.{layer[3]}", None
+
+
+def _part(tensor: GGUFTensor, index: int) -> GGUFTensor:
+    """One of those that are laid together along the tensor's outermost dimension."""
+    count, *shape = tensor.shape
+    if index >= count:
+        raise ConfigError(f"tensor {tensor.name} has {count} experts, the config says more", param="model")
+    offset = tensor.offset + index * stored_bytes(tensor.type, math.prod(shape))
+    return replace(tensor, shape=tuple(shape), offset=offset)
 
 
 def _missing(name: str) -> ConfigError:

@@ -10,7 +10,7 @@ import torch
 from kernels.cpu.dense import PackedLinear
 from kernels.int8_cache import vector_width
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, LayerForm, NextLogits
+from kernels.step import DecoderForm, Gated, LayerForm, NextLogits
 
 if TYPE_CHECKING:
     from kernels.cpu._native import Kernels, Packed, Step
@@ -94,6 +94,8 @@ def record(step_type: type[Step], kernels: Kernels, form: DecoderForm, batch_inv
 
 def _packed_parts(layer: LayerForm) -> tuple[Packed, Packed, Packed, Packed] | None:
     """qkv, o, gate_up and down, if all are packed and the MLP's width is a whole number of panels."""
+    if not isinstance(layer.mlp, Gated):
+        return None
     qkv, o, gate_up, down = layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down
     if not (
         isinstance(qkv, PackedLinear)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_files import merge, save_adapter
+from adapter_files import ATTENTION, merge, save_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     BLOCK,
@@ -52,7 +52,15 @@ FAMILIES = {
     "gemma3": lambda: family("Gemma3TextConfig", num_hidden_layers=4, **GEMMA3),
     "olmo2": lambda: family("Olmo2Config", pad_token_id=0),
     "phi3": lambda: family("Phi3Config", pad_token_id=0, sliding_window=None),
+    "mixtral": lambda: family("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
 }
+
+
+def targets_of(name: str) -> tuple[str, ...]:
+    """Experts have none."""
+    if name == "mixtral":
+        return ATTENTION[:4]
+    return FUSED if name == "phi3" else TARGETS
 
 
 def hf(path: Path) -> torch.nn.Module:
@@ -98,7 +106,7 @@ def tiny(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_those_of_merged_weights(name: str, ops: str, tmp_path: Path) -> None:
     save_tiny(FAMILIES[name](), tmp_path / "model")
-    path = save_adapter(tmp_path / "a", hf(tmp_path / "model"), targets=FUSED if name == "phi3" else TARGETS)
+    path = save_adapter(tmp_path / "a", hf(tmp_path / "model"), targets=targets_of(name))
     merged = merge(hf(tmp_path / "model"), path)
     model = load(tmp_path / "model", ROWS[ops]())
     plain = chunked_logits(model, tokens_for(45, 1), [45])

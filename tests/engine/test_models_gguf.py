@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tiny_models import BLOCK, LLAMA3, Cache, chunked_logits, family, save_tiny, tokens_for, transformers
+from tiny_models import BLOCK, LLAMA3, OURS, Cache, chunked_logits, family, save_tiny, tokens_for, transformers
 
 from engine.models import load_model
 from engine.models.dequantise import dequantise, stored_bytes
@@ -39,6 +39,7 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
 
 
@@ -47,6 +48,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def load(path, **extra):
     return load_model(resolve(str(path)), device=CPU, dtype=torch.float32, ops=ReferenceOps(), **extra)
+
+
+def experts_of(config) -> dict[str, int | bool]:
+    """The fields of a file whose layers hold experts."""
+    fields = {"expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok}
+    inner = getattr(config, "moe_intermediate_size", None)
+    return fields | ({"expert_feed_forward_length": inner} if inner else {})
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -60,6 +68,20 @@ def gguf_name(name: str) -> str:
         _, _, layer, rest = stem.split(".", 3)
         return f"blk.{layer}.{NAMES[rest]}.{kind}"
     return f"{NAMES[stem]}.{kind}"
+
+
+def gguf_tensors(model) -> dict[str, np.ndarray]:
+    """By their names in a GGUF; gate and up of experts lie apart there."""
+    found: dict[str, np.ndarray] = {}
+    for name, value in model.state_dict().items():
+        prefix, is_expert, part = name.partition(".mlp.experts.")
+        if not is_expert:
+            found[gguf_name(name)] = value.numpy()
+            continue
+        parts = {"gate": value.chunk(2, 1)[0], "up": value.chunk(2, 1)[1]} if "gate_up" in part else {"down": value}
+        for which, each in parts.items():
+            found[f"blk.{prefix.rsplit('.', 1)[1]}.ffn_{which}_exps.weight"] = each.contiguous().numpy()
+    return found
 
 
 def write_gguf(path, directory, architecture, *, kind=Kind.F32, extra=None, fields=None):
@@ -78,16 +100,18 @@ def write_gguf(path, directory, architecture, *, kind=Kind.F32, extra=None, fiel
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
     for key, value in (fields or {}).items():
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add = {
+            str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool
+        }[type(value)]  # fmt: skip
         add(f"{architecture}.{key}", value)
     tied = config.tie_word_embeddings
-    tensors = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
-    for name, value in tensors.items():
-        data = value.numpy()
-        if architecture in ("llama", "smollm3") and (".q_proj" in name or ".k_proj" in name):
-            data = interleaved(data, config.num_attention_heads if ".q_proj" in name else config.num_key_value_heads)
-        stored = kind if data.ndim == 2 and data.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else Kind.F32
-        writer.add_tensor(gguf_name(name), gguf.quantize(data, stored), raw_dtype=stored)
+    for name, data in gguf_tensors(model).items():
+        if tied and name == "output.weight":
+            continue
+        if architecture in ("llama", "smollm3") and (".attn_q." in name or ".attn_k." in name):
+            data = interleaved(data, config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads)
+        stored = kind if data.ndim > 1 and data.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else Kind.F32
+        writer.add_tensor(name, gguf.quantize(data, stored), raw_dtype=stored)
     for name, data in (extra or {}).items():
         writer.add_tensor(name, data)
     writer.write_header_to_file()
@@ -150,6 +174,24 @@ def test_architectures(architecture, config, tmp_path):
     model = load(write_gguf(tmp_path / "tiny.gguf", tmp_path / "hf", architecture))
     assert (model.info.name, model.info.max_model_len) == ("tiny", 128)
     same_logits(model, tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"), [("llama", "mixtral"), ("qwen3moe", "qwen3-moe"), ("olmoe", "olmoe")]
+)
+def test_experts(architecture, name, tmp_path):
+    config = OURS[name]()
+    save_tiny(config, tmp_path / "hf")
+    path = write_gguf(tmp_path / "a.gguf", tmp_path / "hf", architecture, fields=experts_of(config))
+    same_logits(load(path), tmp_path / "hf")
+
+
+def test_a_file_with_too_few_experts_is_named(tmp_path):
+    save_tiny(OURS["mixtral"](), tmp_path / "hf")
+    fields = {"expert_count": 5, "expert_used_count": 2}
+    path = write_gguf(tmp_path / "a.gguf", tmp_path / "hf", "llama", fields=fields)
+    with pytest.raises(ConfigError, match=r"ffn_gate_inp.weight has shape \(4, 64\), the config says \(5, 64\)"):
+        load(path)
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda kind: kind.name)
@@ -221,9 +263,6 @@ def test_yarn_settings_of_llama_cpp(tmp_path):
 
 def test_what_is_not_supported_is_named(tmp_path):
     save_tiny(family("LlamaConfig"), tmp_path / "hf")
-    path = write_gguf(tmp_path / "moe.gguf", tmp_path / "hf", "llama", fields={"expert_count": 8})
-    with pytest.raises(ConfigError, match="mixture-of-experts"):
-        load(path)
     with pytest.raises(ConfigError, match="'mamba'"):
         load(write_gguf(tmp_path / "mamba.gguf", tmp_path / "hf", "mamba"), impl="kvferry")
     path = write_gguf(tmp_path / "cut.gguf", tmp_path / "hf", "llama")

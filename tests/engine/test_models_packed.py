@@ -69,6 +69,29 @@ def test_int8_is_near(llama):
     assert correlation(model, exact) > 0.998
 
 
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    path = tmp_path_factory.mktemp("packed") / "experts"
+    save_tiny(family("MixtralConfig", num_local_experts=4, num_experts_per_tok=2), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0], ids=lambda kind: kind.name)
+def test_experts_of_a_gguf_run_as_stored(kind, mixtral, tmp_path):
+    fields = {"expert_count": 4, "expert_used_count": 2}
+    path = write_gguf(tmp_path / "q.gguf", mixtral, "llama", kind=kind, fields=fields)
+    model = load(path)
+    assert model.info.revision.endswith(f"+{kind.name}")
+    assert {linear.weights is not None for linear in model.dense_layers()} == {True}
+    assert correlation(model, load(path, dtype=torch.float32, ops=ReferenceOps())) > 0.99
+
+
+def test_int8_of_experts_is_near(mixtral):
+    model, exact = load(mixtral, "int8"), load(mixtral, dtype=torch.float32, ops=ReferenceOps())
+    assert model.info.revision == f"{exact.info.revision}+INT8"
+    assert correlation(model, exact) > 0.99
+
+
 def test_int8_is_refused_where_nothing_runs_it(llama):
     for wrong in ({"dtype": torch.float32}, {"ops": ReferenceOps()}, {"impl": "transformers"}):
         with pytest.raises(ConfigError, match="quantization int8 needs"):

@@ -49,6 +49,7 @@ GRANITE = {
     "residual_multiplier": 0.3,
     "logits_scaling": 0.7,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -106,6 +107,14 @@ OURS = {
     ),
     "granite": lambda: family("GraniteConfig", tie_word_embeddings=True, **GRANITE),
     "granite-biased": lambda: family("GraniteConfig", attention_bias=True, mlp_bias=True, **GRANITE),
+    "qwen3-moe": lambda: family("Qwen3MoeConfig", head_dim=16, norm_topk_prob=True, **EXPERTS),
+    "qwen3-moe-one-dense": lambda: family("Qwen3MoeConfig", head_dim=16, mlp_only_layers=[1], **EXPERTS),
+    "qwen3-moe-window": lambda: family(
+        "Qwen3MoeConfig", head_dim=16, decoder_sparse_step=2, use_sliding_window=True, sliding_window=9, **EXPERTS
+    ),
+    "mixtral": lambda: family("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
+    "mixtral-window": lambda: family("MixtralConfig", num_local_experts=3, num_experts_per_tok=3, sliding_window=11),
+    "olmoe": lambda: family("OlmoeConfig", num_experts=6, num_experts_per_tok=3, pad_token_id=0),
     "smollm3": lambda: family("SmolLM3Config", no_rope_layers=[1, 0, 1], pad_token_id=0, tie_word_embeddings=True),
     "smollm3-window": lambda: family(
         "SmolLM3Config", no_rope_layer_interval=2, use_sliding_window=True, sliding_window=9, pad_token_id=0

@@ -1,0 +1,94 @@
+"""The mixture of experts against its formula in float64, and what a token's batch may not change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.cpu import CpuOps, instruction_sets
+from kernels.experts import mixture, route
+from kernels.ops import Ops
+from kernels.reference import ReferenceOps
+from kernels.step import Experts, Gated
+
+COUNT, HIDDEN, INNER = 6, 64, 96
+SETS = instruction_sets()
+
+
+def weights(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Router, gate_up and down of all experts."""
+    numbers = torch.Generator().manual_seed(3)
+    shapes = ((COUNT, HIDDEN), (COUNT, 2 * INNER, HIDDEN), (COUNT, HIDDEN, INNER))
+    router, gate_up, down = (torch.randn(shape, generator=numbers).mul(0.2).to(dtype) for shape in shapes)
+    return router, gate_up, down
+
+
+def made(ops: Ops, dtype: torch.dtype, chosen: int, renormalised: bool) -> Experts:
+    router, gate_up, down = weights(dtype)
+    each = tuple(Gated(ops.linear(a), ops.linear(b)) for a, b in zip(gate_up, down, strict=True))
+    return Experts(ops.linear(router), each, chosen, renormalised)
+
+
+def tokens(count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def formula(x: torch.Tensor, dtype: torch.dtype, chosen: int, renormalised: bool) -> torch.Tensor:
+    router, gate_up, down = (part.double() for part in weights(dtype))
+    shares = (x.double() @ router.T).softmax(-1)
+    kept = torch.zeros_like(shares).scatter(1, shares.topk(chosen).indices, 1.0) * shares
+    if renormalised:
+        kept = kept / kept.sum(-1, keepdim=True)
+    gate, up = torch.einsum("th,eih->tei", x.double(), gate_up).chunk(2, -1)
+    return torch.einsum("te,tei,ehi->th", kept, F.silu(gate) * up, down)
+
+
+@pytest.mark.parametrize("renormalised", [False, True])
+@pytest.mark.parametrize("chosen", [1, 2, COUNT])
+@pytest.mark.parametrize("count", [1, 2, 50])
+def test_the_reference_equals_the_formula(count: int, chosen: int, renormalised: bool) -> None:
+    ops, x = ReferenceOps(), tokens(count, torch.float32)
+    got = mixture(made(ops, torch.float32, chosen, renormalised), x, ops.silu_mul)
+    wanted = formula(x, torch.float32, chosen, renormalised)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("renormalised", [False, True])
+def test_packed_layers_equal_the_formula(name: str, renormalised: bool) -> None:
+    ops, x = CpuOps(2, name), tokens(50, torch.bfloat16)
+    got = mixture(made(ops, torch.bfloat16, 2, renormalised), x, ops.silu_mul)
+    wanted = formula(x, torch.bfloat16, 2, renormalised)
+    assert (got - wanted).norm() < 0.01 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_tokens_bits_do_not_depend_on_its_batch(name: str) -> None:
+    x = tokens(40, torch.bfloat16)
+    ops = CpuOps(1, name)
+    alone = made(ops, torch.bfloat16, 3, renormalised=True)
+    rows = torch.cat([mixture(alone, x[i : i + 1], ops.silu_mul) for i in range(40)])
+    for threads in (1, 2, 3):
+        ops = CpuOps(threads, name)
+        experts = made(ops, torch.bfloat16, 3, renormalised=True)
+        assert torch.equal(mixture(experts, x, ops.silu_mul), rows)
+        turned = mixture(experts, x.flip(0), ops.silu_mul).flip(0)
+        assert torch.equal(turned, rows)
+        assert torch.equal(mixture(experts, x[5:9], ops.silu_mul), rows[5:9])
+
+
+def test_equal_experts_are_taken_in_the_same_order_whatever_the_batch() -> None:
+    logits = torch.zeros(7, COUNT)
+    _, chosen = route(logits, 3, renormalised=True)
+    assert all(torch.equal(route(logits[:1], 3, renormalised=True)[1][0], row) for row in chosen)
+
+
+def test_a_token_that_is_no_number_harms_no_other() -> None:
+    ops, x = ReferenceOps(), tokens(5, torch.float32)
+    experts = made(ops, torch.float32, 2, renormalised=True)
+    wanted = mixture(experts, x, ops.silu_mul)
+    x[2] = float("nan")
+    got = mixture(experts, x, ops.silu_mul)
+    assert got[2].isnan().all()
+    torch.testing.assert_close(got[[0, 1, 3, 4]], wanted[[0, 1, 3, 4]])
