@@ -22,18 +22,16 @@ def mixture(experts: Experts, x: torch.Tensor, activated: Activated) -> torch.Te
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
     outputs = torch.empty(len(pairs), x.shape[1], dtype=torch.float32, device=x.device)
-    inputs, first = x[order // experts.chosen], 0
+    inputs, first = x.index_select(0, order // experts.chosen), 0
     for expert, count in enumerate(pairs.bincount(minlength=len(experts.each)).tolist()):
         if count:
             mlp, rows = experts.each[expert], slice(first, first + count)
             outputs[rows] = mlp.down(activated(mlp.gate_up(inputs[rows])), torch.float32)
             first += count
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=x.device)
-    places = places.view(chosen.shape)
-    total = outputs[places[:, 0]] * weights[:, :1]
+    places = order.argsort().view(chosen.shape)
+    total = outputs.index_select(0, places[:, 0]) * weights[:, :1]
     for rank in range(1, experts.chosen):
-        total += outputs[places[:, rank]] * weights[:, rank, None]
+        total += outputs.index_select(0, places[:, rank]) * weights[:, rank, None]
     return total.to(x.dtype)
 
 

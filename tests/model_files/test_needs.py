@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from model_files.needs import config_needs, model_needs
+from model_files.gguf import GGUFFile, GGUFTensor
+from model_files.needs import config_needs, gguf_needs, model_needs
 from model_files.source import resolve
 from protocol.errors import ConfigError
 
@@ -67,6 +69,16 @@ def test_the_demo_model_is_counted_as_it_is_stored():
     assert 92e6 < needs.memory(2, as_stored=True) < 100e6
     assert needs.memory(2) == 2 * 134_479_872
     assert needs.kv_bytes("bfloat16") == 23_040
+
+
+def test_of_a_gguf_mixture_a_token_meets_some_experts():
+    shapes = {"token_embd.weight": (10, 64), "blk.0.ffn_up_exps.weight": (8, 48, 64), "blk.0.attn_q.weight": (64, 64)}
+    tensors = {name: GGUFTensor(name, shape, 8, 0) for name, shape in shapes.items()}
+    values = {"embedding_length": 64, "block_count": 1, "attention.head_count": 4, "expert_count": 8}
+    metadata = {f"qwen3moe.{name}": value for name, value in (values | {"expert_used_count": 2}).items()}
+    needs = gguf_needs(GGUFFile(Path("a.gguf"), metadata | {"general.architecture": "qwen3moe"}, tensors))
+    assert needs.dense.active == 64 * 64 + 2 * 48 * 64
+    assert needs.dense.weights == 64 * 64 + 8 * 48 * 64
 
 
 def test_of_a_mixture_a_token_meets_some_experts():
