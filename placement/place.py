@@ -4,8 +4,7 @@
     local(D)     = wait(D) + uncached(D)/rate(D) + harm to the running streams of D
 
 Pure: the same arguments give the same placement. Reuse only ever enters as seconds of computing and shipping saved, so
-a node that holds a prefix loses it as soon as its queue costs more than that. Costs and search are in one file because
-the search relies on how the costs grow.
+a node that holds a prefix loses it as soon as its queue costs more than that.
 """
 
 from __future__ import annotations
@@ -16,27 +15,17 @@ from math import inf
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from placement.blocks import (
-    cached_len,
-    fits,
-    freed_per_s,
-    missing_blocks,
-    new_blocks,
-    uncached_len,
-)
-from placement.fetching import fetching, holders, with_fetch
-from placement.pairs import CHUNK_TOKENS, First, Ready, cheapest_pair, exposed_s, pair_s
-from placement.reading import brought, found_len
+from placement.blocks import cached_len, fits, freed_per_s, new_blocks, uncached_len
+from placement.costs import HANDOFF_S, compute_s, doubt_s, first_s, own_s, queue_s, risk_s, wait_s
+from placement.fetching import holders, with_fetch
+from placement.pairs import First, Ready, cheapest_pair, pair_s
+from placement.reading import found_len
 from placement.refusals import full, no_nodes, too_long
 from placement.terms import Demand, NodeView, Placement, unbroken
-from placement.worth import displaced_s, spared_s
+from placement.worth import spared_s
 from protocol.errors import KvferryError
 from protocol.layout import blocks_for
 
-__all__ = ["CHUNK_TOKENS", "HANDOFF_S", "NOISE", "exposed_s", "place"]
-
-HANDOFF_S = 0.002
-"""Grant, commit and acknowledgement of one ship between idle nodes."""
 NOISE = 0.2
 """Learned rates of equal machines differ by as much: nodes that count alike are equal within this share of a cost."""
 
@@ -74,38 +63,6 @@ def _place(demand: Demand, usable: Sequence[NodeView]) -> Placement:
         return local
     remote = _remote(demand, prefills, decodes)
     return remote if remote and remote.cost_s < local.cost_s else local
-
-
-def queue_s(node: NodeView, demand: Demand) -> float:
-    """Seconds until the prompt tokens queued ahead of the request on the node are computed."""
-    return 0.0 if demand.recovers else node.queue_s
-
-
-def doubt_s(node: NodeView, demand: Demand) -> float:
-    return demand.doubts.get(node.key, 0.0) if demand.doubts else 0.0
-
-
-def compute_s(node: NodeView, demand: Demand) -> float:
-    """Seconds to compute the tokens the node does not hold, or to read or fetch some of them and compute the rest."""
-    if demand.holders and (fetch := fetching(node, demand)):
-        return fetch.seconds
-    if node.kept_len:
-        return brought(node, demand).seconds
-    held = cached_len(node, demand) if node.cached_len or demand.beside else 0
-    return (demand.total_len - held) / node.rate
-
-
-def wait_s(node: NodeView, demand: Demand) -> float:
-    """Seconds before a decode node starts on a request that is ready to run there: the step under way, stretched by the
-    streams beside it, and, when the pool is full, the time until enough blocks come back."""
-    missing = missing_blocks(node, demand)
-    return node.step_s + missing / freed_per_s(node) if missing > 0 else node.step_s
-
-
-def harm_s(node: NodeView, compute_s: float) -> float:
-    """Seconds that computing the prompt takes from the streams of a decode node, all together. One stream is counted
-    that is not there yet: an idle decode node is kept free for the next one."""
-    return (node.streams + 1) * compute_s
 
 
 def _prefills(demand: Demand, usable: Iterable[NodeView]) -> list[NodeView]:
@@ -148,32 +105,18 @@ def _refusal(demand: Demand, decodes: Sequence[NodeView]) -> KvferryError:
 
 
 def _alone(demand: Demand, prefills: Iterable[NodeView]) -> Placement:
-    cost_s, node = _cheapest([(_first_s(node, demand) + _risk_s(node, demand), node) for node in prefills])
-    return Placement(node.lease, None, found_len(node, demand), cost_s, _first_s(node, demand))
+    cost_s, node = _cheapest([(first_s(node, demand) + risk_s(node, demand), node) for node in prefills])
+    return Placement(node.lease, None, found_len(node, demand), cost_s, first_s(node, demand))
 
 
 def _local(demand: Demand, decodes: Iterable[Ready]) -> Placement:
     costs = []
     for wait, _, node in decodes:
         seconds = compute_s(node, demand)
-        costs.append((queue_s(node, demand) + wait + seconds + _own_s(demand, node, seconds), node))
+        costs.append((queue_s(node, demand) + wait + seconds + own_s(demand, node, seconds), node))
     cost_s, node = _cheapest(costs)
-    own_s = _own_s(demand, node, compute_s(node, demand))
-    return Placement(None, node.lease, found_len(node, demand), cost_s, cost_s - own_s)
-
-
-def _own_s(demand: Demand, node: NodeView, seconds: float) -> float:
-    """What computing a prompt for so long on a decode node costs others."""
-    return harm_s(node, seconds) + _risk_s(node, demand)
-
-
-def _risk_s(node: NodeView, demand: Demand) -> float:
-    """What the request itself does not wait for."""
-    return doubt_s(node, demand) + displaced_s(node, demand)
-
-
-def _first_s(node: NodeView, demand: Demand) -> float:
-    return queue_s(node, demand) + compute_s(node, demand)
+    others_s = own_s(demand, node, compute_s(node, demand))
+    return Placement(None, node.lease, found_len(node, demand), cost_s, cost_s - others_s)
 
 
 def _remote(demand: Demand, prefills: Sequence[NodeView], decodes: Iterable[Ready]) -> Placement | None:
@@ -182,7 +125,7 @@ def _remote(demand: Demand, prefills: Sequence[NodeView], decodes: Iterable[Read
     shortest_s = min([queue_s(node, demand) for node in prefills], default=0.0) if demand.worth else 0.0
     for node in prefills:
         seconds = compute_s(node, demand)
-        others_s = _risk_s(node, demand) - spared_s(node, demand, shortest_s)
+        others_s = risk_s(node, demand) - spared_s(node, demand, shortest_s)
         firsts.append((queue_s(node, demand) + seconds + others_s, seconds, node))
     readies = [(wait + HANDOFF_S + doubt_s(node, demand), blocks, node) for wait, blocks, node in decodes]
     least_s, first, ready = cheapest_pair(demand, firsts, readies)
@@ -192,7 +135,7 @@ def _remote(demand: Demand, prefills: Sequence[NodeView], decodes: Iterable[Read
     ready = _whose_turn(readies, ready, least_s, lambda other: pair_s(demand, first, other))
     prefill, cost_s = first[-1], pair_s(demand, first, ready)
     found = found_len(prefill, demand)
-    return Placement(prefill.lease, ready[-1].lease, found, cost_s, _first_s(prefill, demand))
+    return Placement(prefill.lease, ready[-1].lease, found, cost_s, first_s(prefill, demand))
 
 
 def _cheapest(costs: Sequence[tuple[float, NodeView]]) -> tuple[float, NodeView]:

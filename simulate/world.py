@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from placement.place import CHUNK_TOKENS, HANDOFF_S
+from placement.costs import HANDOFF_S
+from placement.pairs import CHUNK_TOKENS
 from protocol.errors import ContextLengthExceeded
 from protocol.layout import blocks_for
 from simulate.ask import Ask, Run

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from local_cluster import MODEL, LocalCluster, local_cluster
 
-from placement.place import HANDOFF_S
+from placement.costs import HANDOFF_S
 from simulate.ask import Ask
 from simulate.calibrate import calibrated
 from simulate.fleet import Shape

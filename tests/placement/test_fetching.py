@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_place import node, where
 
+from placement.costs import compute_s
 from placement.fetching import CANDIDATES, LEAST_GAIN_S, QUESTION_S, fetch_s, fetching, holders
-from placement.place import compute_s, place
+from placement.place import place
 from placement.terms import Demand, NodeView
 from protocol.lease import Rates
 from protocol.messages import Holder

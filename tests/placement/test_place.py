@@ -11,17 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.blocks import fits, shipped_blocks
-from placement.place import (
-    CHUNK_TOKENS,
-    HANDOFF_S,
-    NOISE,
-    compute_s,
-    exposed_s,
-    harm_s,
-    place,
-    queue_s,
-    wait_s,
-)
+from placement.costs import HANDOFF_S, compute_s, harm_s, queue_s, wait_s
+from placement.pairs import CHUNK_TOKENS, exposed_s
+from placement.place import NOISE, place
 from placement.terms import Demand, NodeView, Placement
 from placement.worth import displaced_s, spared_s
 from protocol.errors import ContextLengthExceeded, KvferryError, NoNodes, Overloaded

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_place import node, where
 
-from placement.place import compute_s, place
+from placement.costs import compute_s
+from placement.place import place
 from placement.reading import brought
 from placement.terms import Demand, NodeView
 from protocol.lease import Rates

@@ -1,0 +1,58 @@
+"""What a request costs on one node, in seconds: the terms of `place`'s sums, each of a node's view and the demand."""
+
+from __future__ import annotations
+
+from placement.blocks import cached_len, freed_per_s, missing_blocks
+from placement.fetching import fetching
+from placement.reading import brought
+from placement.terms import Demand, NodeView
+from placement.worth import displaced_s
+
+HANDOFF_S = 0.002
+"""Grant, commit and acknowledgement of one ship between idle nodes."""
+
+
+def queue_s(node: NodeView, demand: Demand) -> float:
+    """Seconds until the prompt tokens queued ahead of the request on the node are computed."""
+    return 0.0 if demand.recovers else node.queue_s
+
+
+def doubt_s(node: NodeView, demand: Demand) -> float:
+    return demand.doubts.get(node.key, 0.0) if demand.doubts else 0.0
+
+
+def compute_s(node: NodeView, demand: Demand) -> float:
+    """Seconds to compute the tokens the node does not hold, or to read or fetch some of them and compute the rest."""
+    if demand.holders and (fetch := fetching(node, demand)):
+        return fetch.seconds
+    if node.kept_len:
+        return brought(node, demand).seconds
+    held = cached_len(node, demand) if node.cached_len or demand.beside else 0
+    return (demand.total_len - held) / node.rate
+
+
+def wait_s(node: NodeView, demand: Demand) -> float:
+    """Seconds before a decode node starts on a request that is ready to run there: the step under way, stretched by the
+    streams beside it, and, when the pool is full, the time until enough blocks come back."""
+    missing = missing_blocks(node, demand)
+    return node.step_s + missing / freed_per_s(node) if missing > 0 else node.step_s
+
+
+def harm_s(node: NodeView, compute_s: float) -> float:
+    """Seconds that computing the prompt takes from the streams of a decode node, all together. One stream is counted
+    that is not there yet: an idle decode node is kept free for the next one."""
+    return (node.streams + 1) * compute_s
+
+
+def own_s(demand: Demand, node: NodeView, seconds: float) -> float:
+    """What computing a prompt for so long on a decode node costs others."""
+    return harm_s(node, seconds) + risk_s(node, demand)
+
+
+def risk_s(node: NodeView, demand: Demand) -> float:
+    """What the request itself does not wait for."""
+    return doubt_s(node, demand) + displaced_s(node, demand)
+
+
+def first_s(node: NodeView, demand: Demand) -> float:
+    return queue_s(node, demand) + compute_s(node, demand)
