@@ -56,7 +56,12 @@ def crowded(node: NodeView) -> bool:
 
 
 def fits(node: NodeView, demand: Demand) -> bool:
-    return blocks_for(demand.total_len + 1, node.lease.block_size) <= node.total_blocks
+    return demand.total_len < node.pool_tokens
+
+
+def has_room(node: NodeView, demand: Demand) -> bool:
+    """Whether a decode node takes the request, though it may have to wait there."""
+    return fits(node, demand) and (demand.recovers or new_blocks(node, demand) <= node.spare_blocks)
 
 
 def freed_per_s(node: NodeView) -> float:

@@ -34,7 +34,7 @@ def holders(demand: Demand, nodes: Sequence[NodeView]) -> tuple[Holding, ...]:
     """Whom others may fetch from. None for a stream that moves: it takes its blocks along."""
     if not demand.fetches or demand.source:
         return ()
-    able = [node for node in nodes if node.cached_len >= node.lease.block_size]
+    able = [node for node in nodes if node.cached_len and node.role and node.cached_len >= node.lease.block_size]
     best = nsmallest(CANDIDATES, able, key=lambda n: (-n.cached_len, n.waiting_tokens, n.streams))
     held = [(node, whole_len(node, demand)) for node in best]
     return tuple(Holding(node, tokens, fetch_s(node, tokens)) for node, tokens in held)

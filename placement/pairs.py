@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from math import inf
 from operator import itemgetter
 
-from placement.terms import Demand, NodeView, unbroken
+from placement.terms import Demand, NodeKey, NodeView, unbroken
 from protocol.layout import blocks_for
 
 CHUNK_TOKENS = 256
@@ -45,12 +45,11 @@ def cheapest_pair(demand: Demand, firsts: Sequence[First], readies: Sequence[Rea
     are different lengths held. Each of these f is paired with prefill nodes from the soonest first token on, until the
     two halves alone cost more than the best pair. Prefill nodes that are alike count once, as do those that lose by
     their first token alone. O(p + d + f * q) for p prefill and d decode nodes, q of the former near the soonest. A
-    decode node that is part of a broken pair beats nobody: f grows by as many, and q to p.
+    node that is part of a broken pair beats nobody: f or q grow by as many.
     """
-    wary = bool(demand.broken)
-    if not wary:
-        readies = _front(readies)
-        firsts = _near(demand, firsts, readies)
+    named = {key for pair in demand.broken for key in pair}
+    readies = _front(readies, named)
+    firsts = _near(demand, firsts, readies, named)
     firsts = sorted(firsts, key=lambda first: (first[0], first[-1].turn))
     best, fewest = (inf, firsts[0], readies[0]), inf
     for ready in sorted(readies, key=lambda ready: (*ready[:2], ready[-1].turn)):
@@ -71,26 +70,38 @@ def cheapest_pair(demand: Demand, firsts: Sequence[First], readies: Sequence[Rea
     return best
 
 
-def _front(readies: Iterable[Ready]) -> list[Ready]:
-    """Of those that lack the same blocks the soonest, and of those the first in turn."""
+def _front(readies: Iterable[Ready], named: Container[NodeKey | None]) -> list[Ready]:
+    """Of those that lack the same blocks the soonest, and of those the first in turn; with all that are named."""
     front: dict[int, Ready] = {}
+    kept: list[Ready] = []
     for ready in readies:
         decode_s, blocks, node = ready
-        if (known := front.get(blocks)) is None or (decode_s, node.turn) < (known[0], known[-1].turn):
+        if named and node.key in named:
+            kept.append(ready)
+            continue
+        known = front.get(blocks)
+        if known is None or decode_s < known[0] or (decode_s == known[0] and node.turn < known[-1].turn):
             front[blocks] = ready
-    return list(front.values())
+    return [*front.values(), *kept]
 
 
-def _near(demand: Demand, firsts: Sequence[First], front: Iterable[Ready]) -> list[First]:
-    """Those that may be the cheapest half of a pair; of those that no pair tells apart the first in turn."""
-    soonest = min(firsts, key=itemgetter(0))
-    limit_s = max(pair_s(demand, soonest, ready) - ready[0] for ready in front) * ROUNDING
+def _near(
+    demand: Demand, firsts: Sequence[First], front: Iterable[Ready], named: Container[NodeKey | None]
+) -> Sequence[First]:
+    """Those that may be the cheapest half of a pair; of those that no pair tells apart the first in turn. With all that
+    are named."""
+    kept = [first for first in firsts if first[-1].key in named] if named else []
+    others = [first for first in firsts if first[-1].key not in named] if kept else firsts
+    if not others:
+        return kept
+    soonest = min(others, key=itemgetter(0))
+    costs = [(pair_s(demand, soonest, ready), ready[0]) for ready in front]
+    limit_s = max([cost_s - ready_s for cost_s, ready_s in costs if cost_s < inf], default=inf) * ROUNDING
     near: dict[tuple[float, float, float, int], First] = {}
-    for first in firsts:
+    for first in [first for first in others if first[0] <= limit_s]:
         first_s, compute_s, node = first
-        if first_s <= limit_s:
-            kind = (first_s, compute_s, node.block_s, node.lease.block_size)
-            known = near.get(kind)
-            if known is None or node.turn < known[-1].turn:
-                near[kind] = first
-    return list(near.values())
+        kind = (first_s, compute_s, node.block_s, node.lease.block_size)
+        known = near.get(kind)
+        if known is None or node.turn < known[-1].turn:
+            near[kind] = first
+    return [*near.values(), *kept]

@@ -13,21 +13,29 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import inf
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from placement.blocks import cached_len, fits, freed_per_s, new_blocks, uncached_len
+from placement.blocks import fits, freed_per_s, has_room, new_blocks, shipped_blocks, uncached_len
 from placement.costs import HANDOFF_S, compute_s, doubt_s, first_s, own_s, queue_s, risk_s, wait_s
 from placement.fetching import holders, with_fetch
 from placement.pairs import First, Ready, cheapest_pair, pair_s
+from placement.plain import alone, alone_from_s, apart, firsts, readies
 from placement.reading import found_len
 from placement.refusals import full, no_nodes, too_long
 from placement.terms import Demand, NodeView, Placement, unbroken
 from placement.worth import spared_s
 from protocol.errors import KvferryError
-from protocol.layout import blocks_for
 
 NOISE = 0.2
 """Learned rates of equal machines differ by as much: nodes that count alike are equal within this share of a cost."""
+
+
+class Decodes(NamedTuple):
+    """Decode nodes with room, and their wait."""
+
+    plain: list[Ready]
+    others: list[Ready]
+
 
 Half = TypeVar("Half", bound=tuple[Any, ...])
 """Figures of a node, and the node as the last of them."""
@@ -36,12 +44,11 @@ Half = TypeVar("Half", bound=tuple[Any, ...])
 def place(demand: Demand, nodes: Sequence[NodeView]) -> Placement:
     """The cheapest placement; of equal nodes (see NOISE) the one that was not chosen for longest.
 
-    O(n) for n nodes, where few decode nodes hold any of the prompt; see `pairs`. Raises NoNodes without a node that may
-    be used, ContextLengthExceeded when the request fits into no pool, Overloaded when every decode node that could hold
-    it is beyond its capacity; the first and the last with retry_after.
+    O(n) for n nodes, where few decode nodes hold any of the prompt; see `pairs` and `plain`. Raises NoNodes
+    without a node that may be used, ContextLengthExceeded when the request fits into no pool, Overloaded when every
+    decode node that could hold it is beyond its capacity; the first and the last with retry_after.
     """
-    out = demand.excluded
-    usable = [node for node in nodes if node.lease.state == "ready" and not (out and node.key in out)]
+    usable = [node for node in nodes if node.key not in demand.excluded] if demand.excluded else nodes
     if found := holders(demand, usable):
         demand = replace(demand, holders=found)
         return with_fetch(demand, _place(demand, usable), usable)
@@ -53,45 +60,44 @@ def _place(demand: Demand, usable: Sequence[NodeView]) -> Placement:
     if demand.prompt_only and prefills:
         return _alone(demand, prefills)
     decodes = _decodes(demand, usable)
-    short = (
-        [each for each in decodes if demand.local_tokens >= uncached_len(each[-1], demand)]
-        if demand.local_tokens
-        else []
-    )
-    local = _local(demand, short or decodes)
-    if short or demand.prompt_only or not prefills:
+    short = _short(demand, decodes)
+    remote = None if any(short) or demand.prompt_only or not prefills else _remote(demand, prefills, decodes)
+    local = _local(demand, short if any(short) else decodes, remote.cost_s if remote else inf)
+    if local and (not remote or local.cost_s <= remote.cost_s):
         return local
-    remote = _remote(demand, prefills, decodes)
-    return remote if remote and remote.cost_s < local.cost_s else local
+    assert remote
+    return remote
 
 
 def _prefills(demand: Demand, usable: Iterable[NodeView]) -> list[NodeView]:
     if demand.local_only:
         return []
-    prefills = [node for node in usable if node.lease.role == "prefill"]
+    prefills = [node for node in usable if node.role == "prefill"]
     if demand.pinned:
         prefills = [node for node in prefills if node.key == demand.pinned] or prefills
-    return [node for node in prefills if fits(node, demand)]
+    return [node for node in prefills if demand.total_len < node.pool_tokens]
 
 
-def _decodes(demand: Demand, usable: Iterable[NodeView]) -> list[Ready]:
+def _decodes(demand: Demand, usable: Iterable[NodeView]) -> Decodes:
     """Those with room, with their wait. Raises what `place` raises."""
-    decodes = [node for node in usable if node.lease.role == "decode"]
+    decodes = [node for node in usable if node.role == "decode"]
     if demand.source and demand.broken:
         decodes = [node for node in decodes if unbroken(demand, demand.source, node.key)]
-    size = whole = prompt = 0
-    roomy: list[Ready] = []
-    for node in decodes:
-        if node.lease.block_size != size:
-            size = node.lease.block_size
-            whole, prompt = blocks_for(demand.total_len + 1, size), blocks_for(demand.total_len, size)
-        held = cached_len(node, demand) // size if node.cached_len or demand.beside else 0
-        if whole <= node.total_blocks and (whole - held <= node.spare_blocks or demand.recovers):
-            wait = node.step_s if whole <= node.free_blocks else wait_s(node, demand)
-            roomy.append((wait, prompt - held, node))
-    if not roomy:
+    plain, others = apart(demand, decodes)
+    roomy = Decodes(
+        readies(demand, plain),
+        [(wait_s(node, demand), shipped_blocks(node, demand), node) for node in others if has_room(node, demand)],
+    )
+    if not any(roomy):
         raise _refusal(demand, decodes)
     return roomy
+
+
+def _short(demand: Demand, decodes: Decodes) -> Decodes:
+    """Those that have little enough to compute."""
+    most = demand.local_tokens
+    plain = decodes.plain if most >= demand.total_len else []
+    return Decodes(plain, [each for each in decodes.others if most >= uncached_len(each[-1], demand)] if most else [])
 
 
 def _refusal(demand: Demand, decodes: Sequence[NodeView]) -> KvferryError:
@@ -100,39 +106,51 @@ def _refusal(demand: Demand, decodes: Sequence[NodeView]) -> KvferryError:
         return no_nodes(demand.model)
     fitting = [node for node in decodes if fits(node, demand)]
     if not fitting:
-        return too_long(demand.total_len + 1, max(node.total_blocks * node.lease.block_size for node in decodes))
+        return too_long(demand.total_len + 1, max(node.pool_tokens for node in decodes))
     return full(min((new_blocks(node, demand) - node.spare_blocks) / freed_per_s(node) for node in fitting))
 
 
-def _alone(demand: Demand, prefills: Iterable[NodeView]) -> Placement:
-    cost_s, node = _cheapest([(first_s(node, demand) + risk_s(node, demand), node) for node in prefills])
+def _alone(demand: Demand, prefills: Sequence[NodeView]) -> Placement:
+    cost_s, node = _cheapest([(cost_s, node) for cost_s, _, node in _firsts(demand, prefills)])
     return Placement(node.lease, None, found_len(node, demand), cost_s, first_s(node, demand))
 
 
-def _local(demand: Demand, decodes: Iterable[Ready]) -> Placement:
+def _local(demand: Demand, decodes: Decodes, limit_s: float) -> Placement | None:
+    """None where all cost more than `limit_s`, if that is seen at once."""
     costs = []
-    for wait, _, node in decodes:
+    for wait, _, node in decodes.others:
         seconds = compute_s(node, demand)
         costs.append((queue_s(node, demand) + wait + seconds + own_s(demand, node, seconds), node))
+    if limit_s < min([alone_from_s(demand, decodes.plain), *(cost_s for cost_s, _ in costs)]):
+        return None
+    costs += alone(demand, decodes.plain)
     cost_s, node = _cheapest(costs)
     others_s = own_s(demand, node, compute_s(node, demand))
     return Placement(None, node.lease, found_len(node, demand), cost_s, cost_s - others_s)
 
 
-def _remote(demand: Demand, prefills: Sequence[NodeView], decodes: Iterable[Ready]) -> Placement | None:
-    """The cheapest pair, or one that equals it half by half; None if all are broken."""
-    firsts: list[First] = []
-    shortest_s = min([queue_s(node, demand) for node in prefills], default=0.0) if demand.worth else 0.0
-    for node in prefills:
+def _firsts(demand: Demand, prefills: Sequence[NodeView], shortest_s: float = 0.0) -> list[First]:
+    """`shortest_s`: of their queues, as far as that matters."""
+    plain, others = apart(demand, prefills)
+    found = firsts(demand, plain)
+    for node in others:
         seconds = compute_s(node, demand)
         others_s = risk_s(node, demand) - spared_s(node, demand, shortest_s)
-        firsts.append((queue_s(node, demand) + seconds + others_s, seconds, node))
-    readies = [(wait + HANDOFF_S + doubt_s(node, demand), blocks, node) for wait, blocks, node in decodes]
-    least_s, first, ready = cheapest_pair(demand, firsts, readies)
+        found.append((queue_s(node, demand) + seconds + others_s, seconds, node))
+    return found
+
+
+def _remote(demand: Demand, prefills: Sequence[NodeView], decodes: Decodes) -> Placement | None:
+    """The cheapest pair, or one that equals it half by half; None if all are broken."""
+    shortest_s = min([queue_s(node, demand) for node in prefills]) if demand.worth else 0.0
+    before = _firsts(demand, prefills, shortest_s)
+    behind = [(wait + HANDOFF_S, blocks, node) for wait, blocks, node in decodes.plain]
+    behind += [(wait + HANDOFF_S + doubt_s(node, demand), blocks, node) for wait, blocks, node in decodes.others]
+    least_s, first, ready = cheapest_pair(demand, before, behind)
     if least_s == inf:
         return None
-    first = _whose_turn(firsts, first, least_s, lambda other: pair_s(demand, other, ready))
-    ready = _whose_turn(readies, ready, least_s, lambda other: pair_s(demand, first, other))
+    first = _whose_turn(before, first, least_s, lambda other: pair_s(demand, other, ready))
+    ready = _whose_turn(behind, ready, least_s, lambda other: pair_s(demand, first, other))
     prefill, cost_s = first[-1], pair_s(demand, first, ready)
     found = found_len(prefill, demand)
     return Placement(prefill.lease, ready[-1].lease, found, cost_s, first_s(prefill, demand))
@@ -148,9 +166,9 @@ def _whose_turn(halves: Iterable[Half], cheapest: Half, least_s: float, cost_s: 
     """The first, in turn order, that equals the cheapest: alike in what is counted, near in what is learned."""
     limit_s, node = least_s * (1 + NOISE), cheapest[-1]
     turn, counted, held, kept = node.turn, node.counted, node.cached_len, node.kept_len
-    for half in halves:
+    for half in [half for half in halves if half[-1].turn < turn and half[-1].counted == counted]:
         node = half[-1]
-        same = node.turn < turn and node.counted == counted and node.cached_len == held and node.kept_len == kept
+        same = node.turn < turn and node.cached_len == held and node.kept_len == kept
         if same and cost_s(half) <= limit_s:
             cheapest, turn = half, node.turn
     return cheapest

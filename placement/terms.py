@@ -35,6 +35,9 @@ class NodeView:
 
     What no request changes is figured once, with the view, for each placement looks at every node:
 
+    key             of the node
+    role            of the node if it is ready, else empty
+    bare_size       tokens of a block if it holds nothing of this request, else 0
     turn            of equal nodes the one with the least comes first
     counted         what equal nodes have alike, but for cached_len
     rate            prompt tokens computed in a second
@@ -42,7 +45,10 @@ class NodeView:
     step_s          seconds of a step, stretched by the streams
     block_s         seconds to ship a block from there
     total_blocks    of the pool
+    pool_tokens     that it holds
     free_blocks     free and not promised to others
+    unasked_blocks  free, and not needed by what waits there
+    ready_blocks    that a request which finds nothing there may have at once
     spare_blocks    that may still be asked of a decode node; below zero when it has been asked for more than it takes
     """
 
@@ -53,6 +59,9 @@ class NodeView:
     pending_blocks: int = 0
     placed: int = 0
     kept_len: int = 0
+    key: NodeKey = field(init=False, repr=False, compare=False)
+    role: str = field(init=False, repr=False, compare=False)
+    bare_size: int = field(init=False, repr=False, compare=False)
     turn: tuple[int, str] = field(init=False, repr=False, compare=False)
     counted: tuple[int, int, int] = field(init=False, repr=False, compare=False)
     rate: float = field(init=False, repr=False, compare=False)
@@ -60,12 +69,19 @@ class NodeView:
     step_s: float = field(init=False, repr=False, compare=False)
     block_s: float = field(init=False, repr=False, compare=False)
     total_blocks: int = field(init=False, repr=False, compare=False)
+    pool_tokens: int = field(init=False, repr=False, compare=False)
     free_blocks: int = field(init=False, repr=False, compare=False)
+    unasked_blocks: int = field(init=False, repr=False, compare=False)
+    ready_blocks: int = field(init=False, repr=False, compare=False)
     spare_blocks: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lease, load, rates, put = self.lease, self.lease.load, self.lease.rates, object.__setattr__
         rate, total = max(rates.prefill_tokens_per_s, 1.0), load.total_blocks or UNKNOWN_BLOCKS
+        free = load.free_blocks - max(0, self.pending_blocks - load.granted_blocks)
+        put(self, "key", (lease.node_id, lease.epoch))
+        put(self, "role", lease.role if lease.state == "ready" else "")
+        put(self, "bare_size", 0 if self.cached_len or self.kept_len else lease.block_size)
         put(self, "turn", (self.placed, lease.node_id))
         put(self, "counted", (self.waiting_tokens, self.streams, self.pending_blocks))
         put(self, "rate", rate)
@@ -73,12 +89,11 @@ class NodeView:
         put(self, "step_s", rates.step_s * (1 + STREAM_SHARE * self.streams))
         put(self, "block_s", lease.block_bytes / max(rates.ship_bytes_per_s, 1.0))
         put(self, "total_blocks", total)
-        put(self, "free_blocks", load.free_blocks - max(0, self.pending_blocks - load.granted_blocks))
+        put(self, "pool_tokens", total * lease.block_size)
+        put(self, "free_blocks", free)
+        put(self, "unasked_blocks", max(0, load.free_blocks - self.waiting_tokens // lease.block_size))
+        put(self, "ready_blocks", free + load.cached_blocks if load.total_blocks else UNKNOWN_BLOCKS)
         put(self, "spare_blocks", BACKLOG * total - load.active_blocks - self.pending_blocks)
-
-    @property
-    def key(self) -> NodeKey:
-        return (self.lease.node_id, self.lease.epoch)
 
 
 class Holding(NamedTuple):

@@ -35,8 +35,7 @@ def displaced_blocks(node: NodeView, demand: Demand) -> int:
     """Cached blocks that leave a node's pool for the prompt, behind those that wait there."""
     load, size = node.lease.load, node.lease.block_size
     fresh = blocks_for(uncached_len(node, demand), size)
-    free = max(0, load.free_blocks - node.waiting_tokens // size)
-    return min(max(0, fresh - free), load.cached_blocks)
+    return min(max(0, fresh - node.unasked_blocks), load.cached_blocks)
 
 
 def displaced_s(node: NodeView, demand: Demand) -> float:

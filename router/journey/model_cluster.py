@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster_state.index import on_disk
 from placement.blocks import crowded
 from placement.capacity import Capacity, capacity
 from placement.place import place
@@ -131,10 +130,9 @@ class ModelCluster:
     async def reuse(self, hashes: Sequence[bytes], held: Mapping[NodeKey, int]) -> dict[str, int]:
         """Leading blocks held, by node id, and by `index.on_disk` of it: those known to be `held`, those under way, and
         what the index tells; when that does not answer in time, what this router remembers."""
-        nodes = dict(entry.key for entry in self.group.members)
+        nodes = self.group.epochs
         if not hashes or not nodes:
             return {}
-        nodes.update((on_disk(e.key[0]), e.key[1]) for e in self.group.members if e.lease.rates.read_block_s)
         found = await self._prefixes.held(hashes, nodes, self.nodes.contact.up)
         here = {node_id: blocks for (node_id, epoch), blocks in held.items() if nodes.get(node_id) == epoch}
         for node_id, blocks in (*self.underway.held(hashes, nodes).items(), *here.items()):

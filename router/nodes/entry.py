@@ -54,12 +54,14 @@ class Part(NamedTuple):
 
 
 class Room:
-    """The sum of the parts of a model's nodes, kept at every change: whether anything can be placed is known without
-    asking each node. `placed` counts the bookings ever made."""
+    """What a model's nodes come to, kept at every change. `total`: the sum of their parts: whether anything can be
+    placed is known without asking each node. `views`: of those of the group that can be reached. `placed` counts the
+    bookings ever made."""
 
     def __init__(self, model: str) -> None:
         self.model = model
         self.total = Part()
+        self.views: dict[NodeKey, NodeView] = {}
         self.placed = 0
 
     def change(self, before: Part, after: Part) -> None:
@@ -225,6 +227,10 @@ class NodeEntry:
             load.waiting_tokens, load.granted_blocks + queued, load.running_requests + load.waiting_requests
         )
         self.view = NodeView(lease, 0, tokens, requests, blocks, self._placed)
+        if self._grouped and self.reachable:
+            self._room.views[self.key] = self.view
+        else:
+            self._room.views.pop(self.key, None)
         part = self._part_now()
         self._room.change(self._part, part)
         self._part = part

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from cluster_state.index import on_disk
+from cluster_state.index import on_disk, owner
 from model_files.naming import ModelName
 from placement.terms import NodeView
 from protocol.lease import NodeLease
@@ -23,12 +23,14 @@ class NodeGroup:
     name      of the model
     members   those that can work together, draining ones included
     room      what the members could still take
+    epochs    of the members, by their ids, and by `index.on_disk` of these
     """
 
     def __init__(self, name: ModelName) -> None:
         self.name = name
         self._nodes: list[NodeEntry] = []
         self.members: list[NodeEntry] = []
+        self.epochs: dict[str, int] = {}
         self.room = Room(name.first)
         self._fingerprint: str | None = None
 
@@ -45,6 +47,8 @@ class NodeGroup:
 
         self._fingerprint = max(sizes, key=worth, default=self._fingerprint)
         self.members = [entry for entry in entries if entry.lease.fingerprint == self._fingerprint]
+        self.epochs = dict(entry.key for entry in self.members)
+        self.epochs.update([(on_disk(node_id), epoch) for node_id, epoch in self.epochs.items()])
         for entry in entries:
             fingerprint = entry.lease.fingerprint
             entry.join(fingerprint == self._fingerprint)
@@ -54,10 +58,13 @@ class NodeGroup:
     def views(self, held: Mapping[str, int], adapter: str) -> list[NodeView]:
         """The members that answer and hold the adapter, if one is asked for, with what they hold of a prompt: leading
         blocks by node id, and by `index.on_disk` of it."""
-        views = [e.view for e in self.members if e.reachable and (not adapter or holds(e.lease, adapter))]
-        if not held:
-            return views
-        return [_holding(view, held) for view in views]
+        views = self.room.views.copy()
+        for name in held:
+            key = (owner(name), self.epochs.get(name, 0))
+            if key in views:
+                views[key] = _holding(self.room.views[key], held)
+        found = list(views.values())
+        return [view for view in found if holds(view.lease, adapter)] if adapter else found
 
     def leases(self) -> list[NodeLease]:
         """Of all the model's live nodes, of any fingerprint and state."""

@@ -11,7 +11,7 @@ from walk import Walk
 from protocol.messages import PrefillRequest
 
 
-async def test_twenty_five_files_from_a_spec_to_the_post_to_prefill() -> None:
+async def test_twenty_seven_files_from_a_spec_to_the_post_to_prefill() -> None:
     walk = Walk("router", "placement")
 
     async def arrived(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -45,6 +45,8 @@ async def test_twenty_five_files_from_a_spec_to_the_post_to_prefill() -> None:
         "router/nodes/connection.py",
         "placement/place.py",
         "placement/pairs.py",
+        "placement/costs.py",
+        "placement/plain.py",
         "placement/terms.py",
         "placement/blocks.py",
         "placement/fetching.py",

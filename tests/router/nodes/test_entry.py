@@ -98,6 +98,7 @@ def test_the_room_is_the_sum_over_all_nodes(changes: list[tuple[int, str, int]])
     parts = [entry._part_now() for entry in entries]
     assert room.total[:4] == tuple(map(sum, list(zip(*parts, strict=True))[:4]))
     assert room.total.freed_per_s == pytest.approx(sum(part.freed_per_s for part in parts))
+    assert room.views == {entry.key: entry.view for entry in entries if entry._grouped and entry.reachable}
     views = [entry.view for entry, part in zip(entries, parts, strict=True) if part != Part()]
     refused: type[KvferryError] | None = None
     try:

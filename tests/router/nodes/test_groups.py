@@ -8,8 +8,10 @@ import pytest
 from fake_workers import lease_of
 from test_table import Clock, Registry
 
+from cluster_state.index import on_disk
 from model_files.naming import ModelName
-from protocol.lease import Load, NodeLease
+from protocol.errors import NodeLost
+from protocol.lease import Load, NodeLease, Rates
 from protocol.metrics import RouterMetrics
 from router.nodes.entry import Part
 from router.nodes.group import NodeGroup
@@ -53,6 +55,27 @@ async def test_each_model_has_its_nodes_and_a_room_of_its_own() -> None:
     assert "full" in str(second.refusal())
     assert first.total.spare_blocks == spare
     assert first.refusal() is None
+
+
+async def test_views_are_of_members_that_can_be_reached_with_what_they_hold() -> None:
+    table = Groups(A, B)
+    disk = Rates(read_block_s=0.001)
+    leases = [node("p1", "prefill", "a", rates=disk), node("d1", "decode", "a"), node("d2", "decode", "b")]
+    await table.see(*leases)
+    for entry in table.entries.values():
+        entry.opened()
+    group, size = table.groups[0], leases[0].block_size
+    names = {"p1": 3, on_disk("p1"): 5, "d1": 2, on_disk("d1"): 9, "d2": 7, "gone": 1}
+    assert group.epochs == {"p1": 1, on_disk("p1"): 1, "d1": 1, on_disk("d1"): 1}
+    held = {view.lease.node_id: (view.cached_len, view.kept_len) for view in group.views(names, "")}
+    assert held == {"p1": (3 * size, 5 * size), "d1": (2 * size, 0)}
+    assert [view.cached_len for view in group.views({}, "")] == [0, 0]
+    assert group.views(names, "an adapter") == []
+    table.entries["d1", 1].broken(NodeLost("d1"))
+    assert [view.lease.node_id for view in group.views(names, "")] == ["p1"]
+    await table.see(leases[0], leases[2], replace(leases[1], epoch=2))
+    table.entries["d1", 2].opened()
+    assert {view.key for view in group.views(names, "")} == {("p1", 1), ("d1", 2)}
 
 
 async def test_a_model_whose_nodes_leave_is_named_and_the_other_goes_on() -> None:
