@@ -24,7 +24,7 @@
 # make bench-speculation  tokens per second with and without --num-speculative-tokens
 # make bench-tiers  what a prefix on disk is worth: prompts read from there, against computing them
 # make bench-embed  embeddings a second, against one batch of transformers
-# make bench-gpu measure the kernels on the GPU of this machine
+# make bench-gpu measure kernels, steps and a cluster on the GPU of this machine, in ten minutes; with its own Python, if that has torch
 # make images    both images for this machine; all platforms into a registry: make images PUSH=1 REGISTRY=ghcr.io/me/
 # make lock      renew what the images install; the newest that fits: make lock ARGS=--upgrade (also needs torch's CPU index)
 # make test-images  install what the images install, as they do, measure it, and serve from it; where a Docker engine answers, in it, too
@@ -193,9 +193,11 @@ bench-buddies: $(VENV)/test.done $(VENV)/model.done
 bench-embed: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.embedding $(ARGS)
 
-bench-gpu: $(VENV)/test.done
-	$(BIN)/python benchmarks/gpu_kernels.py $(ARGS)
-	$(BIN)/python benchmarks/gpu_checksums.py
+# Without network and environment where $(PYTHON) has all that it imports.
+READY := import torch, triton, transformers, msgpack, psutil; assert torch.cuda.is_available()
+bench-gpu:
+	@if $(PYTHON) -c '$(READY)' 2>/dev/null; then python=$(PYTHON); else \
+	  $(MAKE) --no-print-directory $(VENV)/test.done && python=$(BIN)/python; fi && $$python -m benchmarks.gpu $(ARGS)
 
 # What a machine keeps for itself has no list of parts; what is pushed has one for each platform, and the times of the
 # commit. REGISTRY, TAG, BASE, DEBIAN_SNAPSHOT, DEMO_MODEL, TORCH_INDEX_URL and SOURCE go to deploy/docker/bake.json as

@@ -1,12 +1,13 @@
 """Measures the checksums of KV blocks in the memory of this machine's CUDA device, against a device copy and the CPU.
 
-    python benchmarks/gpu_checksums.py [--runs 15]
+    python -m benchmarks.gpu_checksums [--runs 15 --rows FILE]
 
 Each line is one call of `digests`, as the link makes it: from a list of blocks to their numbers on the host, the wait
 for the device and the last mixing in Python included. `device us` is what the device takes of it. The CPU's side is the
 xxhash library's XXH3 of the same bytes in the host's memory, on one thread. All forms run in turn, `--runs` times, and
 the median is printed; a line's blocks exceed any cache. GB/s counts each byte once, and the share is of what a device
-copy moves, which reads and writes. Every number is compared before anything is timed.
+copy moves, which reads and writes. Every number is compared before anything is timed. --tiny: nothing, for there is no
+CPU that runs these kernels.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_intdigest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks.gpu_rows import Rows
 from kernels.triton.checksum import accumulated, digests
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -105,12 +105,20 @@ def copied(source: torch.Tensor, target: torch.Tensor) -> float:
     return 2 * source.nbytes / (time.perf_counter() - began)
 
 
-def line(given: Batch, forms: Sequence[Callable[[Batch], float]], copy: Callable[[], float], runs: int) -> str:
+def line(
+    given: Batch,
+    forms: Sequence[Callable[[Batch], float]],
+    copy: Callable[[], float],
+    runs: int,
+    rows: Rows | None = None,
+) -> str:
     """Of the table. forms: whole, on_device, on_host."""
     check(given)
     rounds = [[*(form(given) for form in forms), copy()] for _ in range(runs + 2)][2:]
     call, device, host, moved = (statistics.median(column) for column in zip(*rounds, strict=True))
     size = given.count * given.size
+    if rows is not None:
+        rows.put(given.title, f"{call * 1e6:.1f} us", size / call / moved, "a copy's bytes/s", host / call)
     return (
         f"{given.title:30}{call * 1e6:10.1f}{device * 1e6:12.1f}{host * 1e6:10.1f}{host / call:8.2f}"
         f"{size / call / 1e9:10.1f}{size / call / moved:9.0%}{size / host / 1e9:10.1f}{moved / 1e9:11.0f}"
@@ -120,7 +128,13 @@ def line(given: Batch, forms: Sequence[Callable[[Batch], float]], copy: Callable
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="checksums on a GPU against a device copy and XXH3 on the CPU")
     parser.add_argument("--runs", type=int, default=15)
-    runs = parser.parse_args(arguments).runs
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rows", type=Path)
+    asked = parser.parse_args(arguments)
+    runs, rows = asked.runs, Rows("checksums", asked.rows)
+    if asked.tiny:
+        print("checksums on a GPU have no small form")
+        return
     if not torch.cuda.is_available():
         sys.exit("gpu_checksums measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
     device = torch.device("cuda")
@@ -131,7 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{'GB/s':>10}{'of copy':>9}{'CPU GB/s':>10}{'copy GB/s':>11}")
     for count, size in BATCHES:
         given = batch(count, size, device)
-        print(line(given, (whole, on_device, on_host), lambda: copied(source, target), runs), flush=True)
+        print(line(given, (whole, on_device, on_host), lambda: copied(source, target), runs, rows), flush=True)
 
 
 if __name__ == "__main__":

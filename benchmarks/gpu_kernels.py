@@ -1,12 +1,13 @@
 """Measures the Triton operations on the CUDA device of this machine, against a device copy and against PyTorch.
 
-    python benchmarks/gpu_kernels.py [--heads 32 --kv-heads 8 --dim 128 --dtype bfloat16 --runs 15]
+    python -m benchmarks.gpu_kernels [--heads 32 --kv-heads 8 --dim 128 --dtype bfloat16 --runs 15 --rows FILE]
 
 Each line is one operation at one size. Every form of it (ours, then PyTorch's: SDPA on contiguous K/V, the plain
 operations of `kernels/reference.py` for the rest) is captured into a CUDA graph over up to 32 layers, as many as exceed
 the device's L2 cache, so no time of the host counts and only the smallest sizes read from cache; the graphs then run in
 turn, `--runs` times, and the median is printed. GB/s counts each byte an operation must move once; the share is of a
-device-to-device copy measured in the same rounds. Outputs are compared before anything is timed.
+device-to-device copy measured in the same rounds. Outputs are compared before anything is timed. --tiny: small sizes on
+a CPU, of the reference's operations and without graphs, to try the benchmark itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,19 +24,34 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from protocol.layout import blocks_for
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks.gpu_rows import Rows
 from kernels.ops import Ops, select
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
+from protocol.layout import blocks_for
 
 COLD_BYTES = 256 << 20
 MAX_LAYERS = 32
-DECODES = [(1, 4096), (1, 32768), (8, 4096), (32, 2048), (128, 1024)]
-CHUNKS = [(1, 2048, 0), (1, 8192, 0), (1, 512, 7680), (8, 512, 0)]
-TOKENS = [1, 64, 8192]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """decodes: (sequences, length); chunks: (sequences, tokens, tokens before them); tokens: of what is no attention;
+    copied: bytes of the copy."""
+
+    decodes: tuple[tuple[int, int], ...]
+    chunks: tuple[tuple[int, int, int], ...]
+    tokens: tuple[int, ...]
+    copied: int
+
+
+FULL = Sizes(
+    decodes=((1, 4096), (1, 32768), (8, 4096), (32, 2048), (128, 1024)),
+    chunks=((1, 2048, 0), (1, 8192, 0), (1, 512, 7680), (8, 512, 0)),
+    tokens=(1, 64, 8192),
+    copied=1 << 30,
+)
+SMALL = Sizes(((2, 64),), ((1, 32, 16),), (4,), 1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +190,13 @@ def rope(ops: Ops, plain: Ops, shape: Shape, tokens: int) -> Subject:
     return Subject(f"rope_and_cache {tokens} x {sum(heads)} heads", form(ops), form(plain), layers, moved)
 
 
-def subjects(ops: Ops, shape: Shape) -> Iterator[Subject]:
+def subjects(ops: Ops, shape: Shape, sizes: Sizes) -> Iterator[Subject]:
     """Built one at a time: each may hold gigabytes."""
-    for seqs, length in DECODES:
+    for seqs, length in sizes.decodes:
         yield attention(ops, shape, seqs, 1, length - 1)
-    for seqs, query_len, computed_len in CHUNKS:
+    for seqs, query_len, computed_len in sizes.chunks:
         yield attention(ops, shape, seqs, query_len, computed_len)
-    for tokens in TOKENS:
+    for tokens in sizes.tokens:
         yield from pointwise(ops, shape, tokens)
 
 
@@ -202,6 +219,21 @@ def captured(form: Callable[[int], object], layers: int) -> torch.cuda.CUDAGraph
     return graph
 
 
+def timed(form: Callable[[int], object], layers: int, device: torch.device) -> Callable[[], float]:
+    """What runs the form on each layer once, and tells the seconds that the device takes."""
+    if device.type == "cpu":
+        return lambda: on_host(form, layers)
+    graph = captured(form, layers)
+    return lambda: seconds(graph)
+
+
+def on_host(form: Callable[[int], object], layers: int) -> float:
+    began = time.perf_counter()
+    for layer in range(layers):
+        form(layer)
+    return time.perf_counter() - began
+
+
 def seconds(graph: torch.cuda.CUDAGraph) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
@@ -211,16 +243,18 @@ def seconds(graph: torch.cuda.CUDAGraph) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def measure(subject: Subject, source: torch.Tensor, target: torch.Tensor, runs: int) -> str:
+def measure(subject: Subject, source: torch.Tensor, target: torch.Tensor, runs: int, rows: Rows) -> str:
     """A line of the table."""
     check(subject)
-    graphs = [captured(form, subject.layers) for form in (subject.ours, subject.peer)]
-    graphs.append(captured(lambda _: target.copy_(source), 1))
-    rounds = [[seconds(graph) for graph in graphs] for _ in range(runs + 2)][2:]
+    forms = [timed(form, subject.layers, source.device) for form in (subject.ours, subject.peer)]
+    forms.append(timed(lambda _: target.copy_(source), 1, source.device))
+    rounds = [[form() for form in forms] for _ in range(runs + 2)][2:]
     ours, peer, copy = (statistics.median(column) for column in zip(*rounds, strict=True))
     ours, peer = ours / subject.layers, peer / subject.layers
     copied = 2 * source.nbytes / copy
     rate, work = subject.moved / ours, f"{subject.work / ours / 1e12:8.1f}" if subject.work else " " * 8
+    figure = f"{ours * 1e6:.1f} us" + (f", {work.strip()} TFLOP/s" if subject.work else "")
+    rows.put(subject.title, figure, rate / copied, "a copy's bytes/s", peer / ours)
     return (
         f"{subject.title:34}{ours * 1e6:10.1f}{peer * 1e6:12.1f}{peer / ours:8.2f}"
         f"{rate / 1e9:10.0f}{rate / copied:9.0%}{work}{copied / 1e9:10.0f}"
@@ -232,19 +266,27 @@ def main(arguments: list[str] | None = None) -> None:
     for name, default in (("--heads", 32), ("--kv-heads", 8), ("--dim", 128), ("--runs", 15)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rows", type=Path)
     chosen = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
+    if not chosen.tiny and not torch.cuda.is_available():
         sys.exit("gpu_kernels measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
-    device = torch.device("cuda")
-    shape = Shape(chosen.heads, chosen.kv_heads, chosen.dim, getattr(torch, chosen.dtype), device)
-    source = torch.ones(1 << 30, dtype=torch.uint8, device=device)
+    if chosen.tiny:
+        device, sizes, shape, ops = torch.device("cpu"), SMALL, (4, 2, 16, torch.float32), ReferenceOps()
+    else:
+        device, sizes = torch.device("cuda"), FULL
+        shape = (chosen.heads, chosen.kv_heads, chosen.dim, getattr(torch, chosen.dtype))
+        ops = select("triton", device)
+    rows = Rows("kernels", chosen.rows)
+    source = torch.ones(sizes.copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {chosen.dtype}, median of {chosen.runs} runs")
+    name = "a CPU" if chosen.tiny else torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}, {shape[3]}, median of {chosen.runs} runs")
     print(f"{'':34}{'us/layer':>10}{'PyTorch us':>12}{'ratio':>8}", end="")
     print(f"{'GB/s':>10}{'of copy':>9}{'TFLOP/s':>8}{'copy GB/s':>10}")
     with torch.inference_mode():
-        for subject in subjects(select("triton", device), shape):
-            print(measure(subject, source, target, chosen.runs), flush=True)
+        for subject in subjects(ops, Shape(*shape, device), sizes):
+            print(measure(subject, source, target, chosen.runs, rows), flush=True)
 
 
 if __name__ == "__main__":

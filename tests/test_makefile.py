@@ -40,3 +40,25 @@ def test_the_links_cuda_is_torchs(tmp_path: Path, target: str, more: str, cuda: 
 
 def test_one_that_is_named_is_taken(tmp_path: Path) -> None:
     assert planned(tmp_path, "worker", "13.0", "EXTRA=worker") == "worker"
+
+
+def benched(home: Path, imports: str) -> list[str]:
+    """Commands that measuring a GPU would run with a Python that can import so much."""
+    for name in ("own", "venv/bin/python"):
+        python = home / name
+        python.parent.mkdir(parents=True, exist_ok=True)
+        asks = f"case \"$2\" in *'{imports}'*) exit 0;; *import*) exit 1;; esac"
+        python.write_text(f"#!/bin/sh\n{asks}\necho {name} $@\n")
+        python.chmod(0o755)
+    command = ["make", f"PYTHON={home / 'own'}", f"VENV={home / 'venv'}", "bench-gpu", "MAKE=echo made", "ARGS=--tiny"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.splitlines()
+
+
+def test_a_gpu_is_measured_by_the_python_that_has_torch(tmp_path: Path) -> None:
+    """Such machines often have no network, and their torch is the one to measure."""
+    assert benched(tmp_path, "import torch, triton") == ["own -m benchmarks.gpu --tiny"]
+    made, run = benched(tmp_path, "nothing of that")
+    assert made.startswith("made")
+    assert made.endswith("venv/test.done")
+    assert run == "venv/bin/python -m benchmarks.gpu --tiny"

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
+import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import gpu_kernels
 from kernels.reference import ReferenceOps
-
-SCRIPT = Path(__file__).parent.parent.parent / "benchmarks" / "gpu_kernels.py"
 
 
 @pytest.fixture(scope="module")
-def bench() -> dict[str, Any]:
-    names = runpy.run_path(str(SCRIPT))
-    names["layers_for"].__globals__["COLD_BYTES"] = 1
-    return names
+def bench() -> Iterator[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gpu_kernels, "COLD_BYTES", 1)
+        yield vars(gpu_kernels)
 
 
 @pytest.mark.parametrize(("seqs", "query_len", "computed_len"), [(3, 1, 40), (1, 33, 0), (2, 17, 20)])
@@ -52,7 +51,7 @@ def test_pointwise_forms_agree(bench: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
-@pytest.mark.parametrize("script", [SCRIPT, SCRIPT.with_name("gpu_checksums.py")])
-def test_without_cuda_it_says_so(script: Path) -> None:
+@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_checksums", "gpu_steps"])
+def test_without_cuda_it_says_so(name: str) -> None:
     with pytest.raises(SystemExit, match="CUDA"):
-        runpy.run_path(str(script))["main"]([])
+        importlib.import_module(f"benchmarks.{name}").main([])

@@ -3,9 +3,7 @@ decides at its import whether it interprets; on a machine with a CUDA device the
 
 from __future__ import annotations
 
-import runpy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,12 +146,14 @@ def test_checksums_are_those_of_the_library(size: int) -> None:
 
 
 def test_the_benchmark_of_checksums_times_right_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "gpu_checksums.py"))
+    from benchmarks import gpu_checksums
+
+    bench = vars(gpu_checksums)
     given = bench["batch"](2, 5000, torch.device(DEVICE), 30_000)
     assert (len(given.blocks), given.count, given.title) == (6, 2, "checksums of 2 x 4.88281 KiB")
     forms = (bench["whole"], bench["whole"], bench["on_host"])
     words = bench["line"](given, forms, lambda: 1e9, 1).split()
     assert len(words) == 14
-    monkeypatch.setitem(bench["check"].__globals__, "digests", lambda blocks: [0] * len(blocks))
+    monkeypatch.setattr(gpu_checksums, "digests", lambda blocks: [0] * len(blocks))
     with pytest.raises(AssertionError, match="checksums of 2"):
         bench["line"](given, forms, lambda: 1e9, 1)

@@ -1,0 +1,59 @@
+"""What the phases of the GPU benchmark hand over: a row a figure, kept as soon as it is known, and the table of all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure. share: of the limit that `limit` names, which was measured in the same run; against: how often it
+    exceeds PyTorch's or the CPU's. None: there is no such comparison."""
+
+    phase: str
+    what: str
+    figure: str
+    share: float | None = None
+    limit: str = ""
+    against: float | None = None
+
+
+class Rows:
+    """Appends to a file of JSON lines; nowhere without a path."""
+
+    def __init__(self, phase: str, path: Path | None) -> None:
+        self._phase, self._path = phase, path
+
+    def put(
+        self, what: str, figure: str, share: float | None = None, limit: str = "", against: float | None = None
+    ) -> None:
+        row = Row(self._phase, what, figure, share, limit, against)
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+
+
+def read(path: Path) -> list[Row]:
+    """Those that are whole: a phase may have been killed in a line."""
+    return list(_whole(path.read_text().splitlines())) if path.exists() else []
+
+
+def _whole(lines: Iterable[str]) -> Iterator[Row]:
+    for line in lines:
+        try:
+            yield Row(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Markdown."""
+    lines = ["| phase | what | measured | of the limit | against |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        share = "" if row.share is None else f"{row.share:.0%} of {row.limit}"
+        against = "" if row.against is None else f"{row.against:.2f} x"
+        lines.append(f"| {row.phase} | {row.what} | {row.figure} | {share} | {against} |")
+    return "\n".join(lines)

