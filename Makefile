@@ -25,6 +25,7 @@
 # make bench-tiers  what a prefix on disk is worth: prompts read from there, against computing them
 # make bench-embed  embeddings a second, against one batch of transformers
 # make bench-gpu measure kernels, steps and a cluster on the GPU of this machine, in ten minutes; with its own Python, if that has torch
+# make wheelhouse  the wheels that a machine with torch but without a network lacks: make wheelhouse ARGS='--python 3.12 --slim house'
 # make images    both images for this machine; all platforms into a registry: make images PUSH=1 REGISTRY=ghcr.io/me/
 # make lock      renew what the images install; the newest that fits: make lock ARGS=--upgrade (also needs torch's CPU index)
 # make test-images  install what the images install, as they do, measure it, and serve from it; where a Docker engine answers, in it, too
@@ -74,7 +75,7 @@ CHAOS   := PYTHONPATH=tests $(BIN)/python -m chaos --seed $(SEED) $(if $(NETWORK
 .PHONY: help serve test test-clients test-schemas fuzz fuzz-api test-avx512 test-asan test-tsan simulate-protocol chaos soak \
   redis-faults lint docs bench bench-accuracy bench-grammars \
   bench-router bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-embed \
-  bench-gpu images lock test-deploy test-images clean FORCE
+  bench-gpu wheelhouse images lock test-deploy test-images clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -198,6 +199,9 @@ READY := import torch, triton, transformers, msgpack, psutil; assert torch.cuda.
 bench-gpu:
 	@if $(PYTHON) -c '$(READY)' 2>/dev/null; then python=$(PYTHON); else \
 	  $(MAKE) --no-print-directory $(VENV)/test.done && python=$(BIN)/python; fi && $$python -m benchmarks.gpu $(ARGS)
+
+wheelhouse: $(VENV)/test.done
+	$(BIN)/python deploy/wheelhouse.py $(ARGS)
 
 # What a machine keeps for itself has no list of parts; what is pushed has one for each platform, and the times of the
 # commit. REGISTRY, TAG, BASE, DEBIAN_SNAPSHOT, DEMO_MODEL, TORCH_INDEX_URL and SOURCE go to deploy/docker/bake.json as

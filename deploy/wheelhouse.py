@@ -1,0 +1,117 @@
+"""Bring what a cluster needs beside torch to a machine without a network, such as a GPU machine on loan.
+
+    python deploy/wheelhouse.py --list > have.txt                    # there: what it has
+    python deploy/wheelhouse.py --have have.txt --python 3.12 house  # here: what it lacks, as wheels in house/
+    python deploy/wheelhouse.py --have have.txt --slim house         # or unpacked and slimmed, as house.tar.gz
+
+There, `pip install --no-index --no-deps house/*.whl`, or unpack the archive and put its folder on PYTHONPATH. Versions
+are those that the images install (deploy/docker/locked); torch, Triton and CUDA's libraries are never brought. --slim
+takes out what no run reads, as the images do. Needs pip and the package `packaging`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+
+LOCKED = Path(__file__).parent / "docker" / "locked"
+NEVER = re.compile(r"torch|triton|nvidia-.*|cuda-(bindings|core|pathfinder|toolkit)|setuptools")
+"""Of the machine's own CUDA, whatever it is."""
+OLDEST_GLIBC = 5
+"""2.5: of the first wheels for Linux that went by it."""
+
+
+def normal(name: str) -> str:
+    """As PEP 503 compares names."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins(locked: str, python: str, machine: str) -> dict[str, str]:
+    """Versions by name of what a list of deploy/docker/locked installs on Linux with that Python, such as 3.12."""
+    from packaging.requirements import Requirement
+
+    environment = {
+        "python_version": python,
+        "python_full_version": f"{python}.99",
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": machine,
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+    }
+    found = {}
+    for line in locked.splitlines():
+        if "==" not in line or line.startswith(("#", " ")):
+            continue
+        wanted = Requirement(line.rstrip("\\ "))
+        if wanted.marker is None or wanted.marker.evaluate(environment):
+            found[normal(wanted.name)] = next(iter(wanted.specifier)).version
+    return found
+
+
+def lacking(pinned: dict[str, str], have: Iterable[str]) -> list[str]:
+    """Requirements of what is not there. have: names, or lines of `pip freeze`."""
+    there = {normal(re.split(r"[=@ ]", line.strip())[0]) for line in have if line.strip()}
+    return [f"{name}=={version}" for name, version in pinned.items() if name not in there and not NEVER.fullmatch(name)]
+
+
+def options(python: str, machine: str, glibc: int) -> list[str]:
+    """Of pip, which takes wheels of that Python and platform alone. glibc: 36 for 2.36."""
+    names = [f"manylinux_2_{minor}" for minor in range(glibc, OLDEST_GLIBC - 1, -1)]
+    platforms = [f"--platform={name}_{machine}" for name in (*names, "manylinux2014", "manylinux2010", "manylinux1")]
+    return ["--no-deps", "--only-binary=:all:", f"--python-version={python}", "--implementation=cp", *platforms]
+
+
+def pip(command: str, given: Sequence[str]) -> None:
+    subprocess.run([sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", *given], check=True)
+
+
+def slimmed(given: Sequence[str], house: Path) -> Path:
+    """An archive of what these options of pip install, small."""
+    slim = runpy.run_path(str(Path(__file__).parent / "docker" / "slim.py"))
+    with tempfile.TemporaryDirectory() as folder:
+        site = Path(folder) / house.name
+        pip("install", ["--target", str(site), "--no-compile", *given])
+        for step in ("remove_unread", "link_equals", "strip"):
+            slim[step](site)
+        return Path(shutil.make_archive(str(house), "gztar", folder, house.name))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="wheels for a machine without a network")
+    parser.add_argument("house", type=Path, nargs="?")
+    parser.add_argument("--list", action="store_true", help="print the packages that are installed here")
+    parser.add_argument("--have", type=Path, help="file with the packages that the machine has")
+    parser.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}")
+    parser.add_argument("--machine", choices=("x86_64", "aarch64"), default="x86_64")
+    parser.add_argument("--glibc", type=int, default=36, help="minor version of the machine's (ldd --version)")
+    parser.add_argument("--extra", choices=("worker", "worker-cu13"), default="worker-cu13", help="as torch's CUDA is")
+    parser.add_argument("--slim", action="store_true")
+    asked = parser.parse_args()
+    if asked.list:
+        print(*sorted({normal(each.metadata["Name"]) for each in distributions()}), sep="\n")
+        return
+    if asked.house is None:
+        parser.error("name the folder of the wheels")
+    have = asked.have.read_text().splitlines() if asked.have else []
+    wanted = lacking(pins((LOCKED / f"{asked.extra}.txt").read_text(), asked.python, asked.machine), have)
+    print(f"{len(wanted)} packages for Python {asked.python} on {asked.machine}: {' '.join(wanted)}")
+    given = [*options(asked.python, asked.machine, asked.glibc), *wanted]
+    if asked.slim:
+        made = slimmed(given, asked.house)
+        print(f"{made}: {made.stat().st_size / 1e6:.0f} MB")
+        return
+    pip("download", ["--dest", str(asked.house), *given])
+    total = sum(file.stat().st_size for file in asked.house.glob("*.whl"))
+    print(f"{asked.house}: {total / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()
