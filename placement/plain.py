@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from placement.costs import wait_s
 from placement.fetching import LEAST_GAIN_S
-from placement.pairs import First, Ready
+from placement.pairs import ROUNDING, First, Ready
 from placement.terms import Demand, NodeView, unbroken
 from protocol.layout import blocks_for
 
@@ -91,11 +91,13 @@ def computes(demand: Demand, plain: Sequence[NodeView]) -> list[float]:
 
 
 def alone_from_s(demand: Demand, plain: Sequence[Ready]) -> float:
-    """What `alone` tells at least, quickly."""
+    """What `alone` tells at least, quickly. A slower node than the fastest may fetch where that one would gain too
+    little by it."""
     if not plain:
         return inf
     fastest = max([each[-1] for each in plain], key=attrgetter("rate"))
-    return min([wait for wait, _, _ in plain]) + 2 * computes(demand, [fastest])[0]
+    seconds = computes(demand, [fastest])[0] - (LEAST_GAIN_S if demand.holders else 0.0)
+    return (min([wait for wait, _, _ in plain]) + 2 * seconds) / ROUNDING
 
 
 def displaced(demand: Demand, plain: Sequence[NodeView]) -> list[float]:

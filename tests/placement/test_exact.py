@@ -126,7 +126,7 @@ def first_in_turn(
     return min([best, *filter(alike, nodes)], key=lambda view: view.turn)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200, deadline=None)
 @given(demands, clusters())
 def test_the_choice_is_that_of_a_search_through_all(demand: Demand, nodes: list[NodeView]) -> None:
     try:
@@ -138,6 +138,7 @@ def test_the_choice_is_that_of_a_search_through_all(demand: Demand, nodes: list[
     assert (*names, placement.cost_s) == searched(demand, nodes)
 
 
+@settings(deadline=None)
 @given(demands, clusters())
 def test_figures_made_by_lists_are_those_of_each_node(demand: Demand, nodes: list[NodeView]) -> None:
     demand = replace(demand, holders=holders(demand, nodes))
