@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from engine.request import Request
 from engine.slices import Slice
+from engine.staging import Staging
 from kernels.low_rank import Adapted, Adapter
 from kernels.plan import BatchPlan
 
@@ -22,9 +24,9 @@ class Planner:
     """Plans the steps of one runner. What it returns is good until the next call, which may change its arrays: those
     of a batch that decodes again are the same objects."""
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, staging: Staging) -> None:
         self._block_size = block_size
-        self._device = device
+        self._staging = staging
         self._decodes: _Decodes | None = None
 
     def plan(self, slices: Sequence[Slice]) -> tuple[torch.Tensor, BatchPlan]:
@@ -36,11 +38,10 @@ class Planner:
         if kept is not None and kept.follows(slices):
             kept.advance()
         elif slices[-1].decodes:
-            self._decodes = kept = _Decodes(slices, self._block_size, self._device)
+            self._decodes = kept = _Decodes(slices, self._block_size, self._staging)
         else:
             self._decodes = None
-            token_ids = [token for s in slices for token in s.request.token_ids[s.start : s.start + s.count]]
-            return torch.tensor(token_ids, device=self._device), build_plan(slices, self._block_size, self._device)
+            return build_plan(slices, self._block_size, self._staging)
         return kept.plan()
 
     def _drafted(self, slices: Sequence[Slice]) -> tuple[torch.Tensor, BatchPlan]:
@@ -48,10 +49,8 @@ class Planner:
         rows = [(s.request, s.start + i) for s in slices for i in range(1 + len(s.drafts))]
         token_ids = [token for s in slices for token in (s.request.token_ids[s.start], *s.drafts)]
         parts = [Part(request.block_ids, position, 1) for request, position in rows]
-        adapted = by_adapter([request for request, _ in rows], self._device)
-        return torch.tensor(token_ids, device=self._device), lay_out(
-            parts, self._block_size, self._device, adapted, chained=True
-        )
+        adapted = by_adapter([request for request, _ in rows])
+        return lay_out(token_ids, parts, self._block_size, self._staging, adapted, chained=True)
 
 
 class _Decodes:
@@ -60,19 +59,22 @@ class _Decodes:
     A request's chain of blocks changes only when a block became full: it grows, or the full one is exchanged for an
     equal one. The next token then is the first of its block, which is when its row of the table is read again."""
 
-    def __init__(self, slices: Sequence[Slice], block_size: int, device: torch.device) -> None:
+    def __init__(self, slices: Sequence[Slice], block_size: int, staging: Staging) -> None:
         self._requests: list[Request] = [s.request for s in slices]
         self._starts = [s.start for s in slices]
         self._block_size = block_size
-        self._device = device
+        self._staging = staging
         count, width = len(slices), max(len(s.request.block_ids) for s in slices) + SPARE_BLOCKS
         self._table = np.zeros((count, width), dtype=np.int32)
         ids, positions, slots = np.empty((3, count), dtype=np.int64)
         query_start, total_len = np.arange(count + 1, dtype=np.int32), np.empty(count, dtype=np.int32)
-        self._tensors = tuple(map(torch.from_numpy, (ids, positions, slots, self._table, query_start, total_len)))
+        adapted = adapted_tokens(slices)
+        self._adapters = tuple(adapted)
+        own: list[np.ndarray] = [ids, positions, slots, self._table, query_start, total_len]
+        self._arrays = [*own, *adapted.values()]
+        self._tensors = tuple(map(torch.from_numpy, self._arrays))
         self._views = (ids.data, positions.data, slots.data, total_len.data)
         self._query_lens = (1,) * count
-        self._adapted = adapted_tokens(slices, device)
         for row in range(count):
             self._read_blocks(row)
             self._write(row)
@@ -93,10 +95,8 @@ class _Decodes:
             self._write(row)
 
     def plan(self) -> tuple[torch.Tensor, BatchPlan]:
-        tensors = self._tensors
-        if self._device.type != "cpu":
-            tensors = tuple(tensor.to(self._device) for tensor in tensors)
-        token_ids, positions, slots, table, query_start, total_len = tensors
+        tensors = self._tensors if self._staging.direct else self._staging.put(self._arrays)
+        token_ids, positions, slots, table, query_start, total_len, *adapted = tensors
         return token_ids, BatchPlan(
             positions=positions,
             slots=slots,
@@ -107,7 +107,7 @@ class _Decodes:
             total_lens=tuple(start + 1 for start in self._starts),
             num_decodes=len(self._starts),
             block_size=self._block_size,
-            adapted=self._adapted,
+            adapted=tuple(map(Adapted, self._adapters, adapted)),
         )
 
     def _read_blocks(self, row: int) -> None:
@@ -123,10 +123,13 @@ class _Decodes:
         slots[row] = request.block_ids[block] * self._block_size + offset
 
 
-def build_plan(slices: Sequence[Slice], block_size: int, device: torch.device) -> BatchPlan:
-    """The plan of any batch, all its arrays new; slices with one token stand first."""
+def build_plan(slices: Sequence[Slice], block_size: int, staging: Staging) -> tuple[torch.Tensor, BatchPlan]:
+    """Token ids and plan of any batch, all its arrays new; slices with one token stand first."""
     parts = [Part(s.request.block_ids, s.start, s.count) for s in slices]
-    return lay_out(parts, block_size, device, adapted_tokens(slices, device))
+    token_ids = [token for s in slices for token in s.request.token_ids[s.start : s.start + s.count]]
+    ends = accumulate(s.count for s in slices)
+    drawing = [end - 1 for s, end in zip(slices, ends, strict=True) if s.draws]
+    return lay_out(token_ids, parts, block_size, staging, adapted_tokens(slices), drawing=drawing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +142,17 @@ class Part:
 
 
 def lay_out(
+    token_ids: Sequence[int],
     parts: Sequence[Part],
     block_size: int,
-    device: torch.device,
-    adapted: tuple[Adapted, ...] = (),
+    staging: Staging,
+    adapted: Mapping[Adapter, np.ndarray] | None = None,
     *,
+    drawing: Sequence[int] | None = None,
     chained: bool = False,
-) -> BatchPlan:
-    """The plan of a batch of these parts, of which those with one token stand first. chained: see BatchPlan."""
+) -> tuple[torch.Tensor, BatchPlan]:
+    """Token ids int64 [T] and the plan of a batch of these parts, of which those with one token stand first. adapted:
+    as `by_adapter` gives it; drawing, chained: see BatchPlan."""
     tables = [np.asarray(p.block_ids, dtype=np.int32) for p in parts]
     table = np.zeros((len(parts), max(map(len, tables))), dtype=np.int32)
     for row, ids in zip(table, tables, strict=True):
@@ -156,35 +162,36 @@ def lay_out(
     slots = table[sequence, positions // block_size].astype(np.int64) * block_size + positions % block_size
     query_lens = tuple(p.count for p in parts)
     total_lens = tuple(p.start + p.count for p in parts)
-
-    def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
-    return BatchPlan(
-        positions=put(positions),
-        slots=put(slots),
-        block_table=put(table),
-        query_start=put(np.cumsum([0, *query_lens], dtype=np.int32)),
-        total_len=put(np.asarray(total_lens, dtype=np.int32)),
+    query_start, total_len = np.cumsum([0, *query_lens], dtype=np.int32), np.asarray(total_lens, dtype=np.int32)
+    ids, chosen, tokens = np.asarray(token_ids, np.int64), np.asarray(drawing or (), np.int64), dict(adapted or {})
+    arrays = (ids, positions, slots, table, query_start, total_len, chosen, *tokens.values())
+    on_device = staging.put(arrays)
+    return on_device[0], BatchPlan(
+        positions=on_device[1],
+        slots=on_device[2],
+        block_table=on_device[3],
+        query_start=on_device[4],
+        total_len=on_device[5],
         query_lens=query_lens,
         total_lens=total_lens,
         num_decodes=sum(p.count == 1 for p in parts),
         block_size=block_size,
-        adapted=adapted,
+        adapted=tuple(map(Adapted, tokens, on_device[7:])),
         chained=chained,
+        drawing=None if drawing is None else on_device[6],
     )
 
 
-def adapted_tokens(slices: Sequence[Slice], device: torch.device) -> tuple[Adapted, ...]:
+def adapted_tokens(slices: Sequence[Slice]) -> Mapping[Adapter, np.ndarray]:
     """Which tokens of the batch are computed with which adapter."""
     adapted = any(s.request.adapter is not None for s in slices)
-    return by_adapter([s.request for s in slices for _ in range(s.count)], device) if adapted else ()
+    return by_adapter([s.request for s in slices for _ in range(s.count)]) if adapted else {}
 
 
-def by_adapter(owners: Sequence[Request], device: torch.device) -> tuple[Adapted, ...]:
-    """The tokens of a batch, by the adapter of the request that each is of."""
+def by_adapter(owners: Sequence[Request]) -> Mapping[Adapter, np.ndarray]:
+    """The tokens of a batch, int64 [n], by the adapter of the request that each is of."""
     tokens: defaultdict[Adapter, list[int]] = defaultdict(list)
     for index, request in enumerate(owners):
         if request.adapter is not None:
             tokens[request.adapter].append(index)
-    return tuple(Adapted(adapter, torch.tensor(rows, device=device)) for adapter, rows in tokens.items())
+    return {adapter: np.asarray(rows, np.int64) for adapter, rows in tokens.items()}

@@ -16,6 +16,8 @@ from engine.sampler import Sampled, SampleRow, sample, score_prompt
 from engine.shift import Shift
 from engine.slices import Slice
 from engine.speculation import Accepted, accept
+from engine.staging import Staging
+from kernels.plan import BatchPlan
 
 Found = Sampled | Accepted | Read | None
 """For a slice: the next token, or several where it had drafts, or a vector; None for one that does not sample."""
@@ -67,7 +69,8 @@ class Runner:
         self.masks = masks or Masks.none("this node reads no grammars")
         self._pooler, self._shift = pooler or Pooler(), shift or Shift()
         self._block_size = block_size
-        self._planner = Planner(block_size, model.device)
+        self._staging = Staging(model.device)
+        self._planner = Planner(block_size, self._staging)
 
     @property
     def waited_s(self) -> float:
@@ -111,14 +114,14 @@ class Runner:
                 take(s, hidden[end - s.count : end])
             elif s.request.wants_prompt_logprobs:
                 self._score(s, hidden[end - s.count : end])
-        return self._draw(slices, ends, hidden)
+        return self._draw(slices, plan, hidden)
 
     @torch.inference_mode()
     def look(self, token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted = always) -> torch.Tensor:
         """Compute a part of a sequence for nobody: float32 logits [rows, vocab] behind its last tokens, on the host.
         Raises Unwanted when it was not `wanted` to its end."""
-        ids = torch.tensor(token_ids[part.start : part.start + part.count], device=self.model.device)
-        plan = lay_out([part], self._block_size, self.model.device)
+        own = token_ids[part.start : part.start + part.count]
+        ids, plan = lay_out(own, [part], self._block_size, self._staging)
         with self._shift.computing(wanted) as wanted:
             try:
                 hidden = self.model.forward(ids, self.kv, plan, wanted)
@@ -126,10 +129,10 @@ class Runner:
             finally:
                 self._wait()
 
-    def _draw(self, slices: Sequence[Slice], ends: Sequence[int], hidden: torch.Tensor) -> list[Sampled | Read | None]:
-        """Draw for the slices that sample. ends: where each slice's rows of `hidden` end."""
+    def _draw(self, slices: Sequence[Slice], plan: BatchPlan, hidden: torch.Tensor) -> list[Sampled | Read | None]:
+        """Draw for the slices that sample."""
         drawn: list[Sampled | Read | None] = [None] * len(slices)
-        drawing = [i for i, s in enumerate(slices) if s.samples and s.request.generates]
+        drawing = [i for i, s in enumerate(slices) if s.draws]
         reading = [i for i, s in enumerate(slices) if s.samples and not s.request.generates]
         if reading:
             for i, found in zip(reading, self._pooler.finish([slices[i].request for i in reading]), strict=True):
@@ -138,7 +141,9 @@ class Runner:
             self._wait()
             return drawn
         if len(drawing) < len(hidden):
-            hidden = hidden[torch.tensor([ends[i] - 1 for i in drawing], device=hidden.device)]
+            # A plan that does not say is of decodes, each a token of one slice.
+            chosen = torch.tensor(drawing, device=hidden.device) if plan.drawing is None else plan.drawing
+            hidden = hidden[chosen]
         rows = [_sample_row(slices[i]) for i in drawing]
         for i, result in zip(drawing, self._sample(self.model.logits(hidden), rows), strict=True):
             drawn[i] = result

@@ -33,6 +33,11 @@ class Slice:
     def samples(self) -> bool:
         return self.start + self.count == len(self.request.token_ids)
 
+    @property
+    def draws(self) -> bool:
+        """A token is drawn behind its last one."""
+        return self.samples and self.request.generates
+
 
 def chunks_of(requests: Iterable[Request], budget: int, *, whole: bool = False) -> list[Slice]:
     """As much of each request, in order, as the budget allows. whole: all of a request or nothing, and the last one may

@@ -27,6 +27,7 @@ class BatchPlan:
     adapted       the tokens that are computed with adapters, by adapter
     chained       decodes of one sequence stand one behind the other, each with a row of the table: the K/V of all is
                   written before any of them attends
+    drawing       int64 [n] or None      the tokens behind which the next ones are drawn, where that is known beforehand
     """
 
     positions: torch.Tensor
@@ -40,6 +41,7 @@ class BatchPlan:
     block_size: int
     adapted: tuple[Adapted, ...] = ()
     chained: bool = False
+    drawing: torch.Tensor | None = None
 
     @property
     def num_seqs(self) -> int:

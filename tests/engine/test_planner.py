@@ -11,6 +11,7 @@ from toy import VOCAB, expected, make_engine, make_job
 from engine.planner import SPARE_BLOCKS, Planner, build_plan
 from engine.request import Request
 from engine.slices import Slice
+from engine.staging import Staging
 from kernels.plan import BatchPlan
 
 
@@ -34,7 +35,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def plan(planner: Planner, slices: list[Slice]) -> tuple[torch.Tensor, BatchPlan]:
         token_ids, made = original(planner, slices)
-        assert_same(made, build_plan(slices, made.block_size, torch.device("cpu")))
+        fresh_ids, fresh = build_plan(slices, made.block_size, Staging(torch.device("cpu")))
+        assert_same(made, fresh)
+        assert torch.equal(token_ids, fresh_ids)
         assert token_ids.tolist() == [token for s in slices for token in s.request.token_ids[s.start :][: s.count]]
         sizes.append(len(slices))
         return token_ids, made
@@ -77,7 +80,7 @@ def test_a_full_block_that_is_exchanged_for_an_equal_one(checked: list[int]) -> 
 def test_steps_of_the_same_batch_share_their_arrays_until_the_table_is_full() -> None:
     request = Request(make_job("a", [1] * 4 * (SPARE_BLOCKS + 2)), b"", 4)
     request.block_ids = [3]
-    planner, tables = Planner(4, torch.device("cpu")), set()
+    planner, tables = Planner(4, Staging(torch.device("cpu"))), set()
     for start in range(4 * (SPARE_BLOCKS + 2)):
         request.block_ids = list(range(3, 4 + start // 4))
         _, plan = planner.plan([Slice(request, start, 1)])

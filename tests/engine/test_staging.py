@@ -1,0 +1,80 @@
+"""The small inputs of a step: one copy brings them, and what it brings is what was given."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from toy import VOCAB, expected, make_engine, make_job, tokens_of
+
+from engine import runner
+from engine.staging import Staging
+
+CPU = torch.device("cpu")
+
+
+def test_arrays_arrive_whole_in_one_buffer() -> None:
+    staging = Staging(CPU, direct=False)
+    arrays = [np.arange(3), np.zeros(0, np.int64), np.arange(12, dtype=np.int32).reshape(3, 4).T, np.float32([0.5])]
+    first = staging.put(arrays)
+    for array, tensor in zip(arrays, first, strict=True):
+        assert (tuple(tensor.shape), str(tensor.dtype)) == (array.shape, f"torch.{array.dtype}")
+        assert np.array_equal(tensor.numpy(), array)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in first}) == 1
+    again = staging.put(arrays)
+    assert [tensor.data_ptr() for tensor in again] == [tensor.data_ptr() for tensor in first]
+
+
+def test_it_grows_for_a_batch_that_is_larger() -> None:
+    staging = Staging(CPU, direct=False)
+    staging.put([np.arange(4)])
+    large = np.arange(100_000)
+    assert np.array_equal(staging.put([large])[0].numpy(), large)
+    assert staging.put([np.arange(4)])[0].tolist() == [0, 1, 2, 3]
+
+
+def test_a_cpu_is_given_the_arrays_themselves() -> None:
+    array = np.arange(4)
+    (tensor,) = Staging(CPU).put([array])
+    array[0] = 9
+    assert tensor[0] == 9
+
+
+class Counted(Staging):
+    """As for a GPU; how many copies each step made."""
+
+    made: Counted
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, direct=False)
+        self.copies = 0
+        Counted.made = self
+
+    def put(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        self.copies += 1
+        return super().put(arrays)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_engine_makes_one_copy_a_step_and_draws_the_same(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(runner, "Staging", Counted)
+    chance = random.Random(seed)
+    engine = make_engine(num_blocks=60)
+    prompts = [chance.choices(range(VOCAB), k=chance.randint(1, 40)) for _ in range(8)]
+    jobs = [make_job(f"r{i}", prompt, max_tokens=chance.randint(1, 12)) for i, prompt in enumerate(prompts)]
+    steps = 0
+    while jobs or engine.has_work():
+        if jobs and chance.random() < 0.4:
+            engine.add(jobs.pop())
+        before = Counted.made.copies
+        engine.step()
+        assert Counted.made.copies - before <= 1
+        steps += Counted.made.copies > before
+    assert steps > 10
+    for i, prompt in enumerate(prompts):
+        tokens = tokens_of(engine, f"r{i}")
+        assert tokens
+        assert tokens == expected(prompt, len(tokens))
