@@ -67,10 +67,17 @@ class Ops(Protocol):
         cache at plan.slots, return rotated q. A rotary_dim smaller than dim leaves the rest unrotated."""
 
     def paged_attention(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, window: int = 0
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        plan: BatchPlan,
+        scale: float,
+        window: int = 0,
+        cap: float = 0.0,
     ) -> torch.Tensor:
         """Causal attention of q [T, heads, dim] over the cached K/V of each sequence; grouped heads share a K/V head;
-        window > 0: only the last `window` positions, the token's own included. Returns [T, heads, dim]."""
+        window > 0: only the last `window` positions, the token's own included; cap > 0: a score s becomes
+        cap * tanh(s / cap). Returns [T, heads, dim]."""
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()

@@ -25,6 +25,14 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True)
+class Caps:
+    """Soft caps: scores of attention and logits x become cap * tanh(x / cap); 0: there is none."""
+
+    attention: float = 0.0
+    logits: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """count experts of width `size`, of which a token passes through `chosen`; layers[i]: layer i has them, in place of
     its MLP. renormalised: see `kernels.step.Experts`."""
@@ -62,12 +70,14 @@ class DecoderConfig:
     factors: Factors = Factors()
     local_rope: RopeConfig | None = None
     experts: ExpertsConfig | None = None
+    caps: Caps = Caps()
 
     @property
     def plain(self) -> bool:
-        """Whether its layers are those of Llama: one norm before each part, a SiLU gate, one kind of rotation."""
+        """Whether its layers are those of Llama: one norm before each part, SiLU, one rotation, no caps."""
         family = self.family
-        return not (family.norm_behind or family.gelu or family.wide_qk_norm or self.local_rope or self.experts)
+        own = (family.norm_behind, family.gelu, family.wide_qk_norm, family.capped, self.local_rope, self.experts)
+        return not any(own)
 
     @property
     def q_size(self) -> int:
@@ -88,7 +98,10 @@ def unsupported(config: dict[str, Any]) -> str | None:
     act = config.get("hidden_activation") or config.get("hidden_act", "")
     if act not in ("", *(GELU if family.gelu else SILU)):
         return f"activation {act!r}"
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention", "clip_qkv"):
+    names = ["use_bidirectional_attention", "clip_qkv"]
+    if not family.capped:
+        names += ["attn_logit_softcapping", "final_logit_softcapping"]
+    for name in names:
         if config.get(name):
             return name
     for rope in rope_dicts(config, family):
@@ -141,6 +154,7 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
         family=family,
         factors=_factors(config, family, hidden_size),
         experts=_experts(config, family, layers),
+        caps=_caps(config, family),
     )
 
 
@@ -172,6 +186,14 @@ def _factors(config: dict[str, Any], family: Family, hidden_size: int) -> Factor
         residual=float(config.get("residual_multiplier", 1.0)),
         logits=1.0 / float(config.get("logits_scaling", 1.0)),
     )
+
+
+def _caps(config: dict[str, Any], family: Family) -> Caps:
+    """Gemma 2's defaults hold where the config does not tell; null: none."""
+    if not family.capped:
+        return Caps()
+    attention, logits = config.get("attn_logit_softcapping", 50.0), config.get("final_logit_softcapping", 30.0)
+    return Caps(float(attention or 0.0), float(logits or 0.0))
 
 
 def _whole(config: dict[str, Any], name: str) -> int:

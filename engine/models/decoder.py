@@ -100,7 +100,8 @@ class Decoder(Model):
         return residual, residual
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.parameters.head(hidden, torch.float32)
+        logits, cap = self.parameters.head(hidden, torch.float32), self.config.caps.logits
+        return (logits / cap).tanh_().mul_(cap) if cap else logits
 
     def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
         if self._step is not None and not plan.adapted and self._step.takes(plan, kv):
@@ -133,7 +134,7 @@ class Decoder(Model):
             q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
         cos, sin = (self._local if layer.window else self._rope) if layer.rotated else (None, None)
         q = ops.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
-        out = ops.paged_attention(q, kv_layer, plan, self._scale, layer.window)
+        out = ops.paged_attention(q, kv_layer, plan, self._scale, layer.window, config.caps.attention)
         return self._dense(layer.o, index, "o", out.flatten(1), plan)
 
     def _mlp(self, index: int, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:

@@ -33,6 +33,7 @@ class Family:
     norm_before, norm_behind   each of attention and MLP has a norm before it, behind it (before the residual is added)
     wide_qk_norm    the norms of q and k go over all heads together
     gelu            the gate is GELU by tanh instead of SiLU
+    capped          scores of attention and logits have soft caps
     two_ropes       layers with a window rotate by parameters of their own
     experts         where layers hold experts: their names in a checkpoint; None: they hold none
     """
@@ -54,6 +55,7 @@ class Family:
     norm_behind: bool = False
     wide_qk_norm: bool = False
     gelu: bool = False
+    capped: bool = False
     two_ropes: bool = False
     experts: ExpertNames | None = None
 
@@ -75,6 +77,10 @@ FAMILIES = {
     "granite": Family(gguf=False, factors=True),
     "gemma": Family(
         gguf=False, tie_embeddings=True, head_dim=256, embedding_root=True, norm_offset=1.0, gelu=True
+    ),
+    "gemma2": Family(
+        gguf=False, tie_embeddings=True, head_dim=256, pattern=2, embedding_root=True, norm_offset=1.0,
+        norm_behind=True, gelu=True, capped=True,
     ),
     "gemma3_text": Family(
         gguf=False, theta=1000000.0, tie_embeddings=True, head_dim=256, qk_norm=True, pattern=6, embedding_root=True,

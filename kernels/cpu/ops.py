@@ -27,11 +27,11 @@ _MAX_HEAD_DIM = 512
 
 
 class CpuOps:
-    """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for attention with head dims that
-    are not multiples of 16, and for prefill attention in float32 or with head dims that are not multiples of 32. Owns
-    a team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best instruction set.
-    batch_invariant: a token's attention has the same bits in a decode step as in a chunk of its prompt, for bfloat16
-    and head dims that are multiples of 32; decode steps take longer.
+    """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for attention with caps or with
+    head dims that are not multiples of 16, and for prefill attention in float32 or with head dims that are not
+    multiples of 32. Owns a team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best
+    instruction set. batch_invariant: a token's attention has the same bits in a decode step as in a chunk of its
+    prompt, for bfloat16 and head dims that are multiples of 32, without caps; decode steps take longer.
     Raises RuntimeError without the extension, ValueError for a set that this processor does not run."""
 
     name = "cpu"
@@ -116,11 +116,17 @@ class CpuOps:
         return out
 
     def paged_attention(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, window: int = 0
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        plan: BatchPlan,
+        scale: float,
+        window: int = 0,
+        cap: float = 0.0,
     ) -> torch.Tensor:
         dim, decodes = q.shape[2], plan.num_decodes
-        if q.dtype not in _DTYPES or dim % _UNIT or dim > _MAX_HEAD_DIM:
-            return self._reference.paged_attention(q, kv_layer, plan, scale, window)
+        if q.dtype not in _DTYPES or dim % _UNIT or dim > _MAX_HEAD_DIM or cap:
+            return self._reference.paged_attention(q, kv_layer, plan, scale, window, cap)
         q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype)
         if decodes:
             blocks = self._batch_invariant and q.dtype == torch.bfloat16 and dim % _PREFILL_UNIT == 0

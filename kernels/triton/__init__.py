@@ -85,14 +85,20 @@ class TritonOps(TorchShared):
         return rope.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
 
     def paged_attention(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, window: int = 0
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        plan: BatchPlan,
+        scale: float,
+        window: int = 0,
+        cap: float = 0.0,
     ) -> torch.Tensor:
         launch = self._launch(q, kv_layer, plan, window)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.num_decodes:
-            decode(q, kv_layer, out, plan, scale, window, launch.splits, launch.decode_tile)
+            decode(q, kv_layer, out, plan, scale, window, cap, launch.splits, launch.decode_tile)
         if launch.max_rows:
-            prefill(q, kv_layer, out, plan, scale, window, launch.max_rows, launch.prefill_tile)
+            prefill(q, kv_layer, out, plan, scale, window, cap, launch.max_rows, launch.prefill_tile)
         return out
 
     def _launch(self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, window: int) -> Launch:

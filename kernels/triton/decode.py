@@ -31,6 +31,7 @@ def decode_kernel(
     heads,
     splits,
     scale,
+    cap,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -38,6 +39,7 @@ def decode_kernel(
     KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -65,12 +67,12 @@ def decode_kernel(
     pages = kv + kv_head.to(tl.int64) * stride_head
     blocks = table + seq.to(tl.int64) * stride_table
     acc, top, total = attend(
-        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, begin, whole, position, scale,
-        DIM, SLOTS, KEYS, BLOCK_D, 0, False, PRECISION,
+        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, begin, whole, position, scale, cap,
+        DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, False, PRECISION,
     )  # fmt: skip
     acc, top, total = attend(
-        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, end, position, scale,
-        DIM, SLOTS, KEYS, BLOCK_D, 0, True, PRECISION,
+        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, end, position, scale, cap,
+        DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, True, PRECISION,
     )  # fmt: skip
     mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     row = seq.to(tl.int64) * heads + head
@@ -103,6 +105,7 @@ def decode(
     plan: BatchPlan,
     scale: float,
     window: int,
+    cap: float,
     splits: int,
     tile: Tile,
 ) -> None:
@@ -116,9 +119,10 @@ def decode(
     partial_log = torch.empty(parts, dtype=torch.float32, device=q.device)
     decode_kernel[(count, kv_heads, splits)](
         q, kv_layer, out, partial, partial_log, plan.block_table, plan.total_len,
-        q.stride(0), q.stride(1), *kv_layer.stride()[:4], plan.block_table.stride(0), heads, splits, scale * LOG2_E,
+        q.stride(0), q.stride(1), *kv_layer.stride()[:4], plan.block_table.stride(0), heads, splits,
+        scale * LOG2_E, cap * LOG2_E,
         GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
-        WINDOW=window, SPLIT=splits > 1, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        WINDOW=window, CAPPED=cap > 0, SPLIT=splits > 1, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:

@@ -29,6 +29,7 @@ def prefill_kernel(
     first_seq,
     heads,
     scale,
+    cap,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -36,6 +37,7 @@ def prefill_kernel(
     KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (tile of rows, K/V head, sequence). Row r of a sequence is head r % GROUP of query token r // GROUP, so
@@ -69,12 +71,12 @@ def prefill_kernel(
     blocks = table + seq.to(tl.int64) * stride_table
     if WINDOW == 0:
         acc, top, total = attend(
-            query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, begin, whole, position, scale,
-            DIM, SLOTS, KEYS, BLOCK_D, 0, False, PRECISION,
+            query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, begin, whole, position,
+            scale, cap, DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, False, PRECISION,
         )  # fmt: skip
     acc, top, total = attend(
-        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, newest + 1, position, scale,
-        DIM, SLOTS, KEYS, BLOCK_D, WINDOW, True, PRECISION,
+        query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, newest + 1, position,
+        scale, cap, DIM, SLOTS, KEYS, BLOCK_D, WINDOW, CAPPED, True, PRECISION,
     )  # fmt: skip
     mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     where = out + (row[:, None] * heads + head[:, None]) * DIM + dims[None, :]
@@ -88,6 +90,7 @@ def prefill(
     plan: BatchPlan,
     scale: float,
     window: int,
+    cap: float,
     max_rows: int,
     tile: Tile,
 ) -> None:
@@ -98,8 +101,8 @@ def prefill(
     prefill_kernel[(triton.cdiv(max_rows, tile.rows), kv_heads, plan.num_seqs - plan.num_decodes)](
         q, kv_layer, out, plan.block_table, plan.query_start, plan.total_len,
         q.stride(0), q.stride(1), *kv_layer.stride()[:4], plan.block_table.stride(0), plan.num_decodes, heads,
-        scale * LOG2_E,
+        scale * LOG2_E, cap * LOG2_E,
         GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
-        WINDOW=window, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        WINDOW=window, CAPPED=cap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -23,11 +23,13 @@ def attend(
     end,
     row_position,  # int32 [ROWS], position of each row's query token
     scale,  # softmax scale * log2(e)
+    cap,  # of scores * log2(e), if CAPPED
     DIM: tl.constexpr,
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
     MASKED: tl.constexpr,  # False: [begin, end) is whole tiles that every row sees in full
     PRECISION: tl.constexpr,
 ):
@@ -46,6 +48,8 @@ def attend(
         where = kv + offset[:, None] + dims[None, :]
         k = tl.load(where, mask=live, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if CAPPED:  # cap * tanh(score / cap), for e^2x = 2^(2x log2(e))
+            score = cap * (1.0 - 2.0 / (tl.exp2(score / cap * 2.8853900817779268) + 1.0))
         if MASKED:
             seen = inside[None, :] & (position[None, :] <= row_position[:, None])
             if WINDOW > 0:

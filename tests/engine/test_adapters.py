@@ -13,6 +13,7 @@ from adapter_files import ATTENTION, merge, save_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     BLOCK,
+    GEMMA2,
     GEMMA3,
     GRANITE,
     chunked_logits,
@@ -52,6 +53,7 @@ FAMILIES = {
     "gemma3": lambda: family("Gemma3TextConfig", num_hidden_layers=4, **GEMMA3),
     "olmo2": lambda: family("Olmo2Config", pad_token_id=0),
     "phi3": lambda: family("Phi3Config", pad_token_id=0, sliding_window=None),
+    "gemma2": lambda: family("Gemma2Config", num_hidden_layers=4, **GEMMA2),
     "mixtral": lambda: family("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
 }
 

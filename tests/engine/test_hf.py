@@ -82,7 +82,6 @@ def test_facts_and_progress(tmp_path):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (lambda: family("Gemma2Config", head_dim=16), "softcap"),
         (lambda: family("GPTNeoConfig", attention_types=[[["global"], 3]]), "attention interface"),
         (lambda: family("BloomConfig", n_layer=2, n_head=4), "position_ids"),
         (lambda: family("MambaConfig", state_size=4), "position_ids"),

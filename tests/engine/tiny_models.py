@@ -37,6 +37,13 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.6, 1.9, 2.0, 2.5, 2.7],
     "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 9.0, 12.0],
 }
+GEMMA2 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 9,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+}
 GEMMA3 = {
     "head_dim": 16,
     "query_pre_attn_scalar": 24,
@@ -84,6 +91,10 @@ OURS = {
         "Phi3Config", pad_token_id=0, rope_parameters=LONGROPE, original_max_position_embeddings=16
     ),
     "gemma": lambda: family("GemmaConfig", head_dim=32, num_key_value_heads=1, tie_word_embeddings=True),
+    "gemma2": lambda: family("Gemma2Config", num_hidden_layers=4, tie_word_embeddings=True, **GEMMA2),
+    "gemma2-uncapped": lambda: family(
+        "Gemma2Config", **GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    ),
     "gemma3": lambda: family("Gemma3TextConfig", num_hidden_layers=4, tie_word_embeddings=True, **GEMMA3),
     "gemma3-linear": lambda: family(
         "Gemma3TextConfig",

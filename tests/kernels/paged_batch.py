@@ -103,7 +103,7 @@ def make_case(
     return Case(plan, pool, q, keys, values)
 
 
-def dense_attention(case: Case, scale: float, window: int = 0) -> torch.Tensor:
+def dense_attention(case: Case, scale: float, window: int = 0, cap: float = 0.0) -> torch.Tensor:
     """float64 [T, heads, dim], one query token and head at a time."""
     out = torch.empty(case.q.shape, dtype=torch.float64)
     token = 0
@@ -114,7 +114,8 @@ def dense_attention(case: Case, scale: float, window: int = 0) -> torch.Tensor:
             for head in range(case.q.shape[1]):
                 kv_head = head * kv_heads // case.q.shape[1]
                 seen = slice(oldest, position + 1)
-                weights = (keys[seen, kv_head].double() @ case.q[token, head].double() * scale).softmax(0)
+                scores = keys[seen, kv_head].double() @ case.q[token, head].double() * scale
+                weights = (cap * (scores / cap).tanh() if cap else scores).softmax(0)
                 out[token, head] = weights @ values[seen, kv_head].double()
             token += 1
     return out

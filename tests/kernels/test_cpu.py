@@ -241,3 +241,11 @@ def test_chunks_of_a_prompt_give_what_one_pass_gives(window: int) -> None:
             for threads in (1, 3):
                 got = made(SETS[0], threads).paged_attention(whole.q[begin:end], whole.kv_layer, part, 0.125, window)
                 assert torch.equal(got, expected[begin:end])
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("window", [0, 16])
+def test_soft_caps(name: str, window: int) -> None:
+    case = make_case([1, 1, 1, 17, 5], [1, 16, 100, 17, 30], 3, heads=6, kv_heads=2, dim=32, dtype=torch.bfloat16)
+    got = made(name).paged_attention(case.q, case.kv_layer, case.plan, 0.125, window, 0.7)
+    close(got, dense_attention(case, 0.125, window, 0.7), torch.bfloat16)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_batch import LAYER, Case, close, dense_attention, make_case, rope_table, rotate_complex
 
-from kernels.reference import BatchIndex, ReferenceOps, block_rows
+from kernels.batch_index import BatchIndex, block_rows
+from kernels.reference import ReferenceOps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -169,3 +170,14 @@ def test_silu_mul_takes_the_gate_first(dtype: torch.dtype) -> None:
     gate_up = torch.randn(5, 34, generator=torch.Generator().manual_seed(4)).to(dtype)
     gate, up = gate_up.double()[:, :17], gate_up.double()[:, 17:]
     close(ReferenceOps().silu_mul(gate_up), gate / (1 + (-gate).exp()) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 16])
+@pytest.mark.parametrize("decodes", [3, 1])
+def test_soft_caps(dtype: torch.dtype, window: int, decodes: int) -> None:
+    lens, totals = [1, 1, 1, 17, 5][3 - decodes :], [1, 16, 100, 17, 30][3 - decodes :]
+    case = make_case(lens, totals, decodes, heads=6, kv_heads=2, dtype=dtype)
+    wanted = dense_attention(case, 0.25, window, 0.7)
+    close(ReferenceOps().paged_attention(case.q, case.kv_layer, case.plan, 0.25, window, 0.7), wanted, dtype)
+    assert (wanted - dense_attention(case, 0.25, window)).abs().max() > 0.05, "the cap must matter"

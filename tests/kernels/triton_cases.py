@@ -40,9 +40,19 @@ def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "create_dot", widened)
 
 
-def attend(case: Case, window: int = 0, processors: int = 1) -> torch.Tensor:
+def attend(case: Case, window: int = 0, processors: int = 1, cap: float = 0.0) -> torch.Tensor:
     moved = case.to(DEVICE)
-    return TritonOps(processors).paged_attention(moved.q, moved.kv_layer, moved.plan, 0.25, window).cpu()
+    return TritonOps(processors).paged_attention(moved.q, moved.kv_layer, moved.plan, 0.25, window, cap).cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 16])
+@pytest.mark.parametrize("processors", [1, 8])
+def test_soft_caps(dtype: torch.dtype, window: int, processors: int) -> None:
+    case = make_case([1, 1, 1, 17, 5], [1, 16, 100, 17, 30], 3, heads=6, kv_heads=2, dtype=dtype)
+    wanted = dense_attention(case, 0.25, window, 0.7)
+    assert (wanted - dense_attention(case, 0.25, window)).abs().max() > 0.05, "the cap must matter"
+    close(attend(case, window, processors, 0.7), wanted, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,7 +84,7 @@ def test_split_decode_with_empty_parts(dtype: torch.dtype, splits: int) -> None:
     case = make_case([1, 1, 1, 2], [300, 1, 65, 2], 3, heads=3, kv_heads=1, dtype=dtype)
     moved = case.to(DEVICE)
     out = torch.zeros_like(moved.q)
-    decode(moved.q, moved.kv_layer, out, moved.plan, 0.25, 0, splits, decode_tile(3, 16, moved.q.element_size()))
+    decode(moved.q, moved.kv_layer, out, moved.plan, 0.25, 0, 0.0, splits, decode_tile(3, 16, moved.q.element_size()))
     close(out[:3].cpu(), dense_attention(case, 0.25)[:3], dtype)
     assert not out[3:].any()
 

@@ -43,10 +43,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("window", [0, 512])
-def test_bfloat16_attention_uses_tensor_cores_and_wide_copies(compiled: dict[str, Any], window: int) -> None:
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (512, 0.0), (512, 50.0)])
+def test_bfloat16_attention_uses_tensor_cores_and_wide_copies(
+    compiled: dict[str, Any], window: int, cap: float
+) -> None:
     case = make_case([1, 1, 150], [1024, 30, 170], 2, heads=8, kv_heads=2, dim=128, dtype=torch.bfloat16)
-    TritonOps(132).paged_attention(case.q, case.kv_layer, case.plan, 0.1, window)
+    TritonOps(132).paged_attention(case.q, case.kv_layer, case.plan, 0.1, window, cap)
     assert set(compiled) == {"decode_kernel", "merge_kernel", "prefill_kernel"}
     assert "mma.sync" in compiled["decode_kernel"].asm["ptx"]
     assert "wgmma" in compiled["prefill_kernel"].asm["ptx"]

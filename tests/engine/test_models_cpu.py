@@ -1,4 +1,5 @@
-"""Mixtures of experts: near to float32 in bfloat16, the same bits in every batch, and what is refused."""
+"""Families on the compiled CPU kernels: equal to transformers in float32, as near to that in bfloat16 as theirs. Of
+experts: the same bits in every batch, and what is refused."""
 
 from __future__ import annotations
 
@@ -31,10 +32,11 @@ from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from model_files.adapter import read_adapter
 from model_files.source import resolve
+from node.assembly import require_batch_invariance
 from protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
-NAMES = ("qwen3-moe", "mixtral", "olmoe")
+NAMES = ("qwen3-moe", "mixtral", "olmoe", "gemma2")
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_extension = pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension")
 
@@ -135,3 +137,12 @@ def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
         save_file(tensors | {name: torch.zeros(4, 64)}, path / "adapter_model.safetensors")
         with pytest.raises(ConfigError, match="adapters of experts are not supported"):
             load_adapter(read_adapter(str(path), 64), model)
+
+
+@needs_extension
+def test_soft_caps_are_not_batch_invariant(tmp_path: Path) -> None:
+    config = OURS["gemma2"]()
+    config.head_dim = 32
+    save_tiny(config, tmp_path)
+    with pytest.raises(ConfigError, match="batch_invariant needs attention without a soft cap"):
+        require_batch_invariance(load(tmp_path, CpuOps(1, batch_invariant=True), torch.bfloat16))
