@@ -15,7 +15,7 @@ from kernels.draw import NoiseKeys
 from kernels.low_rank import LowRank
 from kernels.masking import Masks
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, Linear, Step, StoredRows
+from kernels.step import DecoderForm, Linear, OneByOne, Step, StoredRows
 from protocol.sampling import SamplingParams
 
 
@@ -33,9 +33,9 @@ class Ops(Protocol):
         """The dense layer of stored rows [.., columns] laid under each other, run as they are; None where this row of
         the table does not run them: dequantise them then."""
 
-    def record(self, form: DecoderForm) -> Step | None:
+    def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
         """The decoder's decode step as one call, where this row can replay the form; its dense layers are this row's
-        `linear`."""
+        `linear`. one_by_one: the same through the operations of this row, which it may capture."""
 
     def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:
         """Add x[tokens] @ down.T @ up.T of each part to its outputs of y[tokens], in place. x: [T, in]; y: [T, out];
@@ -89,9 +89,9 @@ class Ops(Protocol):
         there is no finite number, draws NO_TOKEN."""
 
 
-def select(name: str, device: torch.device, *, batch_invariant: bool = False) -> Ops:
+def select(name: str, device: torch.device, *, batch_invariant: bool = False, graphs: bool = True) -> Ops:
     """The implementation called `name`; auto: triton on a CUDA device; on a CPU cpu where its extension is installed,
-    else reference. batch_invariant: only cpu has it. Raises ConfigError."""
+    else reference. batch_invariant: only cpu has it; graphs: triton may capture decode steps. Raises ConfigError."""
     from protocol.errors import ConfigError
 
     if name == "auto":
@@ -114,7 +114,7 @@ def select(name: str, device: torch.device, *, batch_invariant: bool = False) ->
     if name == "triton":
         from kernels.triton import TritonOps
 
-        return TritonOps()
+        return TritonOps(graphs=graphs)
     raise ConfigError(f"kernels must be auto, reference, cpu or triton, got {name!r}", param="kernels")
 
 

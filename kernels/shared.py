@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from kernels.draw import NoiseKeys, draw
 from kernels.low_rank import LowRank, add_low_rank
 from kernels.masking import Masks
-from kernels.step import DecoderForm, Linear, Step, StoredRows
+from kernels.step import DecoderForm, Linear, OneByOne, Step, StoredRows
 from protocol.sampling import SamplingParams
 
 
@@ -38,7 +38,7 @@ class TorchShared:
     def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
         return None
 
-    def record(self, form: DecoderForm) -> Step | None:
+    def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
         return None
 
     def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -103,6 +103,10 @@ class NextLogits:
 
     values: torch.Tensor
     best: Sequence[int] | None = None
+
+
+OneByOne = Callable[[torch.Tensor, torch.Tensor, BatchPlan], torch.Tensor]
+"""A decoder's layers through the table's operations: of (token ids, kv, plan), as `Step` takes them, hidden states."""
 
 
 class Step(Protocol):

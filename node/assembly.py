@@ -72,7 +72,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
 
         return assemble_encoder(settings, source, task, device, progress)
     wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant)
+    ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant, graphs=not settings.enforce_eager)
     if settings.kv_cache_dtype == "int8" and ops.name == "triton":
         raise ConfigError("kv_cache_dtype int8 has no triton kernels; use auto", param="kv_cache_dtype")
     model = load_model(

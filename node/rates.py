@@ -10,6 +10,7 @@ from engine.engine import Engine
 from engine.events import Stepped
 from engine.request import Request
 from engine.slices import Slice
+from node.first_steps import first_steps
 from protocol.errors import ConfigError, reason
 from protocol.layout import blocks_for
 from protocol.lease import Rates
@@ -81,6 +82,8 @@ def warm_up(engine: Engine) -> Rates:
 
     length = min(FIRST_TOKENS, longest)
     try:
+        if engine.runner.model.device.type == "cuda":
+            compile_all(engine, request, longest)
         run(0, length)
         run(length, 1)
     except Exception as error:
@@ -98,3 +101,11 @@ def warm_up(engine: Engine) -> Rates:
         elif turns >= LEAST_TURNS:
             break
     return Rates(prefill_tokens_per_s=rate, step_s=step_s)
+
+
+def compile_all(engine: Engine, request: Request, longest: int) -> None:
+    """Take the first step of each kind, of a request that has blocks for `longest` tokens."""
+    limits = engine.config.limits
+    rows = limits.max_num_seqs * (1 + engine.config.drafts)
+    for slices in first_steps(request, request, longest, rows):
+        engine.runner.run(slices)

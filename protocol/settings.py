@@ -130,9 +130,7 @@ class RouterSettings(CommonSettings):
     fetch: bool = setting(
         False, "have nodes fetch what others hold of a prompt where that takes less time than computing it"
     )
-    local_prefill_tokens: int = setting(
-        0, "prompts with at most this many uncached tokens always prefill on decode", least=0
-    )
+    local_prefill_tokens: int = setting(0, "prompts of so many uncached tokens at most prefill on decode", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +208,7 @@ class WorkerSettings(CommonSettings):
         choices=("auto", "reference", "cpu", "triton"),
         former="attention",
     )
+    enforce_eager: bool = setting(False, "run a GPU's decode steps layer by layer, without CUDA graphs")
     batch_invariant: bool = setting(
         False, "the same logits, bit for bit, whatever else is computed or cached; on a CPU, in bfloat16"
     )

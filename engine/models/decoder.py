@@ -40,7 +40,7 @@ class Decoder(Model):
         self.ops = ops
         self._activated = gelu_mul if config.family.gelu else ops.silu_mul
         self._scale = config.factors.attention or config.head_dim**-0.5
-        self._step = ops.record(self._form()) if config.plain else None
+        self._step = ops.record(self._form(), self._one_by_one) if config.plain else None
 
     def _form(self) -> DecoderForm:
         config, parameters = self.config, self.parameters
@@ -69,6 +69,16 @@ class Decoder(Model):
     ) -> torch.Tensor:
         if self._step is not None and not plan.adapted and self._step.takes(plan, kv):
             return self._step(token_ids, kv, plan)
+        return self._one_by_one(token_ids, kv, plan, wanted, halfway)
+
+    def _one_by_one(
+        self,
+        token_ids: torch.Tensor,
+        kv: torch.Tensor,
+        plan: BatchPlan,
+        wanted: Wanted = always,
+        halfway: Halfway | None = None,
+    ) -> torch.Tensor:
         ops, eps = self.ops, self.config.rms_norm_eps
         layers = self.parameters.layers
         if halfway is None:

@@ -17,7 +17,7 @@ from kernels.noise import row_key
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
 from kernels.shared import TorchLinear
-from kernels.step import DecoderForm, Linear, StoredRows
+from kernels.step import DecoderForm, Linear, OneByOne, StoredRows
 from protocol.sampling import SamplingParams
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -67,7 +67,7 @@ class CpuOps:
             return None
         return PackedLinear(self._kernels, parts, columns, bias)
 
-    def record(self, form: DecoderForm) -> CpuStep | None:
+    def record(self, form: DecoderForm, one_by_one: OneByOne) -> CpuStep | None:
         return record(self._step_type, self._kernels, form, self._batch_invariant)
 
     def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.graphs import Capture, CudaCapture, GraphStep
 from kernels.plan import BatchPlan
 from kernels.shared import TorchShared
+from kernels.step import DecoderForm, Gated, OneByOne, Step
 from kernels.triton import elementwise, rope
 from kernels.triton.decode import decode
 from kernels.triton.launch import Tile, decode_tile, kv_splits, prefill_tile
@@ -52,14 +54,21 @@ def plan_launch(plan: BatchPlan, shape: Shape, processors: int) -> Launch:
 
 class TritonOps(TorchShared):
     """Ops on Triton kernels, in float32, bfloat16 and float16 with float32 accumulation. Holds the last batch's
-    launches; not thread-safe. `processors`: multiprocessors to fill, None: those of the device."""
+    launches; not thread-safe. `processors`: multiprocessors to fill, None: those of the device. capture: what records
+    decode steps, None: CUDA graphs where there is a device and `graphs`."""
 
     name = "triton"
 
-    def __init__(self, processors: int | None = None) -> None:
+    def __init__(self, processors: int | None = None, capture: Capture | None = None, *, graphs: bool = True) -> None:
         self._processors = processors
+        self._capture = capture or (CudaCapture() if graphs and torch.cuda.is_available() else None)
         self._plan: BatchPlan | None = None
         self._launches: dict[Shape, Launch] = {}
+
+    def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
+        """Experts are chosen by what the host reads: such layers are not captured."""
+        gated = all(isinstance(layer.mlp, Gated) for layer in form.layers)
+        return GraphStep(form, one_by_one, self._capture) if gated and self._capture is not None else None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return elementwise.rms_norm(x, None, weight, eps)[0]

@@ -75,20 +75,21 @@ def rope_cache_kernel(
     BLOCK_REST: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (token, 0: K and V, 1: Q); the second exists only where there is a rotation."""
+    """Program (token, 0: K and V, 1: Q); the second exists only where there is a rotation. Slots below 0: nowhere."""
     token = tl.program_id(0).to(tl.int64)
     turn = tl.load(positions + token) * HALF
     if tl.program_id(1) == 0:
         slot = tl.load(slot_ids + token)
-        place = kv + (slot // SLOTS) * stride_block + (slot % SLOTS) * stride_slot
-        rotate(
-            k + token * stride_k_token, place, cos + turn, sin + turn, stride_k_head, stride_head,
-            KV_HEADS, DIM, HALF, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST,
-        )  # fmt: skip
-        rotate(
-            v + token * stride_v_token, place + stride_kv, cos, sin, stride_v_head, stride_head,
-            KV_HEADS, DIM, 0, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_D,
-        )  # fmt: skip
+        if slot >= 0:
+            place = kv + (slot // SLOTS) * stride_block + (slot % SLOTS) * stride_slot
+            rotate(
+                k + token * stride_k_token, place, cos + turn, sin + turn, stride_k_head, stride_head,
+                KV_HEADS, DIM, HALF, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST,
+            )  # fmt: skip
+            rotate(
+                v + token * stride_v_token, place + stride_kv, cos, sin, stride_v_head, stride_head,
+                KV_HEADS, DIM, 0, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_D,
+            )  # fmt: skip
     else:
         rotate(
             q + token * stride_q_token, q_out + token * HEADS * DIM, cos + turn, sin + turn, stride_q_head, DIM,

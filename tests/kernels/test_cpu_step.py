@@ -22,7 +22,7 @@ from kernels.int8_cache import quantise
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
-from kernels.step import DecoderForm
+from kernels.step import DecoderForm, OneByOne
 
 SETS = instruction_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="installed without the CPU extension")
@@ -76,7 +76,7 @@ NOISE = NamedNoise()
 
 
 class Layered(CpuOps):
-    def record(self, form: DecoderForm) -> None:
+    def record(self, form: DecoderForm, one_by_one: OneByOne) -> None:
         return None
 
 

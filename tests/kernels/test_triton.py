@@ -1,5 +1,5 @@
-"""Runs triton_cases.py and triton_compile.py in processes of their own: whether Triton interprets is decided when it is
-imported, and no other test may inherit the choice."""
+"""Runs the files of Triton's cases in processes of their own: whether Triton interprets is decided when it is imported,
+and no other test may inherit the choice."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ def collect(file: str, **environment: str) -> None:
 
 def test_kernels_agree_with_the_reference() -> None:
     collect("triton_cases.py", **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}))
+
+
+def test_decode_steps_are_replayed() -> None:
+    collect("triton_graph_cases.py", TRITON_INTERPRET="1")
 
 
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_step_has_room_for_every_running_request_and_a_block_of_a_prompt() -> 
 
 
 def test_int8_kv_is_refused_where_no_kernel_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "select", lambda name, device, batch_invariant: SimpleNamespace(name="triton"))
+    monkeypatch.setattr(assembly, "select", lambda name, device, **choices: SimpleNamespace(name="triton"))
     with pytest.raises(ConfigError, match="triton") as raised:
         assembly.assemble(WorkerSettings(device="cpu", kv_cache_dtype="int8"))
     assert raised.value.param == "kv_cache_dtype"

@@ -1,0 +1,70 @@
+"""A stand-in for CUDA graphs on a CPU: what a run did to tensors, operation by operation and launch by launch, done
+again to the same memory. No Python of the run is executed then, so what it read of the host stays what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import InterpretedFunction
+
+T = TypeVar("T")
+_launch = InterpretedFunction.run
+
+
+class Tape(TorchDispatchMode):
+    """Records PyTorch's operations and Triton's launches while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Callable[[], object]] = []
+        self._launching = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self._launching:
+            self.steps.append(lambda: again(func, args, kwargs or {}, out))
+        return out
+
+    def launch(self, kernel: Any, *args: Any, **options: Any) -> None:
+        self._launching = True
+        _launch(kernel, *args, **options)
+        self._launching = False
+        self.steps.append(lambda: _launch(kernel, *args, **options))
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for step in self.steps:
+                step()
+
+
+def again(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """Into the memory of the first result, unless the operation itself writes there or makes a view of it."""
+    for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+        if not isinstance(old, torch.Tensor) or old.untyped_storage().data_ptr() == new.untyped_storage().data_ptr():
+            continue
+        if func.overloadpacket is torch.ops.aten.empty:
+            old.fill_(float("nan") if old.is_floating_point() else -7)
+        else:
+            old.copy_(new)
+
+
+class Taping:
+    """A `kernels.graphs.Capture`; `sizes`: launches and operations of each recording."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        tape = Tape()
+        InterpretedFunction.run = lambda kernel, *args, **options: tape.launch(kernel, *args, **options)
+        try:
+            with tape:
+                out = run()
+        finally:
+            InterpretedFunction.run = _launch
+        self.sizes.append(len(tape.steps))
+        return tape.replay, out

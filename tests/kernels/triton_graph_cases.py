@@ -1,0 +1,155 @@
+"""Decode steps that are captured and replayed, over Triton's interpreter. Collected by test_triton.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from paged_batch import make_plan
+from tape import Taping
+
+from engine.models.base import ModelInfo
+from engine.models.config import parse_config
+from engine.models.decoder import Decoder
+from engine.models.dummy_weights import DummyWeights
+from engine.models.parameters import ParameterLoader
+from engine.models.rope import rope_tables
+from kernels.graphs import LADDER, GraphStep
+from kernels.plan import BatchPlan
+from kernels.triton import TritonOps
+
+CPU = torch.device("cpu")
+VOCAB, LONGEST, BLOCK = 61, 96, 16
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": LONGEST,
+}
+
+
+def decoder(ops: TritonOps) -> Decoder:
+    config = parse_config(CONFIG)
+    weights = DummyWeights(config)
+    weights._numbers *= 12
+    info = ModelInfo("m", "1", config.num_layers, config.num_kv_heads, config.head_dim, VOCAB, LONGEST)
+    parameters = ParameterLoader(config, weights, CPU, torch.float32, ops).load()
+    return Decoder(config, info, parameters, rope_tables(config.rope, LONGEST, CPU), ops)
+
+
+class Streams:
+    """Greedy streams of one model, in blocks of their own; every slot that nobody wrote is NaN."""
+
+    def __init__(self, model: Decoder, prompts: list[list[int]]) -> None:
+        self.model, self.tokens = model, [list(prompt) for prompt in prompts]
+        each = LONGEST // BLOCK
+        self.chains = torch.randperm(each * len(prompts), generator=torch.Generator().manual_seed(3)).view(-1, each)
+        layout = model.info.layout(torch.float32, BLOCK)
+        # A row of nobody attends to the first slot of block 0, which a pool that was zeroed has.
+        self.kv = torch.full((each * len(prompts), *layout.block_shape), torch.nan)
+        self.kv[0] = 0.0
+        self.logits: list[torch.Tensor] = []
+
+    def plan(self, streams: list[int], starts: list[int]) -> BatchPlan:
+        totals = [len(self.tokens[i]) for i in streams]
+        plan, _ = make_plan([t - s for t, s in zip(totals, starts, strict=True)], totals, 0, BLOCK)
+        table = self.chains[streams].int()
+        positions = plan.positions
+        rows = torch.repeat_interleave(torch.arange(len(streams)), torch.tensor(plan.query_lens))
+        slots = table[rows, positions // BLOCK].long() * BLOCK + positions % BLOCK
+        decodes = sum(count == 1 for count in plan.query_lens)
+        return BatchPlan(
+            positions, slots, table, plan.query_start, plan.total_len, plan.query_lens, plan.total_lens, decodes, BLOCK
+        )
+
+    @torch.inference_mode()
+    def prefill(self) -> None:
+        for i, tokens in enumerate(self.tokens):
+            hidden = self.model.forward(torch.tensor(tokens), self.kv, self.plan([i], [0]))
+            tokens.append(int(self.model.logits(hidden[-1:]).argmax()))
+
+    @torch.inference_mode()
+    def decode(self, streams: list[int]) -> None:
+        starts = [len(self.tokens[i]) - 1 for i in streams]
+        ids = torch.tensor([self.tokens[i][-1] for i in streams])
+        found = self.model.next_logits(ids, self.kv, self.plan(streams, starts)).values
+        self.logits.append(found.clone())
+        for i, token in zip(streams, found.argmax(-1).tolist(), strict=True):
+            self.tokens[i].append(token)
+
+
+BATCHES = [[0, 1, 2], [2], [1, 0], [2, 1, 0], [0, 2]]
+"""They come and go, over the ends of blocks, and change places."""
+PROMPTS = [[5, 9, 2], [7, 1] * 7, [*range(20, 36)]]
+
+
+def run(ops: TritonOps) -> Streams:
+    streams = Streams(decoder(ops), PROMPTS)
+    streams.prefill()
+    for batch in BATCHES:
+        streams.decode(batch)
+    return streams
+
+
+@pytest.fixture(scope="module")
+def plain() -> Streams:
+    """Layer by layer."""
+    return run(TritonOps(4))
+
+
+def test_replayed_steps_draw_what_layers_one_by_one_draw(plain: Streams) -> None:
+    taping = Taping()
+    replayed = run(TritonOps(4, taping))
+    assert replayed.tokens == plain.tokens
+    assert len({token for tokens in plain.tokens for token in tokens}) > 10
+    for one, other in zip(replayed.logits, plain.logits, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    assert len(taping.sizes) == 3, "one for each size of batch: 4, 1 and 2"
+    assert taping.sizes[0] > 20
+    assert torch.equal(replayed.kv.isnan(), plain.kv.isnan()), "rows of nobody wrote"
+    torch.testing.assert_close(replayed.kv.nan_to_num(), plain.kv.nan_to_num(), atol=1e-4, rtol=1e-4)
+
+
+def test_without_the_arrays_that_a_step_fills_a_replay_would_repeat_itself(
+    plain: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tape would find if steps read anything else."""
+    from kernels import graphs
+
+    original = graphs._Inputs.fill
+    calls: list[int] = []
+
+    def once(inputs: Any, *given: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            original(inputs, *given)
+
+    monkeypatch.setattr(graphs._Inputs, "fill", once)
+    assert run(TritonOps(4, Taping())).tokens != plain.tokens
+
+
+def test_what_cannot_be_captured_runs_one_by_one(plain: Streams, caplog: pytest.LogCaptureFixture) -> None:
+    def refused(run: Callable[[], Any]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    assert run(TritonOps(4, refused)).tokens == plain.tokens
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "it is tried once"
+
+
+def test_batches_beyond_the_ladder_and_prompts_are_not_taken() -> None:
+    model = decoder(TritonOps(4, Taping()))
+    step = model._step
+    assert isinstance(step, GraphStep)
+    kv = torch.zeros(1)
+    for count, query, taken in ((LADDER[-1], 1, True), (LADDER[-1] + 1, 1, False), (1, 2, False)):
+        plan, _ = make_plan([query] * count, [20] * count, count if query == 1 else 0, BLOCK)
+        assert step.takes(plan, kv) is taken
+    longer, _ = make_plan([1], [LONGEST + 1], 1, BLOCK)
+    assert not step.takes(longer, kv)

@@ -1,0 +1,61 @@
+"""The steps of a GPU's warm-up: together they are all kinds of steps that a request could be the first to need."""
+
+from __future__ import annotations
+
+import pytest
+from toy import make_engine, make_job
+
+from engine.request import Request
+from engine.slices import Slice
+from kernels.graphs import LADDER
+from node import rates
+from node.first_steps import first_steps
+from protocol.layout import blocks_for
+
+launch = pytest.importorskip("kernels.triton.launch")
+
+
+def steps(longest: int, most: int) -> list[list[Slice]]:
+    request = Request(make_job("r", [1] * (longest + 1)), b"", 16)
+    return list(first_steps(request, request, longest, most))
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_tile_of_a_chunk_is_compiled(group: int, size: int) -> None:
+    given = {launch.prefill_tile(parts[0].count * group, 128, size) for parts in steps(4096, 1) if len(parts) == 1}
+    possible = {launch.prefill_tile(tokens * group, 128, size) for tokens in range(2, 4096)}
+    assert possible <= given
+
+
+def test_every_split_of_a_context_beside_a_chunk_is_compiled() -> None:
+    tile = launch.decode_tile(4, 128, 2)
+
+    def splits(length: int) -> int:
+        return int(launch.kv_splits(8, blocks_for(length, tile.keys), 132))
+
+    mixed = [parts for parts in steps(16_384, 1) if len(parts) == 2]
+    assert all(parts[0].decodes and not parts[1].decodes for parts in mixed)
+    assert {splits(parts[0].start + 1) for parts in mixed} == {splits(length) for length in range(1, 16_385)}
+
+
+@pytest.mark.parametrize(("most", "largest"), [(1, 1), (3, 4), (9, 16), (64, 64), (500, LADDER[-1])])
+def test_every_size_of_batch_is_captured_that_may_come(most: int, largest: int) -> None:
+    rows = [len(parts) for parts in steps(64, most) if parts[0].start == 0 and len(parts) > 1 and parts[-1].decodes]
+    singles = [parts for parts in steps(64, most) if len(parts) == 1 and parts[0].decodes]
+    assert len(singles) == 1
+    assert [1, *rows] == [size for size in LADDER if size <= largest]
+
+
+def test_an_engine_takes_them_and_its_pool_is_as_before() -> None:
+    engine = make_engine(num_blocks=16)
+    request = Request(make_job("r", [1] * 61), b"", 4)
+    request.block_ids = list(range(16))
+    rates.compile_all(engine, request, 60)
+    engine.check_integrity()
+    assert engine.pool.available == 16
+
+
+def test_none_of_them_is_longer_than_there_is_room() -> None:
+    for longest in (1, 2, 3, 5, 100):
+        assert all(part.start + part.count <= longest for parts in steps(longest, 2) for part in parts)
