@@ -2,8 +2,9 @@
 
 A hint, never an authority: a row may be missing, and for a moment may outlive its block; the node itself checks. Rows
 of an epoch that is not the node's live one count as absent, so a crash or restart voids a node's rows at once.
-A node has rows under two names: its id, for blocks of its pool, and `on_disk` of it, for those that it must read
-first. They live by the same lease, and neither tells of the other.
+A node has rows under its id, for blocks of its pool, and under `on_tier` of it, for those that it must read first. They
+live by the same lease, and none tells of the others. What a store has that nodes share stands under ON_STORE, whoever
+wrote the row: one of the last block of each group. It lives for its time, and nobody's lease ends it.
 Implementations: `redis_store.RedisStore` and `memory_store.MemoryStore`. Their calls raise RegistryUnavailable and
 nothing else; every call may be repeated.
 """
@@ -13,21 +14,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from protocol.layout import STORE_GROUP
+
 ROW_TTL_S = 3600.0
 """Life of a row after it was last written. A node writes its rows again at half of it."""
+ON_STORE, STORE_EPOCH = "\x1fstore", 1
+"""Of no node."""
 
 
-ON_DISK = "\x1fdisk"
-
-
-def on_disk(node_id: str) -> str:
-    """Under which the node's rows of blocks stand that it has on disk."""
-    return node_id + ON_DISK
+def on_tier(node_id: str, tier: str) -> str:
+    """Under which the node's rows of blocks stand that it has in this tier of its own, by the tier's name."""
+    return f"{node_id}\x1f{tier}"
 
 
 def owner(name: str) -> str:
-    """The node whose rows stand under this name."""
-    return name.removesuffix(ON_DISK)
+    """The node whose rows stand under this name; empty: nobody's alone."""
+    return name.partition("\x1f")[0]
+
+
+def store_hashes(hashes: Sequence[bytes]) -> Sequence[bytes]:
+    """Of a chain, those that stand for the groups of a store."""
+    return hashes[STORE_GROUP - 1 :: STORE_GROUP]
 
 
 class BlockIndex(Protocol):
@@ -44,7 +51,8 @@ class BlockIndex(Protocol):
         """How many of these rows of the node's are there."""
 
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
-        """How many leading blocks of a sequence each of `nodes` (id → live epoch) holds. Nodes with none are left out.
+        """How many leading blocks of a sequence each of `nodes` (name → live epoch) holds. Nodes with none are left
+        out. ON_STORE among them: in whole groups, by the rows of their last blocks.
 
         Relies on "a node never drops a block before its descendants", so most rows need not be read. A length is only
         reported if, in one state of the index, its last block was read as held and the next one, if any, as not."""

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from cluster_state.index import ROW_TTL_S, owner
+from cluster_state.index import ON_STORE, ROW_TTL_S, owner, store_hashes
 from cluster_state.prefixes import longest
 from cluster_state.registry import LEASE_S, Announced
 from protocol.errors import RegistryUnavailable
+from protocol.layout import STORE_GROUP
 from protocol.lease import Foreign, NodeLease
 
 
@@ -89,7 +90,9 @@ class MemoryStore:
     async def refresh(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> None:
         await self.publish(node_id, epoch, hashes, ())
         for block_hash in hashes:
-            for other in [n for n in self._rows[block_hash] if n != node_id and self._live(owner(n)) is None]:
+            for other in [
+                n for n in self._rows[block_hash] if n not in (node_id, ON_STORE) and self._live(owner(n)) is None
+            ]:
                 del self._rows[block_hash][other]
 
     async def present(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> int:
@@ -99,12 +102,16 @@ class MemoryStore:
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         self._reach()
 
-        def held(node_id: str, position: int) -> bool:
+        def held(node_id: str, hashes: Sequence[bytes], position: int) -> bool:
             return self._row(hashes[position]).get(node_id) == nodes[node_id]
 
         first = self._row(hashes[0]) if hashes else {}
         holders = [node_id for node_id, epoch in first.items() if nodes.get(node_id) == epoch]
-        return {node_id: longest(len(hashes), partial(held, node_id)) for node_id in holders}
+        found = {node_id: longest(len(hashes), partial(held, node_id, hashes)) for node_id in holders}
+        stored = store_hashes(hashes) if ON_STORE in nodes else ()
+        if groups := longest(len(stored), partial(held, ON_STORE, stored)):
+            found[ON_STORE] = groups * STORE_GROUP
+        return found
 
     def _reach(self) -> None:
         if not self.available:

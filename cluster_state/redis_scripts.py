@@ -47,11 +47,11 @@ return leases
 # Each command that a script calls costs the server a microsecond and more. A registered epoch, which nearly all writers
 # have, asks for no row before it writes it: rows of the node's other epochs are void. Where memory is full and that is
 # refused, it asks: what is there lives on.
-# Rows stand under a node's id, or under `index.on_disk` of it, whose lease is the node's.
+# Rows stand under a node's id, or under `index.on_tier` of it, whose lease is the node's, or under `index.ON_STORE`.
 _ROWS = """
 local call, sub, prefix = redis.call, string.sub, KEYS[1]
 local id, epoch, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
-local function owner(name) return string.match(name, '^(.*)\\31disk$') or name end
+local function owner(name) return string.match(name, '^(.-)\\31') or name end
 local registered = call('HGET', KEYS[2], owner(id)) == epoch
 local function each(hashes, visit)
   for at = 1, #hashes, 16 do visit(prefix .. sub(hashes, at, at + 15)) end
@@ -83,7 +83,7 @@ each(ARGV[4], store)
 REFRESH = (
     _ROWS
     + """
-local alive = {[id] = true}
+local alive = {[id] = true, ['\\31store'] = true}
 each(ARGV[4], function(key)
   store(key)
   for _, other in ipairs(redis.call('HKEYS', key)) do
@@ -104,13 +104,14 @@ end
 return found
 """
 
-# KEYS: prefix of rows. ARGV: hashes. Answers id, epoch, length of each node that holds the first block; whose epochs
-# live is for who asks to know, since a thousand of them would cost more to send than the search.
+# KEYS: prefix of rows. ARGV: hashes; if the store is asked for, too: its name, the hashes that stand for its groups.
+# Answers id, epoch, length of each node that holds the first block; whose epochs live is for who asks to know, since a
+# thousand of them would cost more to send than the search.
 # The search of each node is that of `cluster_state.prefixes.longest`, with positions counted from 1; nodes whose
 # next question is the same position are asked together.
 LONGEST_PREFIX = """
-local call, sub, prefix, hashes = redis.call, string.sub, KEYS[1], ARGV[1]
-local count, epochs, answer = #hashes / 16, {}, {}
+local call, sub, prefix, answer = redis.call, string.sub, KEYS[1], {}
+local hashes, epochs
 local function key(i) return prefix .. sub(hashes, 16 * i - 15, 16 * i) end
 local function ask(ids, i)
   local holding, others = {}, {}
@@ -135,18 +136,28 @@ local function bisect(ids, low, high)
   bisect(holding, middle, high)
   bisect(others, low, middle)
 end
-local ids, first = {}, call('HGETALL', key(1))
+local function search(ids)
+  local count, low, high = #hashes / 16, 1, 4
+  while #ids > 0 and high <= count do
+    local holding, others = ask(ids, high)
+    bisect(others, low, high)
+    ids, low, high = holding, high, 4 * high
+  end
+  bisect(ids, low, math.min(high, count + 1))
+end
+local ids = {}
+hashes, epochs = ARGV[1], {}
+local first = call('HGETALL', key(1))
 for at = 1, #first, 2 do
   ids[#ids + 1] = first[at]
   epochs[first[at]] = first[at + 1]
 end
-local low, high = 1, 4
-while #ids > 0 and high <= count do
-  local holding, others = ask(ids, high)
-  bisect(others, low, high)
-  ids, low, high = holding, high, 4 * high
+search(ids)
+if ARGV[2] then
+  hashes = ARGV[3]
+  epochs[ARGV[2]] = call('HGET', key(1), ARGV[2])
+  if epochs[ARGV[2]] then search({ARGV[2]}) end
 end
-bisect(ids, low, math.min(high, count + 1))
 return answer
 """
 

@@ -3,7 +3,7 @@
 kvferry:<cluster>:nodes         hash  node id → epoch: the members
 kvferry:<cluster>:node:<id>     string, the NodeLease as sealed, expires with the lease
 kvferry:<cluster>:epoch:<id>    string, the epoch last given to the node's processes, expires EPOCH_TTL_S after that
-kvferry:<cluster>:b:<16 bytes>  hash  node id, or `index.on_disk` of it → epoch: who holds the block, expires
+kvferry:<cluster>:b:<16 bytes>  hash  node id, or another name of `index` → epoch: who holds the block, expires
                                 ROW_TTL_S after the last write
 """
 
@@ -15,12 +15,13 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from cluster_state import redis_client, redis_scripts
-from cluster_state.index import ROW_TTL_S
+from cluster_state.index import ON_STORE, ROW_TTL_S, store_hashes
 from cluster_state.redis_check import checked
 from cluster_state.redis_client import LONGEST, Script, answered, sensible
 from cluster_state.redis_url import shown
 from cluster_state.registry import LEASE_S, Announced
 from protocol.errors import RegistryUnavailable
+from protocol.layout import STORE_GROUP
 from protocol.lease import Foreign, NodeLease, sealed, unsealed
 from protocol.wire import WireError
 
@@ -138,11 +139,17 @@ class RedisStore:
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         if not hashes or not nodes:
             return {}
-        answer = await self._cancellable(self._longest.run([self._rows], [b"".join(hashes)]))
+        args: list[Any] = [b"".join(hashes)]
+        if ON_STORE in nodes and len(hashes) >= STORE_GROUP:
+            args += [ON_STORE, b"".join(store_hashes(hashes))]
+        answer = await self._cancellable(self._longest.run([self._rows], args))
         with sensible():
             told = zip(answer[::3], answer[1::3], answer[2::3], strict=True)
             found = ((node.decode(), epoch.decode(), int(length)) for node, epoch, length in told)
-            return {node: length for node, epoch, length in found if str(nodes.get(node)) == epoch}
+            held = {node: length for node, epoch, length in found if str(nodes.get(node)) == epoch}
+        if ON_STORE in held:
+            held[ON_STORE] *= STORE_GROUP
+        return held
 
     async def _cancellable(self, lookup: Coroutine[Any, Any, Any]) -> Any:
         """Await a lookup in a task of its own. The client library waits with `asyncio.wait_for`, which before Python

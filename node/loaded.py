@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -108,7 +107,7 @@ class Loaded:
         self._watchdog = Watchdog(
             self.vitals, self._break, last_resort or (lambda fault: None), of_process=last_resort is not None
         )
-        self._membership = Membership(store, self.lease, parts.engine.pool.findable, metrics, tiers.disk)
+        self._membership = Membership(store, self.lease, parts.engine.pool.findable, metrics, tiers.local, tiers.shared)
         news = News(self.service, metrics, self._rates, self._membership.note, self.call_soon)
         self.engine.start()
         self._clock.start()
@@ -150,7 +149,7 @@ class Loaded:
             block_size=self.parts.layout.block_size,
             block_bytes=self.parts.layout.block_bytes,
             load=self.engine.load,
-            rates=replace(self._rates.rates, read_block_s=self._tiers.disk.block_s if self._tiers.disk else 0.0),
+            rates=self._tiers.paced(self._rates.rates),
             served_names=self._served_names,
             adapters=self._adapters.held,
             max_num_seqs=self._settings.max_num_seqs,

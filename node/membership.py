@@ -10,10 +10,11 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from cluster_state.index import on_disk
+from cluster_state.index import on_tier
 from cluster_state.index_writer import IndexWriter
 from cluster_state.redis_store import RedisStore
 from cluster_state.registry import LeaseKeeper
+from cluster_state.store_rows import StoreRows
 from protocol.errors import RegistryUnavailable
 from protocol.lease import NodeLease
 from protocol.metrics import WorkerMetrics
@@ -29,11 +30,18 @@ LEAVE_S = 1.0
 
 
 class Kept(Protocol):
-    """Blocks on disk. changed: to be told (stored, removed), from any thread."""
+    """Blocks in a tier. changed: to be told (stored, removed), from any thread."""
 
     changed: Callable[[Sequence[bytes], Sequence[bytes]], None]
 
     def hashes(self) -> list[bytes]: ...
+
+
+class Own(Kept, Protocol):
+    """By its name."""
+
+    @property
+    def name(self) -> str: ...
 
 
 class Membership:
@@ -41,7 +49,8 @@ class Membership:
 
     make_lease   the node's row in the registry, as of now
     findable     hashes of all blocks in its pool that can be reused, parents before children
-    kept         the blocks on its disk, which then tells of changes here; None: it keeps none there
+    kept         the tiers that are its own, which then tell of changes here
+    shared       what it knows of the blocks in a store that others read and write, too; None: it has none
     note         what changed of the pool: (stored, removed); from any thread
     """
 
@@ -51,16 +60,22 @@ class Membership:
         make_lease: Callable[[], NodeLease],
         findable: Callable[[], Iterable[bytes]],
         metrics: WorkerMetrics,
-        kept: Kept | None = None,
+        kept: Sequence[Own] = (),
+        shared: Kept | None = None,
     ) -> None:
         self._store, self._metrics, self._make_lease = store, metrics, make_lease
         self._leaving = False
         named = make_lease()
         of_pool = IndexWriter(store, named.node_id, named.epoch, findable)
         self._writers = [of_pool]
-        if kept is not None:
-            self._writers.append(IndexWriter(store, on_disk(named.node_id), named.epoch, kept.hashes))
-            kept.changed = self._writers[-1].note
+        for tier in kept:
+            writer = IndexWriter(store, on_tier(named.node_id, tier.name), named.epoch, tier.hashes)
+            self._writers.append(writer)
+            tier.changed = writer.note
+        self._store_rows: StoreRows | None = None
+        if shared is not None:
+            self._store_rows = StoreRows(store, shared.hashes)
+            shared.changed = self._store_rows.note
         self._keeper = LeaseKeeper(store, self._lease, on_restored=self._restored, on_outcome=self._count_renewal)
         self.note = of_pool.note
 
@@ -76,7 +91,7 @@ class Membership:
 
     async def join(self) -> None:
         """Begin to announce the node and its blocks; returns once the registry has its lease."""
-        for writer in self._writers:
+        for writer in self._all():
             await writer.start()
         self._keeper.start()
         await self._keeper.first_held()
@@ -119,7 +134,7 @@ class Membership:
 
     async def leave(self, limit_s: float = LEAVE_S) -> None:
         """Withdraw the lease; rows end with it."""
-        await _within(limit_s, self._keeper.stop(), *(writer.stop() for writer in self._writers))
+        await _within(limit_s, self._keeper.stop(), *(writer.stop() for writer in self._all()))
 
     async def close(self) -> None:
         """Close the connections to Redis."""
@@ -127,11 +142,14 @@ class Membership:
 
     def set_gauges(self) -> None:
         self._metrics.index_rows.set(sum(writer.rows for writer in self._writers))
-        self._metrics.index_pending.set(sum(writer.pending for writer in self._writers))
+        self._metrics.index_pending.set(sum(writer.pending for writer in self._all()))
 
     def _restored(self) -> None:
-        for writer in self._writers:
+        for writer in self._all():
             writer.republish()
+
+    def _all(self) -> Sequence[IndexWriter | StoreRows]:
+        return [*self._writers, self._store_rows] if self._store_rows else self._writers
 
     def _count_renewal(self, outcome: str) -> None:
         self._metrics.lease_renewals[outcome].inc()

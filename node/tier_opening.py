@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kv_transfer.tiers.disk import open_disk
+from kv_transfer.tiers.groups import Known
 from kv_transfer.tiers.host import open_host
 from kv_transfer.tiers.local import LocalTier
 from kv_transfer.tiers.objects import Objects
@@ -18,6 +19,7 @@ from node.assembly import Assembled
 from node.pool_memory import PoolMemory
 from process.limits import available_memory
 from protocol.errors import ConfigError
+from protocol.lease import Rates
 from protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
@@ -43,6 +45,16 @@ class OpenTiers:
     def local(self) -> list[LocalTier[Any]]:
         """Of this node alone, the quickest first."""
         return [tier for tier in (self.host, self.disk) if tier is not None]
+
+    @property
+    def shared(self) -> Known | None:
+        """What is known of that of all nodes."""
+        return self.remote.known if self.remote else None
+
+    def paced(self, rates: Rates) -> Rates:
+        """With the seconds in which a block is read from each, as of late."""
+        host_s, disk_s, store_s = (tier.block_s if tier else 0.0 for tier in (self.host, self.disk, self.remote))
+        return replace(rates, host_block_s=host_s, disk_block_s=disk_s, store_block_s=store_s)
 
     def close(self) -> None:
         """Nothing is begun any more."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from placement.blocks import cached_len, freed_per_s, missing_blocks
+from placement.blocks import freed_per_s, missing_blocks
 from placement.fetching import fetching
-from placement.reading import brought
+from placement.reading import by_itself_s
 from placement.terms import Demand, NodeView
 from placement.worth import displaced_s
 
@@ -25,10 +25,7 @@ def compute_s(node: NodeView, demand: Demand) -> float:
     """Seconds to compute the tokens the node does not hold, or to read or fetch some of them and compute the rest."""
     if demand.holders and (fetch := fetching(node, demand)):
         return fetch.seconds
-    if node.kept_len:
-        return brought(node, demand).seconds
-    held = cached_len(node, demand) if node.cached_len or demand.beside else 0
-    return (demand.total_len - held) / node.rate
+    return by_itself_s(node, demand)
 
 
 def wait_s(node: NodeView, demand: Demand) -> float:

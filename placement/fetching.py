@@ -8,7 +8,7 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from placement.blocks import cached_len, whole_len
-from placement.reading import brought
+from placement.reading import by_itself_s
 from placement.terms import Demand, Holding, NodeView, Placement, unbroken
 from protocol.messages import Holder
 
@@ -45,8 +45,7 @@ def fetching(node: NodeView, demand: Demand) -> Fetch | None:
     every node, nearly all of which hold nothing."""
     own = cached_len(node, demand) if node.cached_len or demand.beside else 0
     total, rate = demand.total_len, node.rate
-    alone_s = brought(node, demand).seconds if node.kept_len else (total - own) / rate
-    best, limit_s = None, alone_s - LEAST_GAIN_S
+    best, limit_s = None, by_itself_s(node, demand) - LEAST_GAIN_S
     for holding in demand.holders:
         holder, held, seconds = holding
         if held <= own or (demand.broken and not unbroken(demand, holder.key, node.key)):

@@ -132,7 +132,7 @@ def _local(demand: Demand, decodes: Decodes, limit_s: float) -> Placement | None
 def _firsts(demand: Demand, prefills: Sequence[NodeView], shortest_s: float = 0.0) -> list[First]:
     """`shortest_s`: of their queues, as far as that matters."""
     plain, others = apart(demand, prefills)
-    found = firsts(demand, plain)
+    found = firsts(demand, plain, shortest_s)
     for node in others:
         seconds = compute_s(node, demand)
         others_s = risk_s(node, demand) - spared_s(node, demand, shortest_s)
@@ -165,10 +165,15 @@ def _cheapest(costs: Sequence[tuple[float, NodeView]]) -> tuple[float, NodeView]
 def _whose_turn(halves: Iterable[Half], cheapest: Half, least_s: float, cost_s: Callable[[Half], float]) -> Half:
     """The first, in turn order, that equals the cheapest: alike in what is counted, near in what is learned."""
     limit_s, node = least_s * (1 + NOISE), cheapest[-1]
-    turn, counted, held, kept = node.turn, node.counted, node.cached_len, node.kept_len
+    turn, counted, held, kept = node.turn, node.counted, node.cached_len, _tokens(node)
     for half in [half for half in halves if half[-1].turn < turn and half[-1].counted == counted]:
         node = half[-1]
-        same = node.turn < turn and node.cached_len == held and node.kept_len == kept
+        same = node.turn < turn and node.cached_len == held and _tokens(node) == kept
         if same and cost_s(half) <= limit_s:
             cheapest, turn = half, node.turn
     return cheapest
+
+
+def _tokens(node: NodeView) -> tuple[int, ...]:
+    """That it would read, from each of its tiers."""
+    return tuple(tokens for tokens, _ in node.kept) if node.kept else ()

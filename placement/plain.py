@@ -14,6 +14,7 @@ from placement.costs import wait_s
 from placement.fetching import LEAST_GAIN_S
 from placement.pairs import ROUNDING, First, Ready
 from placement.terms import Demand, NodeView, unbroken
+from placement.worth import spared_s
 from protocol.layout import blocks_for
 
 NOBODY = ("", 0)
@@ -36,10 +37,12 @@ def apart(demand: Demand, nodes: Sequence[NodeView]) -> tuple[list[NodeView], li
     return plain, [node for node in nodes if node.bare_size != size or node.key in named]
 
 
-def firsts(demand: Demand, plain: Sequence[NodeView]) -> list[First]:
-    """As `costs.first_of`."""
-    seconds = computes(demand, plain)
-    both = zip(plain, seconds, displaced(demand, plain), strict=True)
+def firsts(demand: Demand, plain: Sequence[NodeView], shortest_s: float) -> list[First]:
+    """As `costs.first_of`. shortest_s: as `worth.spared_s` has it."""
+    seconds, others = computes(demand, plain), displaced(demand, plain)
+    if demand.stored_len and demand.worth:
+        others = [each - spared_s(node, demand, shortest_s) for each, node in zip(others, plain, strict=True)]
+    both = zip(plain, seconds, others, strict=True)
     if demand.recovers:
         return [(compute_s + others_s, compute_s, node) for node, compute_s, others_s in both]
     return [(node.queue_s + compute_s + others_s, compute_s, node) for node, compute_s, others_s in both]
@@ -69,25 +72,26 @@ def alone(demand: Demand, plain: Sequence[Ready]) -> list[tuple[float, NodeView]
 def computes(demand: Demand, plain: Sequence[NodeView]) -> list[float]:
     """As `costs.compute_s`. Seconds grow evenly with what a token costs, those of computing all like those with a fetch
     from one holder, so what is the best for the fastest and the slowest node is for all between them, and what is worse
-    than another for both is for none."""
-    total, rates = demand.total_len, [node.rate for node in plain]
+    than another for both is for none. Those with a store do not."""
+    total, rates, stored = demand.total_len, [node.rate for node in plain], demand.stored_len
     given = [h for h in demand.holders if h.tokens and unbroken(demand, h.node.key, NOBODY)]
+    own = [total / node.rate - stored * node.gain_s for node in plain] if stored else [total / rate for rate in rates]
     if not given or not rates:
-        return [total / rate for rate in rates]
+        return own
     slowest, fastest = min(rates), max(rates)
     ends: dict[tuple[float, int], tuple[float, float]] = {}
     for begun_s, rest in [(h.seconds, total - h.tokens) for h in given]:
         ends[begun_s, rest] = (begun_s + rest / slowest, begun_s + rest / fastest)
     lines = [line for line, at in ends.items() if not any(a < at[0] and b < at[1] for a, b in ends.values())]
-    if min([at[0] for at in ends.values()]) >= total / slowest - LEAST_GAIN_S:
-        return [total / rate for rate in rates]
+    if not stored and min([at[0] for at in ends.values()]) >= total / slowest - LEAST_GAIN_S:
+        return own
     begun_s, rest = lines[0]
     fetched = [begun_s + rest / rate for rate in rates]
     for begun_s, rest in lines[1:]:
         fetched = [f if f < (g := begun_s + rest / rate) else g for f, rate in zip(fetched, rates, strict=True)]
-    if min([at[1] for at in ends.values()]) < total / fastest - LEAST_GAIN_S:
+    if not stored and min([at[1] for at in ends.values()]) < total / fastest - LEAST_GAIN_S:
         return fetched
-    return [f if f < total / rate - LEAST_GAIN_S else total / rate for f, rate in zip(fetched, rates, strict=True)]
+    return [f if f < alone_s - LEAST_GAIN_S else alone_s for f, alone_s in zip(fetched, own, strict=True)]
 
 
 def alone_from_s(demand: Demand, plain: Sequence[Ready]) -> float:
@@ -95,8 +99,9 @@ def alone_from_s(demand: Demand, plain: Sequence[Ready]) -> float:
     little by it."""
     if not plain:
         return inf
-    fastest = max([each[-1] for each in plain], key=attrgetter("rate"))
-    seconds = computes(demand, [fastest])[0] - (LEAST_GAIN_S if demand.holders else 0.0)
+    nodes = [each[-1] for each in plain]
+    quickest = nodes if demand.stored_len else [max(nodes, key=attrgetter("rate"))]
+    seconds = min(computes(demand, quickest)) - (LEAST_GAIN_S if demand.holders else 0.0)
     return (min([wait for wait, _, _ in plain]) + 2 * seconds) / ROUNDING
 
 

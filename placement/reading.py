@@ -1,4 +1,4 @@
-"""What a node has of a prompt, in its pool or on its disk, and the seconds until it has all of it."""
+"""What a node has of a prompt, in its pool or where it must be read first, and the seconds until it has all of it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,30 @@ class Brought(NamedTuple):
     seconds: float
 
 
+def by_itself_s(node: NodeView, demand: Demand) -> float:
+    """Seconds until it has all of it by itself. Asked for every node, nearly all of which hold nothing of their own."""
+    if node.cached_len or node.kept or node.key == demand.beside:
+        return brought(node, demand).seconds
+    return demand.total_len / node.rate - demand.stored_len * node.gain_s
+
+
 def brought(node: NodeView, demand: Demand) -> Brought:
-    """By the node itself. It reads from its disk where that takes less time than computing, as the node does."""
-    own = cached_len(node, demand) if node.cached_len or demand.beside else 0
-    if node.kept_len > own and (read_s := node.lease.rates.read_block_s):
-        size = node.lease.block_size
-        kept = min(node.kept_len, demand.total_len - 1) // size * size
-        seconds = (kept - own) / size * read_s
-        if kept > own and seconds < (kept - own) / node.rate:
-            return Brought(kept, seconds + (demand.total_len - kept) / node.rate)
-    return Brought(own, (demand.total_len - own) / node.rate)
+    """By the node itself. It reads what each of its tiers has beyond the quicker ones, and then the store that nodes
+    share, where that takes less time than computing, as the node does."""
+    reached = cached_len(node, demand)
+    total, rate, size, seconds = demand.total_len, node.rate, node.lease.block_size, 0.0
+    for tokens, block_s in (*node.kept, (demand.stored_len, node.lease.rates.store_block_s)):
+        if tokens <= reached or not block_s:
+            continue
+        upto = min(tokens, total - 1) // size * size
+        read_s = (upto - reached) / size * block_s
+        if upto > reached and read_s < (upto - reached) / rate:
+            reached, seconds = upto, seconds + read_s
+    return Brought(reached, seconds + (total - reached) / rate)
 
 
 def found_len(node: NodeView, demand: Demand) -> int:
     """Tokens that are not computed there, unless they are fetched."""
-    return brought(node, demand).cached_len if node.kept_len else cached_len(node, demand)
+    if node.cached_len or node.kept or node.key == demand.beside:
+        return brought(node, demand).cached_len
+    return demand.stored_len if node.gain_s else 0

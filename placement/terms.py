@@ -22,6 +22,13 @@ STREAM_SHARE = 0.05
 """By how much one more running stream stretches a decode step."""
 
 
+class Kept(NamedTuple):
+    """Leading tokens of a request that a node must read first, and the seconds that a block of them takes."""
+
+    tokens: int
+    block_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class NodeView:
     """A live node as one placement sees it: its lease, and its figures with the router's own bookings counted.
@@ -30,7 +37,7 @@ class NodeView:
     waiting_tokens  prompt tokens queued there and not yet computed
     streams         requests that run there or will
     pending_blocks  blocks granted or asked for by requests that do not run yet
-    kept_len        leading tokens of this request that its disk has
+    kept            what slower memories of its own have of this request, the quickest first
     placed          when the node was last chosen, as a count that only grows; equal nodes take turns by it
 
     What no request changes is figured once, with the view, for each placement looks at every node:
@@ -44,6 +51,7 @@ class NodeView:
     queue_s         seconds until the prompt tokens that wait there are computed
     step_s          seconds of a step, stretched by the streams
     block_s         seconds to ship a block from there
+    gain_s          by which reading a token from the store that nodes share is quicker than computing it, if it is
     total_blocks    of the pool
     pool_tokens     that it holds
     free_blocks     free and not promised to others
@@ -58,7 +66,7 @@ class NodeView:
     streams: int = 0
     pending_blocks: int = 0
     placed: int = 0
-    kept_len: int = 0
+    kept: tuple[Kept, ...] = ()
     key: NodeKey = field(init=False, repr=False, compare=False)
     role: str = field(init=False, repr=False, compare=False)
     bare_size: int = field(init=False, repr=False, compare=False)
@@ -68,6 +76,7 @@ class NodeView:
     queue_s: float = field(init=False, repr=False, compare=False)
     step_s: float = field(init=False, repr=False, compare=False)
     block_s: float = field(init=False, repr=False, compare=False)
+    gain_s: float = field(init=False, repr=False, compare=False)
     total_blocks: int = field(init=False, repr=False, compare=False)
     pool_tokens: int = field(init=False, repr=False, compare=False)
     free_blocks: int = field(init=False, repr=False, compare=False)
@@ -81,13 +90,15 @@ class NodeView:
         free = load.free_blocks - max(0, self.pending_blocks - load.granted_blocks)
         put(self, "key", (lease.node_id, lease.epoch))
         put(self, "role", lease.role if lease.state == "ready" else "")
-        put(self, "bare_size", 0 if self.cached_len or self.kept_len else lease.block_size)
+        put(self, "bare_size", 0 if self.cached_len or self.kept else lease.block_size)
         put(self, "turn", (self.placed, lease.node_id))
         put(self, "counted", (self.waiting_tokens, self.streams, self.pending_blocks))
         put(self, "rate", rate)
         put(self, "queue_s", self.waiting_tokens / rate)
         put(self, "step_s", rates.step_s * (1 + STREAM_SHARE * self.streams))
         put(self, "block_s", lease.block_bytes / max(rates.ship_bytes_per_s, 1.0))
+        read_s = rates.store_block_s / lease.block_size
+        put(self, "gain_s", max(0.0, 1 / rate - read_s) if read_s else 0.0)
         put(self, "total_blocks", total)
         put(self, "pool_tokens", total * lease.block_size)
         put(self, "free_blocks", free)
@@ -125,6 +136,7 @@ class Demand:
     model         of the nodes that are asked, for errors
     fetches       whether nodes may fetch what others hold of the prompt
     holders       who they are that do, found by `place`
+    stored_len    leading tokens in whole blocks, never the last one, that a store has which nodes share
     """
 
     total_len: int
@@ -142,6 +154,7 @@ class Demand:
     beside: NodeKey | None = None
     fetches: bool = False
     holders: tuple[Holding, ...] = ()
+    stored_len: int = 0
     worth: float = 0.0
 
 

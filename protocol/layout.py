@@ -6,7 +6,9 @@ import hashlib
 import math
 from dataclasses import dataclass
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
+STORE_GROUP = 16
+"""Blocks of a chain that are one object of a store that nodes share; a multiple of them is before the first one."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 SCALE_BYTES = 4
 """The float32 scale behind each int8 K or V vector."""

@@ -32,12 +32,15 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Learned moving averages, seeded by the self-test at start: prompt tokens computed per second, seconds per decode
-    step, bytes shipped per second, seconds in which a block is read from its disk (0: it keeps none there)."""
+    step, bytes shipped per second; seconds in which a block is read from its host memory, from its disk, and from the
+    store that it shares with others (0: nothing is read from there)."""
 
     prefill_tokens_per_s: float = 1000.0
     step_s: float = 0.02
     ship_bytes_per_s: float = 1e9
-    read_block_s: float = 0.0
+    host_block_s: float = 0.0
+    disk_block_s: float = 0.0
+    store_block_s: float = 0.0
 
 
 @message(50)

@@ -8,7 +8,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-GROUP = 16
+from kv_transfer.tiers.store import Changed
+from protocol.layout import STORE_GROUP
+
+GROUP = STORE_GROUP
 """Blocks of one object."""
 SUFFIX = ".kv"
 KNOWN = 8192
@@ -50,6 +53,14 @@ def depth_of(name: str) -> int:
     return int(number) if number.isdigit() else 0
 
 
+def last_of(name: str) -> bytes:
+    """Hash of the last block of the group of this name; empty: it is no group's."""
+    try:
+        return bytes.fromhex(name.rsplit("-", maxsplit=1)[-1].removesuffix(SUFFIX))
+    except ValueError:
+        return b""
+
+
 @dataclass(slots=True)
 class Met:
     """written_at: by this process's monotonic clock; None: it is being written."""
@@ -61,9 +72,13 @@ class Met:
 
 
 class Known:
-    """The objects that a node met last. From any thread."""
+    """The objects that a node met last. From any thread.
+
+    changed   told, with nothing locked, of groups that are there now or not any more, by the hash of their last block
+    """
 
     def __init__(self) -> None:
+        self.changed: Changed = lambda stored, removed: None
         self._met: OrderedDict[str, Met] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -89,8 +104,11 @@ class Known:
         """It is there, written so long ago."""
         with self._lock:
             met = self._met.get(group.name)
-            if met is None or met.written_at is not None:
+            there = met is None or met.written_at is not None
+            if there:
                 self._enter(Met(group, time.monotonic() - age_s))
+        if there:
+            self.changed([group.hashes[-1]], ())
 
     def written(self, group: Group, age_s: float = 0.0) -> bool:
         """What was begun is there. False: it is wrong, as was told meanwhile."""
@@ -99,12 +117,35 @@ class Known:
             if met is not None and met.wrong:
                 return False
             self._enter(Met(group, time.monotonic() - age_s))
-            return True
+        self.changed([group.hashes[-1]], ())
+        return True
+
+    def forget(self, group: Group) -> None:
+        """It is not written any more, and may be there or not."""
+        with self._lock:
+            self._met.pop(group.name, None)
 
     def gone(self, group: Group) -> None:
         """It is not there, nor being written."""
+        self.forget(group)
+        self.changed((), [group.hashes[-1]])
+
+    def deleted(self, names: Collection[str]) -> None:
+        """These objects are not there any more."""
         with self._lock:
-            self._met.pop(group.name, None)
+            for name in names:
+                self._met.pop(name, None)
+        self.changed((), [last for name in names if (last := last_of(name))])
+
+    def missing(self, group: Group) -> None:
+        """It is not there, unless it is being written."""
+        if (met := self._met.get(group.name)) is None or met.written_at is not None:
+            self.gone(group)
+
+    def hashes(self) -> list[bytes]:
+        """Of the last blocks of all groups that are there."""
+        with self._lock:
+            return [met.group.hashes[-1] for met in self._met.values() if met.written_at is not None]
 
     def drop(self, hashes: Collection[bytes]) -> list[str]:
         """Those of these blocks, and those behind them, are wrong: the names of those that are there, which is not
@@ -122,6 +163,7 @@ class Known:
                     if met.written_at is not None:
                         del self._met[met.group.name]
                         names.append(met.group.name)
+        self.changed((), [last for name in names if (last := last_of(name))])
         return names
 
     def _enter(self, met: Met) -> None:

@@ -4,6 +4,7 @@ obstore, which finds credentials as the clouds' own tools do."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -48,6 +49,13 @@ class Objects:
         except FileNotFoundError as error:
             raise NotFound(f"{name} is not there") from error
         return time.time() - float(told["last_modified"].timestamp())
+
+    async def since(self, name: str) -> float:
+        """`age`; infinite for what is not there."""
+        try:
+            return await self.age(name)
+        except NotFound:
+            return math.inf
 
     async def get(self, name: str) -> memoryview:
         """All of it."""

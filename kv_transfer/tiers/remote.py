@@ -41,7 +41,10 @@ OUT_S = 10.0
 
 
 class RemoteTier:
-    """Blocks of one kind. From any thread; the calls that it was given it makes on a thread of its own."""
+    """Blocks of one kind. From any thread; the calls that it was given it makes on a thread of its own.
+
+    known   the objects that this node met last
+    """
 
     def __init__(
         self, objects: Objects, size: int, fingerprint: str, block_bytes: int, copies: Copies | None = None
@@ -50,7 +53,7 @@ class RemoteTier:
         are reached that are not bytes of the host. Raises MemoryError."""
         self._objects, self._fingerprint, self._block_bytes = objects, fingerprint, block_bytes
         self.folder = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
-        self._pace, self._known = Pace(block_bytes, rate=RATE), Known()
+        self._pace, self.known = Pace(block_bytes, rate=RATE), Known()
         self._looks, self._reads = threading.Semaphore(LOOKS), threading.Semaphore(READS)
         self._staging = Staging(copies, GROUP)
         self._held, self._lock = 0, threading.Lock()
@@ -59,7 +62,7 @@ class RemoteTier:
         self._one_read, self._one_write = asyncio.Lock(), asyncio.Lock()
         self._tasks = Tasks("kv-tier-remote")
         if size:
-            self._tasks.begin(keep_below(objects, self.folder, size))
+            self._tasks.begin(keep_below(objects, self.folder, size, self.known.deleted))
 
     def close(self) -> None:
         """Nothing is read or written any more."""
@@ -69,6 +72,11 @@ class RemoteTier:
     def out(self) -> bool:
         """Whether it is left alone, since it did not answer."""
         return time.monotonic() < self._out_until
+
+    @property
+    def block_s(self) -> float:
+        """Seconds that reading one block takes, as of late; 0 while the store does not answer."""
+        return 0.0 if self.out or self._pace.hangs else self._pace.seconds(1)
 
     def seconds(self, blocks: int) -> float:
         """That reading so many is expected to take, behind what is to be read already."""
@@ -96,7 +104,7 @@ class RemoteTier:
 
     def has(self, group: Group) -> bool:
         """Whether it need not be written, as far as is known."""
-        return self._known.settled(group)
+        return self.known.settled(group)
 
     def write(
         self, group: Group, blocks: Sequence[Any], copied: Callable[[], None], done: Callable[[bool], None]
@@ -105,7 +113,7 @@ class RemoteTier:
         there. False: too much waits, and nothing is done."""
         size = len(blocks) * self._block_bytes
         with self._lock:
-            if self.out or self._held + size > HELD or not self._known.begin(group):
+            if self.out or self._held + size > HELD or not self.known.begin(group):
                 return False
             self._held += size
         self._tasks.begin(self._write(group, list(blocks), size, copied, done))
@@ -113,7 +121,7 @@ class RemoteTier:
 
     def drop(self, hashes: Collection[bytes]) -> None:
         """What these blocks hold is wrong: what this node knows of them there, and behind them, is deleted."""
-        if names := self._known.drop(hashes):
+        if names := self.known.drop(hashes):
             self._tasks.begin(self._delete(names))
 
     # On the tier's own thread.
@@ -138,12 +146,13 @@ class RemoteTier:
             done(found[-1].end - first if found else 0)
 
     async def _there(self, group: Group) -> bool:
-        if self._known.there(group):
+        if self.known.there(group):
             return True
-        try:
-            self._known.found(group, await self._objects.age(group.name))
-        except NotFound:
+        age_s = await self._objects.since(group.name)
+        if age_s == math.inf:
+            self.known.missing(group)
             return False
+        self.known.found(group, age_s)
         return True
 
     async def _read(
@@ -177,13 +186,13 @@ class RemoteTier:
         try:
             content = await self._objects.get(group.name)
         except NotFound:
-            self._known.gone(group)
+            self.known.gone(group)
             raise
         try:
             unpack(content, group, self._staging.to_fill(blocks), self._fingerprint, self._block_bytes)
             self._staging.filled(blocks)
         except BlocksCorrupt:
-            self._known.gone(group)
+            self.known.gone(group)
             await self._objects.delete([group.name])
             raise
 
@@ -196,28 +205,21 @@ class RemoteTier:
             content = packed(group, rows, self._fingerprint, self._block_bytes)
             copied()
             async with self._one_write, asyncio.timeout(CALL_S):
-                age_s = await self._age(group)
+                age_s = await self._objects.since(group.name)
                 if age_s > ANEW_S:
                     await self._objects.put(group.name, content)
                     age_s = 0.0
-                written = self._known.written(group, age_s)
+                written = self.known.written(group, age_s)
                 if not written:
                     await self._objects.delete([group.name])
-                    self._known.gone(group)
+                    self.known.gone(group)
         except Exception as error:
-            self._known.gone(group)
+            self.known.forget(group)
             self._failed("written", error)
         finally:
             with self._lock:
                 self._held -= size
             done(written)
-
-    async def _age(self, group: Group) -> float:
-        """Seconds since another node wrote it, if one did."""
-        try:
-            return await self._objects.age(group.name)
-        except NotFound:
-            return math.inf
 
     async def _delete(self, names: list[str]) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kv_transfer.tiers.groups import SUFFIX, depth_of
 from kv_transfer.tiers.objects import Objects
@@ -22,13 +22,15 @@ ROOM = 0.9
 MARK = "swept"
 
 
-async def keep_below(objects: Objects, folder: str, size: int) -> None:
-    """For ever."""
+async def keep_below(
+    objects: Objects, folder: str, size: int, deleted: Callable[[Sequence[str]], None] = lambda names: None
+) -> None:
+    """For ever. deleted: told the names of what is not there any more."""
     while True:
         try:
             await asyncio.sleep(EVERY_S * random.uniform(0.5, 1.5))
             if await _turn(objects, folder):
-                await sweep(objects, folder, size)
+                deleted(await sweep(objects, folder, size))
         except Exception as error:
             log.warning("%s is not kept below %.1f GiB now: %s", objects.url, size / 2**30, reason(error))
 

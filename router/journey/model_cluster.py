@@ -128,9 +128,9 @@ class ModelCluster:
         }
 
     async def reuse(self, hashes: Sequence[bytes], held: Mapping[NodeKey, int]) -> dict[str, int]:
-        """Leading blocks held, by node id, and by `index.on_disk` of it: those known to be `held`, those under way, and
-        what the index tells; when that does not answer in time, what this router remembers."""
-        nodes = self.group.epochs
+        """Leading blocks held, by node id, and by other names of `index`: those known to be `held`, those under way,
+        and what the index tells; when that does not answer in time, what this router remembers."""
+        nodes = self.group.names
         if not hashes or not nodes:
             return {}
         found = await self._prefixes.held(hashes, nodes, self.nodes.contact.up)
@@ -144,7 +144,7 @@ class ModelCluster:
         self._prefixes.note(hashes, tuple(map(node_key, nodes)))
 
     def place(self, demand: Demand, held: Mapping[str, int]) -> Placement:
-        """`held`: leading blocks by node id. Raises what `placement.place` raises. Nothing is booked yet: between this
+        """`held`: as `reuse` has it. Raises what `placement.place` raises. Nothing is booked yet: between this
         and `launch` nothing may be awaited. What is suspected is used when there is nothing else, but by no stream that
         moves, which runs on where it is."""
         demand = replace(
@@ -153,6 +153,7 @@ class ModelCluster:
             model=self.group.name.first,
             fetches=self._fetch,
             worth=0.0 if demand.recovers else self.worth.times,
+            stored_len=self.group.stored_len(held, demand.total_len),
         )
         views = self.group.views(held, demand.adapter)
         shut = self._shut()

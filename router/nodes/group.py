@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 
-from cluster_state.index import on_disk, owner
+from cluster_state.index import ON_STORE, STORE_EPOCH, on_tier, owner
 from model_files.naming import ModelName
-from placement.terms import NodeView
+from placement.terms import Kept, NodeView
+from protocol.labels import OWN_TIERS
 from protocol.lease import NodeLease
 from router.nodes.entry import NodeEntry, Room
 
@@ -23,7 +25,7 @@ class NodeGroup:
     name      of the model
     members   those that can work together, draining ones included
     room      what the members could still take
-    epochs    of the members, by their ids, and by `index.on_disk` of these
+    epochs    of the members, by their ids, and by `index.on_tier` of these
     """
 
     def __init__(self, name: ModelName) -> None:
@@ -48,7 +50,8 @@ class NodeGroup:
         self._fingerprint = max(sizes, key=worth, default=self._fingerprint)
         self.members = [entry for entry in entries if entry.lease.fingerprint == self._fingerprint]
         self.epochs = dict(entry.key for entry in self.members)
-        self.epochs.update([(on_disk(node_id), epoch) for node_id, epoch in self.epochs.items()])
+        for (node_id, epoch), tier in product(list(self.epochs.items()), OWN_TIERS):
+            self.epochs[on_tier(node_id, tier)] = epoch
         for entry in entries:
             fingerprint = entry.lease.fingerprint
             entry.join(fingerprint == self._fingerprint)
@@ -57,7 +60,7 @@ class NodeGroup:
 
     def views(self, held: Mapping[str, int], adapter: str) -> list[NodeView]:
         """The members that answer and hold the adapter, if one is asked for, with what they hold of a prompt: leading
-        blocks by node id, and by `index.on_disk` of it."""
+        blocks by node id, and by `index.on_tier` of it."""
         views = self.room.views.copy()
         for name in held:
             key = (owner(name), self.epochs.get(name, 0))
@@ -65,6 +68,19 @@ class NodeGroup:
                 views[key] = _holding(self.room.views[key], held)
         found = list(views.values())
         return [view for view in found if holds(view.lease, adapter)] if adapter else found
+
+    @property
+    def names(self) -> dict[str, int]:
+        """Under which what members have, or may read, stands in the index, with their epochs."""
+        shared = any(entry.lease.rates.store_block_s for entry in self.members)
+        return {**self.epochs, ON_STORE: STORE_EPOCH} if shared else self.epochs
+
+    def stored_len(self, held: Mapping[str, int], total_len: int) -> int:
+        """Leading tokens of so many that members find in the store that they share, in whole blocks, never the last."""
+        if not (blocks := held.get(ON_STORE, 0)) or not self.members:
+            return 0
+        size = self.members[0].lease.block_size
+        return min(blocks * size, total_len - 1) // size * size
 
     def leases(self) -> list[NodeLease]:
         """Of all the model's live nodes, of any fingerprint and state."""
@@ -78,10 +94,20 @@ class NodeGroup:
 def _holding(view: NodeView, held: Mapping[str, int]) -> NodeView:
     lease = view.lease
     cached = held.get(lease.node_id, 0)
-    kept = held.get(on_disk(lease.node_id), 0) if lease.rates.read_block_s else 0
+    kept = tuple(
+        Kept(blocks * lease.block_size, block_s) for name, block_s in tiers(lease) if (blocks := held.get(name, 0))
+    )
     if not (cached or kept):
         return view
-    return replace(view, cached_len=cached * lease.block_size, kept_len=kept * lease.block_size)
+    return replace(view, cached_len=cached * lease.block_size, kept=kept)
+
+
+def tiers(lease: NodeLease) -> Iterator[tuple[str, float]]:
+    """Of the node's own, the quickest first: the name of its rows, and the seconds in which a block is read."""
+    rates = lease.rates
+    for tier, block_s in zip(OWN_TIERS, (rates.host_block_s, rates.disk_block_s), strict=True):
+        if block_s:
+            yield on_tier(lease.node_id, tier), block_s
 
 
 def holds(lease: NodeLease, adapter: str) -> bool:

@@ -8,12 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from cluster_state.index import on_disk
+from cluster_state.index import ON_STORE, STORE_EPOCH, on_tier
 from cluster_state.index_writer import IndexWriter
 from cluster_state.memory_store import MemoryStore
 from cluster_state.prefixes import longest
 from cluster_state.redis_store import RedisStore
 from protocol.errors import RegistryUnavailable
+from protocol.layout import STORE_GROUP
 from protocol.lease import NodeLease
 
 LEASE = NodeLease("a", "decode", 1, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
@@ -149,17 +150,39 @@ async def test_what_is_on_disk_has_rows_of_its_own_which_live_by_the_lease_of_th
     h = _hashes(4)
     await store.announce(replace(LEASE, node_id="b", epoch=1))
     await store.publish("b", 1, h[:2], [])
-    await store.publish(on_disk("b"), 1, h, [])
-    await store.publish(on_disk("dead"), 1, h, [])
-    nodes = {"b": 1, on_disk("b"): 1, on_disk("dead"): 1}
-    assert await store.longest_prefix(h, nodes) == {"b": 2, on_disk("b"): 4, on_disk("dead"): 4}
+    await store.publish(on_tier("b", "disk"), 1, h, [])
+    await store.publish(on_tier("dead", "disk"), 1, h, [])
+    nodes = {"b": 1, on_tier("b", "disk"): 1, on_tier("dead", "disk"): 1}
+    assert await store.longest_prefix(h, nodes) == {"b": 2, on_tier("b", "disk"): 4, on_tier("dead", "disk"): 4}
     await store.refresh("a", 1, h)
-    assert await store.longest_prefix(h, nodes) == {"b": 2, on_disk("b"): 4}
-    await store.publish(on_disk("b"), 9, h, [])
-    await store.publish(on_disk("b"), 1, h, [])
-    assert await store.longest_prefix(h, nodes) == {"b": 2, on_disk("b"): 4}
+    assert await store.longest_prefix(h, nodes) == {"b": 2, on_tier("b", "disk"): 4}
+    await store.publish(on_tier("b", "disk"), 9, h, [])
+    await store.publish(on_tier("b", "disk"), 1, h, [])
+    assert await store.longest_prefix(h, nodes) == {"b": 2, on_tier("b", "disk"): 4}
     await store.publish("b", 1, [], h[:2])
-    assert await store.longest_prefix(h, nodes) == {on_disk("b"): 4}
+    assert await store.longest_prefix(h, nodes) == {on_tier("b", "disk"): 4}
+
+
+async def test_what_a_store_has_is_told_in_whole_groups_and_lives_by_nobodys_lease(store):
+    h = _hashes(5 * STORE_GROUP + 3)
+    ends = h[STORE_GROUP - 1 :: STORE_GROUP]
+    await store.announce(replace(LEASE, node_id="b", epoch=7))
+    await store.publish("b", 7, h[:20], [])
+    await store.publish(ON_STORE, STORE_EPOCH, ends[:3], [])
+    nodes = {"b": 7, ON_STORE: STORE_EPOCH}
+    assert await store.longest_prefix(h, nodes) == {"b": 20, ON_STORE: 3 * STORE_GROUP}
+    assert await store.longest_prefix(h, {"b": 7}) == {"b": 20}
+    assert await store.longest_prefix(h[: 2 * STORE_GROUP + 9], nodes) == {"b": 20, ON_STORE: 2 * STORE_GROUP}
+    assert await store.longest_prefix(h[: STORE_GROUP - 1], nodes) == {"b": STORE_GROUP - 1}
+    await store.refresh("b", 7, h[:20])
+    await store.publish(ON_STORE, STORE_EPOCH, ends[3:], [])
+    assert await store.longest_prefix(h, nodes) == {"b": 20, ON_STORE: 5 * STORE_GROUP}
+    await store.withdraw("b", 7)
+    await store.publish(ON_STORE, STORE_EPOCH, [], ends[1:])
+    assert await store.longest_prefix(h, nodes) == {"b": 20, ON_STORE: STORE_GROUP}
+    await store.publish(ON_STORE, STORE_EPOCH, [], ends)
+    assert await store.longest_prefix(h, nodes) == {"b": 20}
+    assert await store.longest_prefix(_hashes(40, tag=9), nodes) == {}
 
 
 class _Node:

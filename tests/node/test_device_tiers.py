@@ -3,8 +3,9 @@ The device is a stand-in: its blocks are tensors, which are no bytes, and reache
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,18 @@ import pytest
 import torch
 from test_fetches import FULL, LENGTH, prompt
 from tiered import ask, count, reads, settle
-from toy import make_engine, make_job
+from toy import FINGERPRINT, make_engine, make_job
 from waiting import until
 from worker_pair import Router, routed, worker
 
+from cluster_state.index import on_tier
 from kv_transfer.tiers import groups
 from node import tier_opening, tiers
 from node.device_copies import DeviceCopies
 from node.pool_memory import PoolMemory
 from node.tier_opening import open_tiers
 from protocol.errors import ConfigError
+from protocol.hashing import chain, root_hash
 from protocol.settings import WorkerSettings
 
 POOL = 40
@@ -102,6 +105,30 @@ async def test_the_hosts_memory_is_asked_before_the_disk_which_has_what_it_has_n
         tier_bytes = node.node.metrics.tiers.bytes
         assert 0 < tier_bytes["host"]._value.get() <= host * GIB
         assert tier_bytes["disk"]._value.get() > 6 * FULL * block_bytes
+
+
+async def test_others_are_told_what_is_in_the_hosts_memory() -> None:
+    async with cluster(kv_host_gib=0.1) as router:
+        await evicted(router, "host")
+        lease, store = router.prefill.loaded.lease(), router.prefill.node._store
+        assert lease.rates.host_block_s == pytest.approx(router.prefill.loaded._tiers.host.block_s)
+        assert (lease.rates.disk_block_s, lease.rates.store_block_s) == (0, 0)
+        hashes = list(chain(root_hash(FINGERPRINT, ""), prompt(0), 4))[:FULL]
+        name = on_tier(lease.node_id, "host")
+
+        async def told() -> bool:
+            return await store.longest_prefix(hashes, {name: lease.epoch}) == {name: FULL}
+
+        await eventually(told)
+        await settle(router)
+
+
+async def eventually(held: Callable[[], Awaitable[bool]]) -> None:
+    for _ in range(200):
+        if await held():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("it did not come")
 
 
 async def test_what_a_node_on_a_device_left_in_a_store_another_one_reads(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,16 +16,18 @@ import pytest
 import tiered
 from test_fetches import FULL, LENGTH, prompt
 from tiered import ask, settle
-from toy import expected, make_engine, make_job
+from toy import FINGERPRINT, expected, make_engine, make_job
 from waiting import until
 from worker_pair import Router, routed, worker
 
+from cluster_state import index, memory_store
 from engine.copies import Copies
 from kv_transfer.tiers import groups, remote
 from kv_transfer.tiers.objects import Objects
 from node import tiers
 from node.tier_opening import open_tiers
 from protocol.errors import ConfigError
+from protocol.hashing import chain, root_hash
 from protocol.messages import Holder
 from protocol.settings import WorkerSettings
 
@@ -88,6 +91,36 @@ async def test_nodes_that_start_later_read_what_those_before_them_computed(tmp_p
         assert reads(router.prefill, "done") == 1
         await settle(router)
         assert count(router.prefill, "written") == 0
+
+
+async def test_routers_are_told_what_is_there_whoever_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "STORE_GROUP", GROUP)
+    monkeypatch.setattr(memory_store, "STORE_GROUP", GROUP)
+    hashes = list(chain(root_hash(FINGERPRINT, ""), prompt(), 4))
+
+    async def told(router: Router, blocks: int) -> None:
+        store = router.prefill.node._store
+        for _ in range(200):
+            found = await store.longest_prefix(hashes, {index.ON_STORE: index.STORE_EPOCH})
+            if found.get(index.ON_STORE, 0) == blocks:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(found)
+
+    async with cluster(tmp_path) as router:
+        await told(router, 0)
+        await ask(router, "before")
+        await told(router, FULL)
+        rates = router.prefill.loaded.lease().rates
+        assert 0 < rates.store_block_s == pytest.approx(router.prefill.loaded._tiers.remote.block_s)
+        monkeypatch.setattr(router.prefill.loaded._tiers.remote, "_out_until", time.monotonic() + 9.0)
+        assert router.prefill.loaded.lease().rates.store_block_s == 0
+        await settle(router)
+    async with cluster(tmp_path) as router:
+        await told(router, 0)
+        await ask(router, "again")
+        await told(router, FULL)
+        await settle(router)
 
 
 async def test_a_chain_is_lent_once_for_all_its_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from toy import FINGERPRINT, expected, make_engine, make_job
 from waiting import until
 from worker_pair import Router, Worker, routed, worker
 
-from cluster_state.index import on_disk
+from cluster_state.index import on_tier
 from kv_transfer.tiers import files
 from node import fetches, tier_writes, tiers
 from node.tier_opening import open_tiers
@@ -205,10 +205,10 @@ async def test_others_are_told_what_is_in_the_pool_and_what_on_disk(tmp_path: Pa
         await evicted(router)
         node = router.prefill
         pool, tier, lease = node.engine.pool, tier_of(node), node.loaded.lease()
-        assert lease.rates.read_block_s == pytest.approx(tier.block_s)
-        assert router.decode.loaded.lease().rates.read_block_s == 0
+        assert lease.rates.disk_block_s == pytest.approx(tier.block_s)
+        assert router.decode.loaded.lease().rates.disk_block_s == 0
         name, store = lease.node_id, node.node._store
-        names = {name: lease.epoch, on_disk(name): lease.epoch}
+        names = {name: lease.epoch, on_tier(name, "disk"): lease.epoch}
         hashes = list(chain(root_hash(FINGERPRINT, ""), prompt(0), 4))[:FULL]
 
         async def told(hashes: list[bytes]) -> dict[str, int]:
@@ -217,15 +217,15 @@ async def test_others_are_told_what_is_in_the_pool_and_what_on_disk(tmp_path: Pa
         assert pool.evicted_total
         assert set(hashes) <= set(tier.hashes())
         until_told = 0
-        while await told(hashes) != {on_disk(name): FULL} and until_told < 200:
+        while await told(hashes) != {on_tier(name, "disk"): FULL} and until_told < 200:
             until_told += 1
             await asyncio.sleep(0.05)
-        assert await told(hashes) == {on_disk(name): FULL}
+        assert await told(hashes) == {on_tier(name, "disk"): FULL}
         await ask(router, "again", 0)
-        while await told(hashes) != {name: FULL, on_disk(name): FULL} and until_told < 400:
+        while await told(hashes) != {name: FULL, on_tier(name, "disk"): FULL} and until_told < 400:
             until_told += 1
             await asyncio.sleep(0.05)
-        assert await told(hashes) == {name: FULL, on_disk(name): FULL}
+        assert await told(hashes) == {name: FULL, on_tier(name, "disk"): FULL}
         tier.drop(hashes[:1])
         while await told(hashes) != {name: FULL} and until_told < 600:
             until_told += 1

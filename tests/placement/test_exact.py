@@ -17,7 +17,7 @@ from placement.costs import HANDOFF_S, compute_s, doubt_s, own_s, queue_s, risk_
 from placement.fetching import holders
 from placement.pairs import pair_s
 from placement.place import NOISE, place
-from placement.terms import Demand, NodeView
+from placement.terms import Demand, Kept, NodeView
 from placement.worth import displaced_s, spared_s
 from protocol.errors import KvferryError
 from protocol.lease import Load, Rates
@@ -28,6 +28,8 @@ KEYS = [(f"{role}{number}", 1) for role in "pd" for number in range(6)]
 
 
 rates = st.sampled_from([1000.0, 1100.0, 4000.0])
+ships = st.sampled_from([1e7, 1e9])
+stores = st.sampled_from([0.0, 1e-4, 0.005, 0.1])
 
 
 @st.composite
@@ -45,10 +47,10 @@ def clusters(draw: st.DrawFn) -> list[NodeView]:
                 streams=busy,
                 pending=150 * (busy // 3),
                 placed=draw(st.integers(0, 5)),
-                rates=Rates(draw(rates), 0.02, draw(st.sampled_from([1e7, 1e9])), 1e-4),
+                rates=Rates(draw(rates), 0.02, draw(ships), store_block_s=draw(stores)),
                 load=Load(free_blocks=1000 - cached, cached_blocks=cached, total_blocks=1000),
             )  # fmt: skip
-            nodes.append(replace(view, kept_len=draw(st.sampled_from([0, 0, 0, 800]))))
+            nodes.append(replace(view, kept=draw(st.sampled_from([(), (), (), (Kept(800, 1e-4),)]))))
     return nodes
 
 
@@ -64,7 +66,8 @@ demands = st.builds(
     beside=st.none() | keys,
     fetches=st.booleans(),
     worth=st.sampled_from([0.0, 0.5]),
-)
+    stored_len=st.sampled_from([0, 0, 48, 512, 992]),
+).map(lambda demand: replace(demand, stored_len=min(demand.stored_len, (demand.total_len - 1) // 16 * 16)))
 
 
 def searched(demand: Demand, nodes: Sequence[NodeView]) -> Chosen:
@@ -120,7 +123,7 @@ def first_in_turn(
     nodes: Sequence[NodeView], best: NodeView, least_s: float, cost_s: Callable[[NodeView], float]
 ) -> NodeView:
     def alike(view: NodeView) -> bool:
-        same = (view.counted, view.cached_len, view.kept_len) == (best.counted, best.cached_len, best.kept_len)
+        same = (view.counted, view.cached_len, view.kept) == (best.counted, best.cached_len, best.kept)
         return same and cost_s(view) <= least_s * (1 + NOISE)
 
     return min([best, *filter(alike, nodes)], key=lambda view: view.turn)
@@ -173,5 +176,5 @@ def test_idle_equal_nodes_take_turns(count: int, holding: int, data: st.DataObje
 def test_no_nodes_are_no_figures(recovers: bool) -> None:
     demand = Demand(100, recovers=recovers)
     assert plain.apart(demand, []) == ([], [])
-    assert plain.firsts(demand, []) == plain.readies(demand, []) == plain.alone(demand, []) == []
+    assert plain.firsts(demand, [], 0.0) == plain.readies(demand, []) == plain.alone(demand, []) == []
     assert plain.alone_from_s(demand, []) == inf

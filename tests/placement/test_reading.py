@@ -12,7 +12,7 @@ from test_place import node, where
 from placement.costs import compute_s
 from placement.place import place
 from placement.reading import brought
-from placement.terms import Demand, NodeView
+from placement.terms import Demand, Kept, NodeView
 from protocol.lease import Rates
 
 DEMAND = Demand(1024)
@@ -21,8 +21,8 @@ READ_S = 0.004
 
 
 def keeps(name: str, kept: int = 960, read_s: float = READ_S, **how: object) -> NodeView:
-    view = node(name, rates=Rates(1000.0, 0.02, 1e9, read_s), **how)
-    return replace(view, kept_len=kept)
+    view = node(name, rates=Rates(1000.0, 0.02, 1e9), **how)
+    return replace(view, kept=(Kept(kept, read_s),))
 
 
 def test_what_is_on_disk_is_read_where_computing_takes_longer() -> None:
@@ -84,12 +84,56 @@ def test_fetching_is_compared_with_reading() -> None:
     assert place(Demand(1024, fetches=True), [quick, *nodes[1:]]).holder is None
 
 
+def test_each_tier_is_read_for_what_the_quicker_ones_lack() -> None:
+    view = replace(node("p1", cached=160, rates=Rates(1000.0, 0.02, 1e9)), kept=(Kept(480, 0.001), Kept(960, READ_S)))
+    assert brought(view, DEMAND) == (960, pytest.approx(20 * 0.001 + 30 * READ_S + 0.064))
+    slow = replace(view, kept=(Kept(480, 0.001), Kept(960, 0.02)))
+    assert brought(slow, DEMAND) == (480, pytest.approx(20 * 0.001 + 0.544))
+    shorter = replace(view, kept=(Kept(960, 0.001), Kept(480, READ_S)))
+    assert brought(shorter, DEMAND) == (960, pytest.approx(50 * 0.001 + 0.064))
+
+
+STORED = Demand(1024, stored_len=768)
+"""A store has that much of it."""
+
+
+def stores(name: str, read_s: float = READ_S, **how: object) -> NodeView:
+    return node(name, rates=Rates(1000.0, 0.02, 1e9, store_block_s=read_s), **how)
+
+
+def test_any_node_reads_what_a_store_has() -> None:
+    assert brought(stores("p1"), STORED) == (768, pytest.approx(48 * READ_S + 0.256))
+    assert brought(stores("p1", cached=320), STORED) == (768, pytest.approx(28 * READ_S + 0.256))
+    own = replace(stores("p1"), kept=(Kept(960, 0.001),))
+    assert brought(own, STORED) == (960, pytest.approx(60 * 0.001 + 0.064))
+    for without in (stores("p1", read_s=0.0), stores("p1", read_s=0.017), stores("p1", cached=800)):
+        held = without.cached_len
+        assert brought(without, STORED) == (held, pytest.approx((1024 - held) / 1000))
+
+
+def test_a_busy_pool_loses_to_an_idle_node_that_reads_from_the_store() -> None:
+    nodes = [stores("p1", cached=960, waiting=600), stores("p2"), node("d1")]
+    assert where(place(DEMAND, nodes)) == ("p1", "d1")
+    placement = place(STORED, nodes)
+    assert (where(placement), placement.cached_len) == (("p2", "d1"), 768)
+    assert placement.first_token_s == pytest.approx(48 * READ_S + 0.256)
+
+
+def test_nodes_that_would_read_the_same_take_turns() -> None:
+    def turn(placed: int, block_s: float) -> NodeView:
+        view = node(f"p{placed}", rates=Rates(1000.0, 0.02, 1e9), placed=placed)
+        return replace(view, kept=(Kept(960, block_s),))
+
+    nodes = [turn(2, READ_S), turn(1, READ_S * 1.05), node("d1")]
+    assert where(place(DEMAND, nodes)) == ("p1", "d1")
+
+
 @given(st.integers(0, 1100), st.integers(0, 1100), st.floats(0, 0.1), st.floats(10, 1e5), st.integers(1, 1100))
 def test_reading_is_never_slower_than_computing(
     cached: int, kept: int, read_s: float, rate: float, length: int
 ) -> None:
-    view = replace(node("p1", cached=cached, rates=Rates(rate, 0.02, 1e9, read_s)), kept_len=kept)
+    view = replace(node("p1", cached=cached, rates=Rates(rate, 0.02, 1e9)), kept=(Kept(kept, read_s),))
     demand = Demand(length)
     found = brought(view, demand)
-    assert found.seconds <= compute_s(replace(view, kept_len=0), demand)
+    assert found.seconds <= compute_s(replace(view, kept=()), demand)
     assert found.cached_len < length

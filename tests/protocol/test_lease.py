@@ -22,7 +22,7 @@ def test_what_another_version_wrote_is_known_by_name_whatever_is_in_it(monkeypat
     later = sealed(LEASE)
     monkeypatch.undo()
     assert unsealed(later) == Foreign("d1", "decode", WIRE_VERSION + 1)
-    assert unsealed(pack([9, "p1", "prefill", b"\xc1 no message of ours"])) == Foreign("p1", "prefill", 9)
+    assert unsealed(pack([99, "p1", "prefill", b"\xc1 no message of ours"])) == Foreign("p1", "prefill", 99)
 
 
 def test_a_lease_without_its_version_is_an_older_one() -> None:

@@ -300,6 +300,69 @@ def test_a_bound_is_kept_without_anybody_asking(make: Any, monkeypatch: pytest.M
     wait_for(lambda: len([name for name in node.names() if name.endswith(groups.SUFFIX)]) == 1)
 
 
+def told_by(node: Node) -> set[bytes]:
+    """Groups that it tells are there, by the hash of their last block, as of its last word."""
+    there: set[bytes] = set()
+
+    def changed(stored: Any, removed: Any) -> None:
+        there.difference_update(removed)
+        there.update(stored)
+
+    node.tier.known.changed = changed
+    return there
+
+
+def test_what_is_known_to_be_there_is_told(make: Any) -> None:
+    one, other = make(), make()
+    of_one, of_other = told_by(one), told_by(other)
+    ends = named()[GROUP - 1 :: GROUP]
+    one.write(named())
+    assert of_one == set(ends) == set(one.tier.known.hashes())
+    assert other.look(named()) == 3 * GROUP
+    assert of_other == set(ends)
+    asyncio.run(one.tier._objects.delete([one.groups(named())[1].name]))
+    assert isinstance(one.read(named(3 * GROUP)), NotFound)
+    assert of_one == {ends[0], ends[2]}
+    one.tier.drop([named()[2]])
+    assert of_one == set(one.tier.known.hashes()) == {ends[2]}
+
+
+def test_what_is_missed_or_deleted_is_told(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else routers would count on it for as long as its row lives."""
+    node, stale = make(), make()
+    there = told_by(stale)
+    there.update(named()[GROUP - 1 :: GROUP])
+    assert stale.look(named()) == 0
+    assert named()[GROUP - 1] not in there
+    node.write(named())
+    monkeypatch.setattr(sweep, "EVERY_S", 0.05)
+    sweeper = make(size=GROUP * SIZE * 2)
+    there = told_by(sweeper)
+    there.update(named()[GROUP - 1 :: GROUP])
+    wait_for(lambda: there == {named()[GROUP - 1]})
+
+
+def test_what_could_not_be_written_is_not_told_to_be_missing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node may have written it."""
+    node = make()
+    told: list[Any] = []
+    node.tier.known.changed = lambda stored, removed: told.append((stored, removed))
+
+    async def fail(*what: Any) -> None:
+        raise OSError("no route to it")
+
+    monkeypatch.setattr(Objects, "age", fail)
+    assert node.write(named(GROUP)) == [False]
+    assert told == []
+
+
+@pytest.mark.parametrize("name", ["swept", "folder/000001-nothing.kv", "folder/of-others"])
+def test_what_is_no_groups_name_has_no_hash(name: str) -> None:
+    assert groups.last_of(name) == b""
+    (group,) = in_chain("folder", named(GROUP))
+    assert groups.last_of(group.name) == group.hashes[-1]
+
+
 @pytest.mark.parametrize("url", ["", "here", "/a/path", "ftp://host/a", "http://host/a", "s3:/one", "memory:///"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from fake_workers import lease_of
 from test_table import Clock, Registry
 
-from cluster_state.index import on_disk
+from cluster_state.index import ON_STORE, STORE_EPOCH, on_tier
 from model_files.naming import ModelName
+from placement.terms import Kept
 from protocol.errors import NodeLost
 from protocol.lease import Load, NodeLease, Rates
 from protocol.metrics import RouterMetrics
@@ -59,16 +61,15 @@ async def test_each_model_has_its_nodes_and_a_room_of_its_own() -> None:
 
 async def test_views_are_of_members_that_can_be_reached_with_what_they_hold() -> None:
     table = Groups(A, B)
-    disk = Rates(read_block_s=0.001)
+    disk = Rates(disk_block_s=0.001)
     leases = [node("p1", "prefill", "a", rates=disk), node("d1", "decode", "a"), node("d2", "decode", "b")]
     await table.see(*leases)
     for entry in table.entries.values():
         entry.opened()
     group, size = table.groups[0], leases[0].block_size
-    names = {"p1": 3, on_disk("p1"): 5, "d1": 2, on_disk("d1"): 9, "d2": 7, "gone": 1}
-    assert group.epochs == {"p1": 1, on_disk("p1"): 1, "d1": 1, on_disk("d1"): 1}
-    held = {view.lease.node_id: (view.cached_len, view.kept_len) for view in group.views(names, "")}
-    assert held == {"p1": (3 * size, 5 * size), "d1": (2 * size, 0)}
+    names = {"p1": 3, on_tier("p1", "disk"): 5, "d1": 2, on_tier("d1", "disk"): 9, "d2": 7, "gone": 1}
+    held = {view.lease.node_id: (view.cached_len, view.kept) for view in group.views(names, "")}
+    assert held == {"p1": (3 * size, (Kept(5 * size, 0.001),)), "d1": (2 * size, ())}
     assert [view.cached_len for view in group.views({}, "")] == [0, 0]
     assert group.views(names, "an adapter") == []
     table.entries["d1", 1].broken(NodeLost("d1"))
@@ -76,6 +77,36 @@ async def test_views_are_of_members_that_can_be_reached_with_what_they_hold() ->
     await table.see(leases[0], leases[2], replace(leases[1], epoch=2))
     table.entries["d1", 2].opened()
     assert {view.key for view in group.views(names, "")} == {("p1", 1), ("d1", 2)}
+
+
+async def test_what_nodes_must_read_first_is_asked_for_and_told_to_placement() -> None:
+    table = Groups(A)
+    (group,) = table.groups
+    rates = Rates(host_block_s=0.001, disk_block_s=0.002, store_block_s=0.003)
+    both = node("p1", "prefill", "a", rates=rates)
+    disk = node("p2", "prefill", "a", rates=Rates(disk_block_s=0.004))
+    await table.see(both, disk, node("d1", "decode", "a"))
+    for entry in table.entries.values():
+        entry.opened()
+    host, on_disk, others = on_tier("p1", "host"), on_tier("p1", "disk"), on_tier("p2", "disk")
+    assert {*group.names} == {on_tier(*each) for each in product(("p1", "p2", "d1"), ("host", "disk"))} | {
+        "p1", "p2", "d1", ON_STORE
+    }  # fmt: skip
+    assert (group.names[host], group.names[ON_STORE]) == (both.epoch, STORE_EPOCH)
+    held = {"p1": 1, host: 2, on_disk: 4, others: 5, on_tier("d1", "disk"): 9, ON_STORE: 16}
+    size = both.block_size
+    views = {view.lease.node_id: view for view in group.views(held, "")}
+    assert (views["p1"].cached_len, views["p1"].kept) == (size, (Kept(2 * size, 0.001), Kept(4 * size, 0.002)))
+    assert (views["p2"].cached_len, views["p2"].kept) == (0, (Kept(5 * size, 0.004),))
+    assert views["d1"].kept == ()
+    assert group.stored_len(held, 100 * size) == 16 * size
+    assert group.stored_len(held, 10 * size) == 9 * size
+    assert group.stored_len({}, 10 * size) == 0
+    hung = replace(both, rates=Rates(host_block_s=0.001))
+    await table.see(hung, disk, node("d1", "decode", "a"))
+    assert ON_STORE not in group.names
+    views = {view.lease.node_id: view for view in group.views(held, "")}
+    assert views["p1"].kept == (Kept(2 * size, 0.001),)
 
 
 async def test_a_model_whose_nodes_leave_is_named_and_the_other_goes_on() -> None:
