@@ -12,8 +12,9 @@ from typing import Any
 
 from model_files.encoders import is_encoder
 from model_files.gguf import GGUFFile, read_gguf
+from model_files.multimodal import is_multimodal, is_text, text_config
 from model_files.naming import naming
-from model_files.source import ModelSource, read_facts, read_json, text_config, weight_files
+from model_files.source import ModelSource, read_facts, read_json, weight_files
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 
@@ -141,6 +142,8 @@ def _hf_needs(source: ModelSource) -> ModelNeeds:
     config = read_json(source.path / "config.json")
     files = [file for file in weight_files(source.path) if file.suffix == ".safetensors"]
     tensors = [tensor for file in files for tensor in _safetensors(file)]
+    if is_multimodal(config):
+        tensors = [tensor for tensor in tensors if is_text(tensor.name)]
     return config_needs(config, tensors, read_facts(source).max_model_len)
 
 

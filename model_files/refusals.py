@@ -6,14 +6,15 @@ from typing import Any
 
 from model_files.encoders import is_encoder
 from model_files.gguf import read_gguf
-from model_files.source import ModelSource, read_json, resolve, text_config, unweighted
+from model_files.multimodal import TEXT_SERVED, is_multimodal, text_config
+from model_files.source import ModelSource, read_json, resolve, unweighted
 from protocol.errors import ConfigError
 
 _LATENT = "its attention (MLA) caches one compressed vector per token in place of keys and values"
 _CHUNKED = "its layers attend in chunks, which no kernel here does"
 _ENCODER = "it is an encoder and a decoder; decoders alone are served"
 _DECODER_HEAD = "it is a decoder with a classification head; such heads are served on encoders alone"
-_COMPOSITE = "it is multimodal; checkpoints of text alone are served, so name one of the family"
+_COMPOSITE = "it is multimodal; of those the text of Gemma 3, Mistral 3 and Qwen-VL alone is served"
 
 
 def resolve_runnable(model: str, load_format: str = "auto") -> ModelSource:
@@ -46,7 +47,7 @@ def _config_reason(config: dict[str, Any]) -> str | None:
         return _CHUNKED
     if text.get("kv_lora_rank"):
         return _LATENT
-    if text is not config:
+    if is_multimodal(config) and config.get("model_type") not in TEXT_SERVED:
         return _COMPOSITE
     return None
 

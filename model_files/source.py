@@ -15,6 +15,7 @@ from model_files.download import download
 from model_files.encoders import encoder_length, is_encoder
 from model_files.gguf import GGUFFile, read_gguf
 from model_files.length import context_length
+from model_files.multimodal import text_config
 from protocol.errors import ConfigError, reason
 
 DEMO_MODEL = "smollm2"
@@ -121,12 +122,6 @@ def _json(path: Path) -> Any:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", param="model") from error
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}", param="model") from error
-
-
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a config.json: `text_config` of multimodal models, else all of it."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) and "vocab_size" not in config else config
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from model_files.encoders import is_encoder
 from model_files.gguf import read_gguf
-from model_files.source import ModelSource, read_json, read_list, text_config
+from model_files.multimodal import text_config
+from model_files.source import ModelSource, read_json, read_list
 from protocol.errors import ConfigError
 from protocol.work import POOLINGS
 

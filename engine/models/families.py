@@ -66,6 +66,11 @@ FAMILIES = {
     "mistral": Family(windowed=True),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
+    "qwen2_vl": Family(gguf=False, qkv_bias=True),
+    "qwen2_vl_text": Family(gguf=False, qkv_bias=True),
+    "qwen2_5_vl": Family(gguf=False, qkv_bias=True),
+    "qwen2_5_vl_text": Family(gguf=False, qkv_bias=True),
+    "qwen3_vl_text": Family(gguf=False, qk_norm=True),
     "qwen3_moe": Family(qk_norm=True, windowed=True, experts=ExpertNames()),
     "mixtral": Family(
         theta=1000000.0, gguf_permuted=True, windowed=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from engine.models.rope import rope_tables, stretched
 from engine.models.weights import GGUFWeights, Weights, open_directory
 from kernels.ops import Ops
 from model_files.gguf import read_gguf
+from model_files.multimodal import is_multimodal, text_config
 from model_files.refusals import require_runnable
 from model_files.source import ModelSource, gguf_facts, read_facts, read_json
 from protocol.errors import ConfigError, reason
@@ -119,19 +120,27 @@ def _open_as(source: ModelSource, impl: str, load_format: str) -> Opened | None:
     if dummy and (impl == "transformers" or source.kind == "gguf"):
         raise ConfigError("dummy weights need a config.json and our own decoder", param="load_format")
     if impl == "transformers":
+        if source.kind != "gguf" and is_multimodal(read_json(source.path / "config.json")):
+            raise ConfigError("the text of a multimodal checkpoint runs on our own decoder alone", param="model_impl")
         return None
     return _open_gguf(source, must) if source.kind == "gguf" else _open_directory(source, must or dummy, dummy)
 
 
 def _open_directory(source: ModelSource, must: bool, dummy: bool) -> Opened | None:
-    config = read_json(source.path / "config.json")
-    if not must and unsupported(config) is not None:
+    whole = read_json(source.path / "config.json")
+    config, multimodal = text_config(whole), is_multimodal(whole)
+    if not must and not multimodal and unsupported(config) is not None:
         return None
     length = read_facts(source).max_model_len
     if not length:
         raise ConfigError(f"{source.path}/config.json names no max_position_embeddings", param="model")
     parsed = parse_config(config)
-    return Opened(parsed, DummyWeights(parsed) if dummy else open_directory(source.path), length)
+    if dummy:
+        return Opened(parsed, DummyWeights(parsed), length)
+    weights = open_directory(source.path)
+    if multimodal:
+        parsed = replace(parsed, tie_embeddings=not weights.holds("lm_head.weight"))
+    return Opened(parsed, weights, length)
 
 
 def _open_gguf(source: ModelSource, must: bool) -> Opened | None:

@@ -46,9 +46,9 @@ def rope_dicts(config: dict[str, Any], family: Family) -> list[dict[str, Any]]:
 
 
 def rope_kind(rope: dict[str, Any]) -> str:
-    """Phi-3's first checkpoints call longrope su."""
+    """Phi-3's first checkpoints call longrope su. mrope turns by three positions, which of text are equal."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    return "longrope" if kind == "su" else kind
+    return {"su": "longrope", "mrope": "default"}.get(kind, kind)
 
 
 def parse_rope(config: dict[str, Any], rope: dict[str, Any], family: Family, head_dim: int) -> RopeConfig:

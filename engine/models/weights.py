@@ -13,6 +13,7 @@ import torch
 from engine.models.dequantise import BLOCKS, dequantise, stored_bytes
 from kernels.step import StoredRows
 from model_files.gguf import GGUFFile, GGUFTensor
+from model_files.multimodal import text_name
 from model_files.source import weight_files
 from protocol.errors import ConfigError
 
@@ -61,8 +62,9 @@ class Weights(Protocol):
         """The tensor as stored, if that is a block format; else None. Raises ConfigError as `read`."""
 
 
-def open_directory(path: Path) -> Weights:
-    """Weights of a directory in Hugging Face's layout: safetensors, or pytorch_model*.bin."""
+def open_directory(path: Path) -> SafetensorsWeights | TorchWeights:
+    """Weights of a directory in Hugging Face's layout: safetensors, or pytorch_model*.bin. Of a multimodal checkpoint
+    the text's are called as in one of text alone."""
     files = weight_files(path)
     if files and files[0].suffix == ".safetensors":
         return SafetensorsWeights(files)
@@ -82,18 +84,22 @@ class SafetensorsWeights(PlainWeights):
     def __init__(self, files: list[Path]):
         from safetensors import SafetensorError, safe_open
 
-        self._handles: dict[str, Any] = {}
+        self._handles: dict[str, tuple[Any, str]] = {}
         for file in files:
             try:
                 handle: Any = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"cannot read {file}: {error}; download it again", param="model") from error
-            self._handles.update(dict.fromkeys(handle.keys(), handle))
+            self._handles.update({text_name(name): (handle, name) for name in handle.keys()})  # noqa: SIM118
+
+    def holds(self, name: str) -> bool:
+        return name in self._handles
 
     def read(self, name: str, out: torch.Tensor) -> None:
         if name not in self._handles:
             raise _missing(name)
-        tensor: torch.Tensor = self._handles[name].get_tensor(name)
+        handle, stored = self._handles[name]
+        tensor: torch.Tensor = handle.get_tensor(stored)
         _check_shape(name, tuple(tensor.shape), tuple(out.shape))
         out.copy_(tensor)
 
@@ -105,10 +111,14 @@ class TorchWeights(PlainWeights):
         self._tensors: dict[str, torch.Tensor] = {}
         for file in files:
             try:
-                self._tensors.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                self._tensors.update({text_name(name): tensor for name, tensor in tensors.items()})
             except (OSError, RuntimeError, ValueError, EOFError) as error:
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
                 raise ConfigError(f"cannot read {file}: {reason}", param="model") from error
+
+    def holds(self, name: str) -> bool:
+        return name in self._tensors
 
     def read(self, name: str, out: torch.Tensor) -> None:
         if name not in self._tensors:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from tiny_models import SHAPE, family, save_tiny, transformers
+from tiny_models import family, save_tiny
 
 from cli.door import ERROR_PREFIX
 from engine.models import load_model
@@ -17,22 +17,8 @@ from model_files.source import resolve
 from protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-
-def gemma3():
-    image = {"image_token_index": 96, "boi_token_index": 95, "eoi_token_index": 94, "mm_tokens_per_image": 4}
-    text = SHAPE | {"head_dim": 16, "pad_token_id": 0}
-    return transformers.Gemma3Config(text_config=text, vision_config=VISION, **image)
 
 
 def llama4():
@@ -55,7 +41,6 @@ def load(path):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (gemma3, "multimodal"),
         (llama4, "chunks"),
         (lambda: deepseek("V2"), "MLA"),
         (lambda: deepseek("V3"), "MLA"),

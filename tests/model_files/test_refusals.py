@@ -24,7 +24,7 @@ def directory(path, config):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "gemma3", "text_config": TEXT, "vision_config": {}}, "multimodal"),
+        ({"model_type": "llava", "text_config": TEXT, "vision_config": {}}, "multimodal"),
         ({"model_type": "llama4", "text_config": TEXT | {"model_type": "llama4_text"}}, "chunks"),
         (TEXT | {"model_type": "llama4_text"}, "chunks"),
         (TEXT | {"model_type": "deepseek_v2", "kv_lora_rank": 512}, "MLA"),

@@ -1,0 +1,51 @@
+"""The text side of multimodal checkpoints: its part of a config.json, its tensors among the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TEXT_SERVED = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Those whose text runs as a decoder by itself, whatever their other sides are."""
+_OMITTED = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131072,
+    }
+}
+"""What published checkpoints leave to the defaults of transformers."""
+_NESTED = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_TEXT = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config.json: `text_config` of multimodal models, else all of it."""
+    nested = config.get("text_config")
+    if not isinstance(nested, dict) or "vocab_size" in config:
+        return config
+    return _OMITTED.get(str(nested.get("model_type")), {}) | nested
+
+
+def is_multimodal(config: dict[str, Any]) -> bool:
+    """Some keep the text's settings beside those of what they see."""
+    return text_config(config) is not config or isinstance(config.get("vision_config"), dict)
+
+
+def text_name(name: str) -> str:
+    """What a tensor is called in a checkpoint of text alone; the name itself, if it is no part of the text."""
+    for prefix, plain in _NESTED.items():
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
+
+
+def is_text(name: str) -> bool:
+    """Whether the tensor is a part of the text."""
+    return text_name(name).startswith(_TEXT)
