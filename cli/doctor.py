@@ -31,7 +31,7 @@ class Result:
     remedy: str = ""
 
 
-VECTORS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
+VECTORS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "asimd", "bf16", "sve")
 Check = Callable[[ServeSettings], Result]
 
 
@@ -56,16 +56,29 @@ def transfer(settings: ServeSettings) -> Result:
 
 def instructions(settings: ServeSettings) -> Result:
     try:
-        return instruction_set(Path("/proc/cpuinfo").read_text())
+        return instruction_set(Path("/proc/cpuinfo").read_text(), _kernels())
     except OSError:
         return Result("warn", "instructions", "unknown on this system", "nothing; kernels are chosen at run time")
 
 
-def instruction_set(cpuinfo: str) -> Result:
-    """Vector instructions named in the text of /proc/cpuinfo (x86: `flags`, Arm: `Features`)."""
+def _kernels() -> str | None:
+    """The instruction set that the CPU kernels use; None without torch, or without the compiled ones."""
+    try:
+        from kernels.cpu import instruction_set as used
+    except ImportError:
+        return None
+    return used()
+
+
+def instruction_set(cpuinfo: str, kernels: str | None = None) -> Result:
+    """Vector instructions named in the text of /proc/cpuinfo (x86: `flags`, Arm: `Features`), and the kernels' set."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = {word for key, _, words in lines if key.strip() in ("flags", "Features") for word in words.split()}
     found = " ".join(name for name in VECTORS if name in flags) or "no vector instructions"
+    found += f"; kernels: {kernels}" if kernels else ""
+    if "amx_bf16" in flags and kernels not in (None, "amx"):
+        remedy = "Linux 5.16 or later, no filter of arch_prctl, and a compiler that knows AMX give them its tiles"
+        return Result("warn", "instructions", found, remedy)
     if not {"avx2", "asimd"} & flags:
         return Result("warn", "instructions", found, "use a newer CPU or a GPU; this one computes very slowly")
     if not {"avx512_bf16", "amx_bf16", "bf16"} & flags:

@@ -45,6 +45,14 @@ def test_instruction_sets(flags, level, word):
     assert word in result.found + result.remedy
 
 
+@pytest.mark.parametrize(("kernels", "level"), [(None, "ok"), ("amx", "ok"), ("avx512_bf16", "warn")])
+def test_tiles_that_the_kernels_do_not_use_are_a_warning(kernels, level):
+    result = instruction_set("flags\t\t: avx2 avx512_bf16 amx_tile amx_bf16\n", kernels)
+    assert result.level == level
+    assert (kernels or "") in result.found
+    assert ("Linux 5.16" in result.remedy) == (level == "warn")
+
+
 def test_arm_names_its_features():
     assert instruction_set("Features\t: fp asimd bf16 sve\n").level == "ok"
 
