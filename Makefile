@@ -4,7 +4,7 @@
 # make test-schemas  the demo model under a thousand random schemas: every output validates (an hour on two cores)
 # make fuzz      damaged and changed model files, ten thousand of them: each is read, or refused in plain words
 # make fuzz-api  ten thousand hostile requests and as many damaged messages: make fuzz-api SEED=7
-# make test-avx512  the CPU kernels' tests with AVX-512, BF16 and VNNI emulated, on a processor without them
+# make test-avx512  the CPU kernels' tests with AVX-512, BF16, VNNI and AMX emulated, on a processor without them
 # make test-asan, make test-tsan  the CPU kernels' tests under GCC's sanitizers: of addresses and undefined behaviour, of threads
 # make simulate-protocol  the protocol on a virtual clock, schedules by their seeds: make simulate-protocol SEEDS=100000 FIRST=0
 # make chaos     real processes under load and a seeded plan of faults: make chaos MINUTES=20 SEED=1 NETWORK=1 (cuts; root)
@@ -59,7 +59,7 @@ FITTING := import importlib.util as u, pathlib, runpy; \
 WORKER   = $(or $(EXTRA),$(shell $(BIN)/python -c '$(FITTING)'))
 TESTED   = '.[$(WORKER),test]'
 BENCHED  = '.[$(WORKER),bench]'
-EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.py kernels/test_cpu_quantised.py \
+EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.py kernels/test_cpu_quantised.py kernels/test_cpu_amx.py \
   kernels/test_cpu_step.py kernels/test_int8_cache.py kernels/test_batch_invariance.py kernels/test_draw.py engine/test_models_packed.py)
 NATIVE_TESTS := $(filter-out tests/kernels/test_batch_invariance.py tests/engine/%,$(EMULATED_TESTS))
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
@@ -119,7 +119,7 @@ endef
 
 test-avx512: $(VENV)/test.done
 	$(call built,avx512,KVFERRY_EMULATED=$(CURDIR)/tests/kernels/avx512.h)
-	$(VENV)/avx512/bin/python -P -m pytest -k "avx512 or packed" $(EMULATED_TESTS)
+	$(VENV)/avx512/bin/python -P -m pytest -k "avx512 or amx or avx_vnni or packed" $(EMULATED_TESTS)
 
 # Python is not built with the sanitizers, so their runtimes come first; it leaks by design. Six minutes to compile.
 sanitized = LD_PRELOAD="$$(g++ -print-file-name=lib$(1).so) $$(g++ -print-file-name=libstdc++.so)" $(2) \

@@ -1,5 +1,6 @@
-// Stands in for AVX-512 (F, BW; with EMULATED_BF16 also BF16 and VNNI) on processors without it: the intrinsics that the
-// kernels use, lane by lane, as Intel's intrinsics guide defines them. Only their results are like the instructions'.
+// Stands in for AVX-512 on processors without it: F and BW, with EMULATED_VNNI, EMULATED_BF16 and EMULATED_AMX what they
+// name too. The intrinsics that the kernels use, lane by lane, as Intel's intrinsics guide defines them; only their
+// results are like the instructions'.
 #pragma once
 
 #include <immintrin.h>
@@ -10,9 +11,11 @@
 
 #define __AVX512F__ 1
 #define __AVX512BW__ 1
+#if defined(EMULATED_VNNI)
+#define __AVX512VNNI__ 1
+#endif
 #if defined(EMULATED_BF16)
 #define __AVX512BF16__ 1
-#define __AVX512VNNI__ 1
 #endif
 
 namespace {
@@ -163,6 +166,14 @@ inline __m512 add_products_bf16(__m512 sums, __m512bh a, __m512bh b) {
   return to;
 }
 
+inline __m512 splat_float(float value) { return each<float, __m512, int>(zero(), [=](int) { return value; }); }
+inline __m512 fused(__m512 a, __m512 b, __m512 sums) {
+  const Lanes<float, __m512> x(a), y(b);
+  Lanes<float, __m512> to(sums);
+  for (int i = 0; i < 16; ++i) to.of[i] = std::fma(x.of[i], y.of[i], to.of[i]);
+  return to;
+}
+
 inline __m256bh to_bf16(__m512 a) { return each<uint16_t, __m256bh, uint32_t>(a, narrowed); }
 
 }  // namespace emulated
@@ -172,6 +183,7 @@ inline __m256bh to_bf16(__m512 a) { return each<uint16_t, __m256bh, uint32_t>(a,
 #define _mm512_storeu_ps emulated::store
 #define _mm512_setzero_si512 emulated::zero
 #define _mm512_set1_epi32 emulated::splat32
+#define _mm512_set1_ps emulated::splat_float
 #define _mm512_set1_epi16 emulated::splat16
 #define _mm512_slli_epi32 emulated::shift_left
 #define _mm512_cvtepu16_epi32 emulated::from_u16
@@ -192,4 +204,9 @@ inline __m256bh to_bf16(__m512 a) { return each<uint16_t, __m256bh, uint32_t>(a,
 #define _mm512_madd_epi16 emulated::products16
 #define _mm512_dpbusd_epi32 emulated::add_products8
 #define _mm512_dpbf16_ps emulated::add_products_bf16
+#define _mm512_fmadd_ps emulated::fused
 #define _mm512_cvtneps_pbh emulated::to_bf16
+
+#if defined(EMULATED_AMX)
+#include "amx.h"
+#endif

@@ -1,8 +1,8 @@
 // Dense layers: y = x @ weight.T + bias of bfloat16 x, over panels of any form (see forms.h).
 #pragma once
 
+#include "code_product.h"
 #include "product.h"
-#include "quantised.h"
 
 namespace kvferry {
 namespace {
@@ -38,16 +38,25 @@ KVF_INLINE Floats biased(const Dense& dense, int64_t column, Floats value) {
   return dense.bias == nullptr ? value : value + load(dense.bias + column);
 }
 
-constexpr int64_t kRowBlock = 192;  // rows of x that stay in the second-level cache while the panels pass by
+// Rows of x that stay in the second-level cache while the panels pass by.
+KVF_INLINE int64_t row_block(int64_t in) {
+#if defined(__AMX_BF16__)  // as many as a mebibyte holds, for tiles ask much of the memory that weights come from
+  const int64_t rows = (int64_t{1} << 19) / in / kTwoTiles * kTwoTiles;
+  return rows < 64 ? 64 : rows > 512 ? 512 : rows;
+#else
+  (void)in;
+  return 192;
+#endif
+}
 
 // y [rows, out] (`y_step` elements apart) = the dense layer, with the other members.
 template <class T>
 KVF_INLINE void dense_together(const Dense& dense, const Inputs& inputs, int64_t rows, T* y, int64_t y_step, int member,
                                Barrier& barrier) {
-  const int64_t panels = dense.count(), blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const int64_t panels = dense.count(), block = row_block(dense.in), blocks = (rows + block - 1) / block;
   barrier.each(blocks * panels, member, [&](int64_t item) {
-    const int64_t base = item / panels * kRowBlock, left = item % panels * kPanel;
-    const int64_t count = rows - base < kRowBlock ? rows - base : kRowBlock;
+    const int64_t base = item / panels * block, left = item % panels * kPanel;
+    const int64_t count = rows - base < block ? rows - base : block;
     const bool whole = left + kPanel <= dense.out;
     multiply(inputs, base, count, dense, item % panels, [&](int64_t row, float* values) {
       T* to = y + row * y_step + left;

@@ -17,14 +17,18 @@ namespace {
 #define KVF_DOT(name) _mm256_##name
 #endif
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
 template <int Bits>
 struct Dot {
   using Part = Ints;
   static constexpr int kSteps = 8, kOffset = 0;
   static KVF_INLINE void add(Part& part, Words codes, Words x) {
+#if defined(__AVX512VNNI__)
     part = (Ints)_mm512_dpbusd_epi32((__m512i)part, (__m512i)codes, (__m512i)x);
+#else
+    part = (Ints)_mm256_dpbusd_avx_epi32((__m256i)part, (__m256i)codes, (__m256i)x);
+#endif
   }
   static KVF_INLINE Ints drain(Part part) { return part; }
 };

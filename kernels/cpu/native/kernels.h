@@ -20,11 +20,8 @@ namespace kvferry {
 
 class NativeKernels {
  public:
-  NativeKernels(const std::string& name, int threads) : team_(threads), arena_(std::make_shared<Arena>()) {
-    for (const Kernels* kernels : runnable_kernels())
-      if (name == kernels->name) table_ = kernels;
-    if (table_ == nullptr) throw nb::value_error(("this processor does not run " + name).c_str());
-  }
+  NativeKernels(const std::string& name, int threads)
+      : table_(kernels_named(name)), team_(threads), arena_(std::make_shared<Arena>()) {}
 
   std::string name() const { return table_->name; }
   int threads() const { return team_.size(); }
@@ -227,9 +224,15 @@ class NativeKernels {
     return bytes_.data() + (64 - reinterpret_cast<uintptr_t>(bytes_.data()) % 64) % 64;
   }
 
+  static const Kernels* kernels_named(const std::string& name) {
+    for (const Kernels* kernels : runnable_kernels())
+      if (name == kernels->name) return kernels;
+    throw nb::value_error(("this processor does not run " + name).c_str());
+  }
+
   static constexpr int64_t kSmall = 16384;  // elements: below, waking a thread costs more than it does
 
-  const Kernels* table_ = nullptr;
+  const Kernels* const table_;
   Team team_;
   std::shared_ptr<Arena> arena_;
   std::vector<float> partial_;

@@ -4,6 +4,10 @@
 #include "types.h"
 #include "vector.h"
 
+#if defined(__AMX_BF16__)
+#include "tiles.h"
+#endif
+
 namespace kvferry {
 namespace {
 
@@ -38,6 +42,25 @@ void run_read(void* argument, int member, int size, Barrier&) {
 #define KVF_OPAQUE(value) asm volatile("" : "+m"(value))
 #endif
 
+#if defined(__AMX_BF16__)
+
+// `rounds` times the four products of two by two tiles on every member, in registers.
+void run_multiply(void* argument, int, int, Barrier&) {
+  const MultiplyTask& t = *static_cast<MultiplyTask*>(argument);
+  Tiles tiles;
+  tiles.shape(kTwoTiles, kTileDepth);
+  for (int64_t round = 0; round < t.rounds; ++round) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+constexpr int64_t kRoundWork = kTwoTiles * kPanel * 2 * kTileDepth * 2;
+
+#else
+
 constexpr int kChains = 12;
 
 // `rounds` times kChains multiplications and additions of whole vectors on every member, in registers.
@@ -67,6 +90,8 @@ void run_multiply(void* argument, int, int, Barrier&) {
 constexpr int64_t kRoundWork = int64_t{kChains} * kLanes * 4;
 #else
 constexpr int64_t kRoundWork = int64_t{kChains} * kLanes * 2;
+#endif
+
 #endif
 
 }  // namespace

@@ -9,6 +9,10 @@
 #include "types.h"
 #include "vector.h"
 
+#if defined(__AMX_BF16__)
+#include "tiles.h"
+#else
+
 namespace kvferry {
 namespace {
 
@@ -89,9 +93,6 @@ KVF_INLINE void widen_rows(const bf16* x, int64_t step, int64_t rows, int64_t in
     for (int64_t i = whole; i < inputs; ++i) out[r * kInputs + i] = widen(x[r * step + i]);
   }
 }
-
-KVF_INLINE Floats even_of(Words both) { return reinterpret_cast<Floats>(both << 16); }
-KVF_INLINE Floats odd_of(Words both) { return reinterpret_cast<Floats>(both & 0xffff0000u); }
 
 // out [Rows][kPanel] += the products of x [Rows][kInputs] with `pairs` pairs of inputs of a panel.
 template <int Rows>
@@ -199,3 +200,5 @@ KVF_INLINE void panel_product(const bf16* x, int64_t step, int64_t rows, const u
 
 }  // namespace
 }  // namespace kvferry
+
+#endif

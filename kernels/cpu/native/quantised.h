@@ -139,6 +139,34 @@ KVF_INLINE void group_sums(const Quantised& x, int64_t row, const uint8_t* group
   }
 }
 
+// What turns a group's integer sums into numbers, for kLanes outputs from `at` on.
+template <class C>
+struct GroupScale {
+  Floats scale, minimum;
+
+  KVF_INLINE GroupScale(const uint8_t* group, int at) : scale(splat(1.0f)), minimum{} {
+    if constexpr (!C::per_channel) scale = load_half(group + C::scales + 2 * at);
+    if constexpr (C::minimum) minimum = load_half(group + C::minima + 2 * at);
+  }
+
+  // out [kLanes] += the sums of a row of x, of the group at `index`.
+  KVF_INLINE void add(const Quantised& x, int64_t row, int64_t index, Ints sums, float* out) const {
+    const int64_t run = (row * x.in + index * C::group) / kRun;
+    Floats total = load(out) + to_floats(sums) * (scale * x.scales[run]);
+    if constexpr (C::minimum) total = total + minimum * x.weighed_sums[run];
+    store(out, total);
+  }
+};
+
+// Scales of whole outputs, at the end.
+template <class C>
+KVF_INLINE void scale_outputs(const uint8_t* panel, int64_t rows, float* out) {
+  if constexpr (C::per_channel)
+    for (int64_t r = 0; r < rows; ++r)
+      for (int i = 0; i < kPanel; i += kLanes)
+        store(out + r * kPanel + i, load(out + r * kPanel + i) * load(reinterpret_cast<const float*>(panel) + i));
+}
+
 // out [Rows][kPanel] = the panel's outputs of rows [row, row + Rows) of x.
 template <class C, int Rows>
 inline __attribute__((noinline)) void code_tile(const Quantised& x, int64_t row, const uint8_t* panel, float* out) {
@@ -153,23 +181,13 @@ inline __attribute__((noinline)) void code_tile(const Quantised& x, int64_t row,
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         const int at = half * 16 + lane;
-        Floats scale = splat(1.0f), minimum{};
-        if constexpr (!C::per_channel) scale = load_half(group + C::scales + 2 * at);
-        if constexpr (C::minimum) minimum = load_half(group + C::minima + 2 * at);
+        const GroupScale<C> scale(group, at);
 #pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) {
-          const int64_t run = ((row + r) * x.in + index * C::group) / kRun;
-          Floats total = load(out + r * kPanel + at) + to_floats(sums[r][half]) * (scale * x.scales[run]);
-          if constexpr (C::minimum) total = total + minimum * x.weighed_sums[run];
-          store(out + r * kPanel + at, total);
-        }
+        for (int r = 0; r < Rows; ++r) scale.add(x, row + r, index, sums[r][half], out + r * kPanel + at);
       }
     }
   }
-  if constexpr (C::per_channel)
-    for (int r = 0; r < Rows; ++r)
-      for (int i = 0; i < kPanel; i += kLanes)
-        store(out + r * kPanel + i, load(out + r * kPanel + i) * load(reinterpret_cast<const float*>(panel) + i));
+  scale_outputs<C>(panel, Rows, out);
 }
 
 template <class C, int... Rows>
@@ -178,21 +196,6 @@ KVF_INLINE void code_tile_of(int rows, const Quantised& x, int64_t row, const ui
   using Function = void (*)(const Quantised&, int64_t, const uint8_t*, float*);
   static constexpr Function table[] = {code_tile<C, Rows + 1>...};
   table[rows - 1](x, row, panel, out);
-}
-
-// Calls emit(row, values [kPanel]) for rows [begin, begin + rows) of x, without bias.
-template <class Emit>
-KVF_INLINE void code_product(const Quantised& x, int64_t begin, int64_t rows, const Panel& panel, Emit emit) {
-  alignas(64) float out[kCodeRows * kPanel];
-  const int64_t tiles = (rows + kCodeRows - 1) / kCodeRows;
-  for (int64_t t = 0; t < tiles; ++t) {
-    const int64_t first = begin + rows * t / tiles, count = begin + rows * (t + 1) / tiles - first;
-    with_codes(panel.form, [&](auto codes) {
-      code_tile_of<decltype(codes)>(static_cast<int>(count), x, first, panel.data, out,
-                                    std::make_integer_sequence<int, kCodeRows>());
-    });
-    for (int64_t r = 0; r < count; ++r) emit(first + r, out + r * kPanel);
-  }
 }
 
 }  // namespace

@@ -4,35 +4,47 @@
 #include <string>
 #include <vector>
 
+#include "features.h"
 #include "types.h"
 
 namespace kvferry {
 
 extern const Kernels kernels_portable;
+extern const Kernels kernels_avx2, kernels_avx_vnni, kernels_avx512, kernels_avx512_vnni, kernels_avx512_bf16, kernels_amx;
+
+// Calls add(kernels) with those for x86 that are compiled in and run here, best first.
+template <class Add>
+inline void add_x86(Add add) {
+#if defined(KVFERRY_EMULATED)
+  const bool avx512 = true, vnni = true, bf16 = true, avx_vnni = true;
+#elif defined(KVFERRY_HAS_AVX2)
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni"), bf16 = vnni && __builtin_cpu_supports("avx512bf16");
+  const bool avx_vnni = has_avx_vnni();
+#endif
 #if defined(KVFERRY_HAS_AVX2)
-extern const Kernels kernels_avx2;
-extern const Kernels kernels_avx512;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2")) return;
+#if defined(KVFERRY_HAS_AMX)
+  if (bf16 && tiles_permitted()) add(&kernels_amx);
 #endif
 #if defined(KVFERRY_HAS_AVX512_BF16)
-extern const Kernels kernels_avx512_bf16;
+  if (bf16) add(&kernels_avx512_bf16);
 #endif
+#if defined(KVFERRY_HAS_AVX512_VNNI)
+  if (vnni) add(&kernels_avx512_vnni);
+#endif
+  if (avx512) add(&kernels_avx512);
+#if defined(KVFERRY_HAS_AVX_VNNI)
+  if (avx_vnni) add(&kernels_avx_vnni);
+#endif
+  add(&kernels_avx2);
+#endif
+}
 
 inline std::vector<const Kernels*> runnable_kernels() {
   std::vector<const Kernels*> found;
-#if defined(KVFERRY_EMULATED)
-  found = {&kernels_avx512_bf16, &kernels_avx512};
-#endif
-#if defined(KVFERRY_HAS_AVX2)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#if defined(KVFERRY_HAS_AVX512_BF16)
-  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
-    found.push_back(&kernels_avx512_bf16);
-#endif
-  if (avx512) found.push_back(&kernels_avx512);
-  if (avx2) found.push_back(&kernels_avx2);
-#endif
+  add_x86([&](const Kernels* kernels) { found.push_back(kernels); });
   found.push_back(&kernels_portable);
   return found;
 }

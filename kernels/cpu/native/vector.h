@@ -54,6 +54,10 @@ KVF_INLINE bf16 narrow(float value) {
   return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// Of pairs of bfloat16: the first of each, the second of each.
+KVF_INLINE Floats even_of(Words both) { return reinterpret_cast<Floats>(both << 16); }
+KVF_INLINE Floats odd_of(Words both) { return reinterpret_cast<Floats>(both & 0xffff0000u); }
+
 KVF_INLINE Floats load(const float* from) { return load_as<Floats>(from); }
 
 // GCC splits a generic conversion of 16 lanes in halves, so the wide sets name the instruction.

@@ -1,0 +1,13 @@
+// What of processor and system the compiler's own question does not cover.
+#pragma once
+
+namespace kvferry {
+
+// Whether the processor has AMX tiles for bfloat16 and int8, and the system lets this process keep state in them. Asked for
+// once; what is granted holds for every thread of the process, older ones too, and for its forks.
+bool tiles_permitted();
+
+// Whether the processor adds products of bytes without AVX-512.
+bool has_avx_vnni();
+
+}  // namespace kvferry
