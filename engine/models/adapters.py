@@ -12,6 +12,7 @@ import torch
 from engine.models.base import Computing
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
+from engine.models.interleaved import half_split
 from kernels.low_rank import Adapter, LowRank
 from model_files.adapter import WEIGHTS, AdapterFiles
 from protocol.errors import ConfigError
@@ -50,6 +51,8 @@ def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
         found = (tuple(down.shape), tuple(up.shape))
         if found != wanted:
             raise _misfit(files, f"layer {index} {target} has shapes {found}; {model.info.name} takes {wanted}")
+        if model.config.family.interleaved and target in ("q_proj", "k_proj"):
+            half_split(up, model.config.head_dim, model.config.rope.dim)
         layers[index][site.layer].append(_placed(files, model, site, down, up))
     return Adapter(files.id, tuple({name: tuple(parts) for name, parts in layer.items()} for layer in layers))
 
@@ -60,17 +63,19 @@ def _sites(config: DecoderConfig) -> dict[str, _Site]:
     mlp = {"down_proj": _Site("down", 0, inner, hidden, config.factors.residual)}
     if config.family.fused:
         attention["qkv_proj"] = _Site("qkv", 0, hidden, q + 2 * kv)
+    else:
+        attention |= {
+            "q_proj": _Site("qkv", 0, hidden, q),
+            "k_proj": _Site("qkv", q, hidden, kv),
+            "v_proj": _Site("qkv", q + kv, hidden, kv),
+        }
+    if config.family.fused or config.family.fused_mlp:
         mlp["gate_up_proj"] = _Site("gate_up", 0, hidden, 2 * inner)
-        return attention | mlp
-    attention |= {
-        "q_proj": _Site("qkv", 0, hidden, q),
-        "k_proj": _Site("qkv", q, hidden, kv),
-        "v_proj": _Site("qkv", q + kv, hidden, kv),
-    }
-    mlp |= {
-        "gate_proj": _Site("gate_up", 0, hidden, inner),
-        "up_proj": _Site("gate_up", inner, hidden, inner),
-    }
+    else:
+        mlp |= {
+            "gate_proj": _Site("gate_up", 0, hidden, inner),
+            "up_proj": _Site("gate_up", inner, hidden, inner),
+        }
     return attention | ({} if config.experts else mlp)
 
 

@@ -144,7 +144,7 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         tie_embeddings=bool(config.get("tie_word_embeddings", family.tie_embeddings)),
         qkv_bias=family.qkv_bias or bias,
-        o_bias=bias,
+        o_bias=bias and family.o_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
         rope=rope,

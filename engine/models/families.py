@@ -24,7 +24,11 @@ class Family:
 
     gguf            its GGUF files are read, too
     gguf_permuted   q and k rows of those are reordered for interleaved rotation
-    fused           checkpoints hold the tensors that we lay under each other as one: qkv_proj, gate_up_proj
+    fused, fused_mlp    checkpoints hold the tensors that we lay under each other as one: both, or gate_up_proj alone
+    interleaved     rotation pairs neighbours: rows of q and k are reordered as they are read
+    partial         the share of a head that rotates, unless the config tells
+    o_bias          a bias of attention is one of its output, too
+    names_behind    with norms behind: what those before the MLP, behind attention and behind the MLP are called
     windowed        a sliding window in the config is every layer's
     pattern         it is every layer's but each so manyth, unless layer_types tells; 0: the config tells otherwise
     factors         its config has factors of embedding, attention, layers and logits
@@ -46,6 +50,15 @@ class Family:
     gguf: bool = True
     gguf_permuted: bool = False
     fused: bool = False
+    fused_mlp: bool = False
+    interleaved: bool = False
+    partial: float = 1.0
+    o_bias: bool = True
+    names_behind: tuple[str, str, str] = (
+        "pre_feedforward_layernorm",
+        "post_attention_layernorm",
+        "post_feedforward_layernorm",
+    )
     windowed: bool = False
     pattern: int = 0
     factors: bool = False
@@ -79,6 +92,10 @@ FAMILIES = {
     "olmoe": Family(qk_norm=True, wide_qk_norm=True, experts=ExpertNames()),
     "smollm3": Family(theta=2000000.0, tie_embeddings=True, gguf_permuted=True),
     "phi3": Family(gguf=False, fused=True, windowed=True),
+    "glm4": Family(
+        gguf=False, fused_mlp=True, interleaved=True, partial=0.5, o_bias=False, norm_behind=True,
+        names_behind=("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
+    ),
     "granite": Family(gguf=False, factors=True),
     "gemma": Family(
         gguf=False, tie_embeddings=True, head_dim=256, embedding_root=True, norm_offset=1.0, gelu=True

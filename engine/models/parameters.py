@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.models.config import DecoderConfig
+from engine.models.interleaved import ROTATED, half_split
 from engine.models.weights import Weights
 from kernels.ops import Ops
 from kernels.step import Experts, Gated, LayerForm, Linear, StoredRows
@@ -83,7 +84,8 @@ class ParameterLoader:
         added = config.factors.residual
         before, behind = config.family.norm_before, config.family.norm_behind
         q_rows, k_rows = (config.q_size, kv) if config.family.wide_qk_norm else (config.head_dim,) * 2
-        before_mlp = "pre_feedforward_layernorm" if behind else "post_attention_layernorm"
+        before_mlp, behind_attention, behind_mlp = config.family.names_behind
+        before_mlp = before_mlp if behind else "post_attention_layernorm"
         return LayerForm(
             input_norm=self._norm(f"{prefix}.input_layernorm", hidden) if before else None,
             qkv=self._dense(prefix, qkv, hidden, config.qkv_bias),
@@ -94,14 +96,14 @@ class ParameterLoader:
             mlp=self._mlp(index, prefix),
             rotated=config.rotated[index],
             window=config.windows[index],
-            behind_attention=self._norm(f"{prefix}.post_attention_layernorm", hidden) if behind else None,
-            behind_mlp=self._norm(f"{prefix}.post_feedforward_layernorm", hidden) if behind else None,
+            behind_attention=self._norm(f"{prefix}.{behind_attention}", hidden) if behind else None,
+            behind_mlp=self._norm(f"{prefix}.{behind_mlp}", hidden) if behind else None,
         )
 
     def _mlp(self, index: int, prefix: str) -> Gated | Experts:
         config, experts, names = self._config, self._config.experts, self._config.family.experts
         if experts is None or names is None or not experts.layers[index]:
-            parts = ("gate_up_proj",) if config.family.fused else ("gate_proj", "up_proj")
+            parts = ("gate_up_proj",) if config.family.fused or config.family.fused_mlp else ("gate_proj", "up_proj")
             return self._gated(f"{prefix}.mlp", parts, "down_proj", config.intermediate_size)
         router = self._stack([(f"{prefix}.{names.router}.weight", experts.count)], config.hidden_size)
         return Experts(
@@ -165,6 +167,8 @@ class ParameterLoader:
         out = torch.empty(sum(rows for _, rows in parts), *tail, dtype=self._dtype, device=self._device)
         start = 0
         for name, rows in parts:
-            self._weights.read(name, out[start : start + rows])
+            self._weights.read(name, part := out[start : start + rows])
+            if self._config.family.interleaved and any(each in name for each in ROTATED):
+                half_split(part, self._config.head_dim, self._config.rope.dim)
             start += rows
         return out if factor == 1.0 else out.mul_(factor)

@@ -54,6 +54,7 @@ FAMILIES = {
     "olmo2": lambda: family("Olmo2Config", pad_token_id=0),
     "phi3": lambda: family("Phi3Config", pad_token_id=0, sliding_window=None),
     "gemma2": lambda: family("Gemma2Config", num_hidden_layers=4, **GEMMA2),
+    "glm4": lambda: family("Glm4Config", head_dim=16, pad_token_id=0),
     "mixtral": lambda: family("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
 }
 
@@ -62,6 +63,8 @@ def targets_of(name: str) -> tuple[str, ...]:
     """Experts have none."""
     if name == "mixtral":
         return ATTENTION[:4]
+    if name == "glm4":
+        return (*ATTENTION[:4], "gate_up_proj", "down_proj")
     return FUSED if name == "phi3" else TARGETS
 
 

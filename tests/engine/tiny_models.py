@@ -116,6 +116,7 @@ OURS = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         },
     ),
+    "glm4": lambda: family("Glm4Config", head_dim=16, pad_token_id=0, attention_bias=True),
     "granite": lambda: family("GraniteConfig", tie_word_embeddings=True, **GRANITE),
     "granite-biased": lambda: family("GraniteConfig", attention_bias=True, mlp_bias=True, **GRANITE),
     "qwen3-moe": lambda: family("Qwen3MoeConfig", head_dim=16, norm_topk_prob=True, **EXPERTS),
