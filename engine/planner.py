@@ -12,9 +12,9 @@ import torch
 
 from engine.request import Request
 from engine.slices import Slice
-from engine.staging import Staging
 from kernels.low_rank import Adapted, Adapter
 from kernels.plan import BatchPlan
+from kernels.staging import Staging
 
 SPARE_BLOCKS = 8
 """Columns of a kept block table beyond those in use: it is made anew once in that many blocks."""

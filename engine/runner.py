@@ -16,8 +16,8 @@ from engine.sampler import Sampled, SampleRow, sample, score_prompt
 from engine.shift import Shift
 from engine.slices import Slice
 from engine.speculation import Accepted, accept
-from engine.staging import Staging
 from kernels.plan import BatchPlan
+from kernels.staging import Staging
 
 Found = Sampled | Accepted | Read | None
 """For a slice: the next token, or several where it had drafts, or a vector; None for one that does not sample."""

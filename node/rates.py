@@ -104,8 +104,9 @@ def warm_up(engine: Engine) -> Rates:
 
 
 def compile_all(engine: Engine, request: Request, longest: int) -> None:
-    """Take the first step of each kind, of a request that has blocks for `longest` tokens."""
+    """Take the first step of each kind, of a request of `longest` + 1 tokens that has blocks for them."""
     limits = engine.config.limits
     rows = limits.max_num_seqs * (1 + engine.config.drafts)
     for slices in first_steps(request, request, longest, rows):
         engine.runner.run(slices)
+    engine.runner.run([Slice(request, longest, 1)])  # which draws

@@ -5,19 +5,25 @@ Importing this package imports Triton; nothing else in the project does. Kernels
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from kernels.draw import NoiseKeys
 from kernels.graphs import Capture, CudaCapture, GraphStep
+from kernels.masking import Masks
 from kernels.plan import BatchPlan
 from kernels.shared import TorchShared
+from kernels.staging import Staging
 from kernels.step import DecoderForm, Gated, OneByOne, Step
 from kernels.triton import elementwise, rope
 from kernels.triton.decode import decode
+from kernels.triton.draw import draw
 from kernels.triton.launch import Tile, decode_tile, kv_splits, prefill_tile
 from kernels.triton.prefill import prefill
 from protocol.layout import blocks_for
+from protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,7 @@ class TritonOps(TorchShared):
     def __init__(self, processors: int | None = None, capture: Capture | None = None, *, graphs: bool = True) -> None:
         self._processors = processors
         self._capture = capture or (CudaCapture() if graphs and torch.cuda.is_available() else None)
+        self._staging: Staging | None = None
         self._plan: BatchPlan | None = None
         self._launches: dict[Shape, Launch] = {}
 
@@ -109,6 +116,13 @@ class TritonOps(TorchShared):
         if launch.max_rows:
             prefill(q, kv_layer, out, plan, scale, window, cap, launch.max_rows, launch.prefill_tile)
         return out
+
+    def draw(
+        self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()
+    ) -> torch.Tensor:
+        if self._staging is None:
+            self._staging = Staging(logits.device)
+        return draw(logits, params, keys, masks, self._staging)
 
     def _launch(self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, window: int) -> Launch:
         if self._plan is not plan:

@@ -11,8 +11,8 @@ from toy import VOCAB, expected, make_engine, make_job
 from engine.planner import SPARE_BLOCKS, Planner, build_plan
 from engine.request import Request
 from engine.slices import Slice
-from engine.staging import Staging
 from kernels.plan import BatchPlan
+from kernels.staging import Staging
 
 
 def assert_same(kept: BatchPlan, fresh: BatchPlan) -> None:

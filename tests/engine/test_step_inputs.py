@@ -11,7 +11,7 @@ import torch
 from toy import VOCAB, expected, make_engine, make_job, tokens_of
 
 from engine import runner
-from engine.staging import Staging
+from kernels.staging import Staging
 
 CPU = torch.device("cpu")
 

@@ -38,5 +38,9 @@ def test_decode_steps_are_replayed() -> None:
     collect("triton_graph_cases.py", TRITON_INTERPRET="1")
 
 
+def test_tokens_are_drawn_as_by_the_reference() -> None:
+    collect("triton_draw_cases.py", TRITON_INTERPRET="1")
+
+
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     collect("triton_compile.py", TRITON_CACHE_DIR=str(tmp_path))

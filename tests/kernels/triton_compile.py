@@ -13,8 +13,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kernels.draw import NoiseKeys
 from kernels.triton import TritonOps
 from kernels.triton.checksum import digests
+from protocol.sampling import SamplingParams
 
 HOPPER_SHARED_BYTES = 227 * 1024
 
@@ -83,3 +85,9 @@ def test_rope_norm_and_activation(compiled: dict[str, Any], dtype: torch.dtype) 
 def test_checksums(compiled: dict[str, Any]) -> None:
     digests([torch.zeros(5000, dtype=torch.uint8)])
     assert set(compiled) == {"sums_kernel", "scramble_kernel"}
+
+
+def test_draws(compiled: dict[str, Any]) -> None:
+    params = [SamplingParams(temperature=1.0, top_p=0.9, top_k=40, min_p=0.1)]
+    TritonOps().draw(torch.zeros(1, 128_256), params, NoiseKeys((1,), (1,)))
+    assert set(compiled) == {"draw_kernel"}

@@ -1,0 +1,80 @@
+"""Tokens drawn by the Triton kernel against those of the reference, over the interpreter. Collected by
+test_triton.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.draw import NO_TOKEN, NoiseKeys, draw
+from kernels.triton import TritonOps
+from protocol.sampling import SamplingParams
+
+VOCAB = 500
+OPS = TritonOps(4)
+FORMS = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 0.9},
+    "hot": {"temperature": 3.0},
+    "min_p": {"temperature": 1.0, "min_p": 0.08},
+    "top_k": {"temperature": 1.0, "top_k": 7},
+    "top_p": {"temperature": 1.2, "top_p": 0.6},
+    "all": {"temperature": 1.5, "top_k": 30, "top_p": 0.8, "min_p": 0.01},
+    "one": {"temperature": 1.0, "top_k": 1},
+    "narrow": {"temperature": 1.0, "top_p": 1e-6},
+}
+
+
+def logits_of(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
+    """With ties: values lie on a grid."""
+    return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 8).round() / 4
+
+
+def compare(logits: torch.Tensor, params: list[SamplingParams], masks: list[np.ndarray | None] | None = None) -> None:
+    keys = NoiseKeys(tuple(range(7, 7 + len(params))), tuple(range(100, 100 + 3 * len(params), 3)))
+    got = OPS.draw(logits.clone(), params, keys, masks or ())
+    assert got.tolist() == draw(logits.clone(), params, keys, masks or ()).tolist()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_draws_as_the_reference(form: str) -> None:
+    compare(logits_of(4, 1), [SamplingParams(**FORMS[form])] * 4)
+
+
+def test_rows_of_all_forms_in_one_launch_with_masks() -> None:
+    params = [SamplingParams(**form) for form in FORMS.values()]
+    random = np.random.default_rng(2)
+    words = -(-VOCAB // 32)
+    masks = [
+        random.integers(-(2**31), 2**31, words, dtype=np.int64).astype(np.int32) if i % 2 else None
+        for i in range(len(params))
+    ]
+    compare(logits_of(len(params), 3), params, masks)
+
+
+def test_a_vocabulary_of_several_tiles() -> None:
+    compare(logits_of(2, 4, 5000), [SamplingParams(temperature=1.0), SamplingParams(temperature=0.0)])
+
+
+def test_what_is_no_number_draws_nothing() -> None:
+    logits = logits_of(5, 5)
+    logits[0, 3], logits[1, 3], logits[3, 3] = torch.nan, torch.inf, torch.nan
+    logits[2] = -torch.inf
+    allowed = np.full(-(-VOCAB // 32), -1, dtype=np.int32)
+    allowed[0] = ~8
+    params = [SamplingParams(temperature=1.0)] * 5
+    masks = [None, None, None, allowed, None]
+    compare(logits, params, masks)
+    keys = NoiseKeys((1,) * 5, (1,) * 5)
+    assert OPS.draw(logits.clone(), params, keys, masks).tolist()[:3] == [NO_TOKEN] * 3
+    assert OPS.draw(logits.clone(), [SamplingParams(temperature=0.0)] * 5, keys, masks).tolist()[3] != NO_TOKEN
+
+
+def test_no_rows() -> None:
+    assert OPS.draw(torch.empty(0, VOCAB), [], NoiseKeys((), ())).tolist() == []
+
+
+def test_rare_tokens_are_drawn_where_the_reference_draws_them() -> None:
+    """Many draws from a flat distribution: noise alone decides."""
+    compare(torch.zeros(24, VOCAB), [SamplingParams(temperature=1.0)] * 24)
