@@ -23,6 +23,13 @@ RATES = (
     ("block-bytes", "block_bytes", int, "bytes of a KV block"),
     ("kv-blocks", "blocks", int, "KV blocks of a node"),
     ("max-num-seqs", "max_num_seqs", int, "streams of a node at once"),
+    ("overhead", "overhead_s", float, "seconds of a request before its first token, beside queues and computing"),
+    (
+        "beside",
+        "beside",
+        float,
+        "share of its speed that a prefill node keeps beside streams on cores it shares; 1: its own",
+    ),
 )
 """Flags of a node's rates: flag, field of Machine, type, help."""
 
@@ -31,6 +38,12 @@ def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Flags of what one node does; those not given come from --calibrate, or are those of one large GPU."""
     for name, field, kind, text in reversed(RATES):
         command = click.option(f"--{name}", field, type=kind, help=text)(command)
+    command = click.option(
+        "--api-key", default="", envvar="KVFERRY_API_KEY", show_envvar=True, help="of the router that is probed"
+    )(command)
+    command = click.option(
+        "--probe", metavar="URL", help="and by some requests to this router, which should have nothing else to do"
+    )(command)
     command = click.option("--cluster", default="default", show_default=True, help="its --cluster")(command)
     return click.option(
         "--calibrate", metavar="URL", help="take the rates from the leases of the running cluster of this Redis"
@@ -111,8 +124,13 @@ def _machine(options: dict[str, Any]) -> Machine:
 
     given = {field: options.pop(field) for _, field, _, _ in RATES}
     url, cluster, machine = options.pop("calibrate"), options.pop("cluster"), Machine()
+    router, api_key = options.pop("probe"), options.pop("api_key")
     if url:
         from simulate.calibrate import calibrated, leases_of
 
         machine = calibrated(asyncio.run(leases_of(url, cluster)), machine)
+    if router:
+        from simulate.probe import probed
+
+        machine = asyncio.run(probed(router, machine, api_key))
     return dataclasses.replace(machine, **{field: value for field, value in given.items() if value is not None})

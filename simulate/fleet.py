@@ -10,6 +10,7 @@ from cluster_state.memory_store import MemoryStore
 from cluster_state.registry import RENEWAL_S
 from protocol.errors import ConfigError
 from simulate.clock import Clock
+from simulate.cores import Cores
 from simulate.machine import LARGE, Machine
 from simulate.node import Node
 
@@ -48,7 +49,16 @@ class Fleet:
                 for number in range(count):
                     name = f"{model}-{role}-{number:04}"
                     self.nodes[name] = Node(name, role, model, shape.machine, clock, shape.eviction)
+            if shape.machine.beside < 1:
+                self._share(self.of("prefill", model), self.of("decode", model))
         self._turn = 0
+
+    def _share(self, prefills: Sequence[Node], decodes: Sequence[Node]) -> None:
+        """Each decode node computes on the cores of a prefill node, in turn."""
+        cores = [Cores() for _ in prefills]
+        for nodes in (prefills, decodes) if cores else ():
+            for number, node in enumerate(nodes):
+                node.share(cores[number % len(cores)])
 
     def of(self, role: str, model: str) -> list[Node]:
         """Those that live."""

@@ -20,6 +20,9 @@ class Machine:
     block_size            tokens per KV block; a coarser one than a cluster's makes a simulation faster
     block_bytes, blocks   of the pool
     max_num_seqs          streams at once
+    overhead_s            of a request before its first token, beside queues and computing: router, messages, network
+    beside                share of its speed that a prefill node keeps while streams run on a decode node with which it
+                          shares its cores, as nodes of `serve` do: the streams keep the rest; 1: cores of its own
     """
 
     prefill_tokens_per_s: float = 8_000.0
@@ -33,12 +36,16 @@ class Machine:
     block_bytes: int = 64 * 163_840
     blocks: int = 3000
     max_num_seqs: int = 128
+    overhead_s: float = 0.0
+    beside: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value, least = getattr(self, field.name), LEAST.get(field.name, 1e-9)
             if not least <= value < float("inf"):
                 raise ConfigError(f"{field.name} must be at least {least:g}, not {value}", param=field.name)
+        if self.beside > 1:
+            raise ConfigError(f"beside must be at most 1, not {self.beside:g}", param="beside")
 
     def work(self, start: int, end: int) -> float:
         """Of computing a prompt's tokens from start to end, in tokens of a short prompt."""
@@ -55,7 +62,7 @@ class Machine:
 
 LEAST = {
     "attention_len": 0, "stream_s": 0.0, "context_s": 0.0, "chunk_tokens": 1, "block_size": 1, "block_bytes": 1,
-    "blocks": 1, "max_num_seqs": 1,
+    "blocks": 1, "max_num_seqs": 1, "overhead_s": 0.0, "beside": 0.01,
 }  # fmt: skip
 """Bounds of the fields that may be zero or count."""
 

@@ -9,6 +9,7 @@ from protocol.layout import blocks_for
 from protocol.lease import Load, NodeLease, Rates
 from simulate.ask import Run
 from simulate.clock import Clock
+from simulate.cores import Cores
 from simulate.machine import Machine
 from simulate.memory import Memory
 from simulate.prompts import Prompt, Prompts
@@ -34,8 +35,8 @@ class Node:
         self.prompts, self.streams = Prompts(), Streams()
         self.epoch, self.alive, self.dirty = 1, True, False
         self.granted: dict[Run, int] = {}
-        self.busy_s, self.computed = 0.0, 0
-        self.link_free = 0.0
+        self.busy_s, self.computed, self.link_free = 0.0, 0, 0.0
+        self._cores = Cores()
         self._asking: deque[tuple[Run, Callable[[int], None]]] = deque()
         self._at, self._plan = 0.0, 0
         self._rate, self._step_s = machine.prefill_tokens_per_s, machine.decode_s(1, 0)
@@ -43,6 +44,11 @@ class Node:
     @property
     def asking(self) -> int:
         return len(self._asking) + len(self.prompts.waiting)
+
+    def share(self, cores: Cores) -> None:
+        """Compute there from now on, with others; nothing is here yet."""
+        self._cores = cores
+        cores.join(self, self._advance, self._go_on)
 
     # What is asked of it.
 
@@ -98,7 +104,7 @@ class Node:
         self.prompts, self.granted = Prompts(), {}
         self._asking.clear()
         self.alive = False
-        self._plan += 1
+        self._go_on()
         return list(dict.fromkeys(here))
 
     def live(self) -> None:
@@ -159,15 +165,15 @@ class Node:
 
     def _speed(self, prompt: Prompt | None) -> tuple[float, float]:
         """Steps of streams and work on the prompt, in a second."""
-        machine, count = self.machine, len(self.streams)
+        machine, count, share = self.machine, len(self.streams), self._cores.share(self)
         if not count:
-            return 0.0, machine.prefill_tokens_per_s if prompt else 0.0
+            return 0.0, share * machine.prefill_tokens_per_s if prompt else 0.0
         step_s = machine.decode_s(count, self.streams.context)
         if prompt is None:
-            self._step_s = step_s
-            return 1 / step_s, 0.0
+            self._step_s = step_s / share
+            return share / step_s, 0.0
         step_s += machine.chunk_tokens / machine.prefill_tokens_per_s
-        return 1 / step_s, machine.chunk_tokens / step_s
+        return share / step_s, share * machine.chunk_tokens / step_s
 
     def _advance(self) -> None:
         """To now, as planned."""
@@ -194,6 +200,7 @@ class Node:
         if ends:
             plan = self._plan
             self.clock.soon(max(0.0, min(ends)), lambda: self._happens(plan))
+        self._cores.works(self, bool(ends))
 
     def _happens(self, plan: int) -> None:
         if plan != self._plan:

@@ -133,7 +133,14 @@ class World:
             if run.attempt == attempt:
                 self._finish(run)
 
-        decode.grant(run, granted)
+        def asked() -> None:
+            if run.attempt == attempt:
+                decode.grant(run, granted)
+
+        if overhead_s := decode.machine.overhead_s:
+            self.clock.soon(overhead_s, asked)
+        else:
+            asked()
 
     def _token(self, run: Run) -> None:
         run.delivered += 1

@@ -64,6 +64,34 @@ def test_streams_stretch_each_others_steps() -> None:
     assert beside.itl_s == pytest.approx(0.03, rel=0.05)
 
 
+def test_prompts_and_streams_on_the_same_cores_take_turns() -> None:
+    """A stream's steps of 0.02 s take four times as long while a prompt is computed, and that takes 4/3 as long."""
+    shared = replace(MACHINE, beside=0.75)
+    trace = [ask(0, 0.0, 100, 1001), ask(1, 1.0, 900, 2)]
+    stream, prompt = played(Shape(1, 1, shared), trace, "round-robin").runs
+    assert prompt.ttft_s == pytest.approx(1.2, abs=0.01)
+    lost_s = 1.2 * 0.75 + 0.01
+    assert stream.last_s - stream.first_s == pytest.approx(1000 * 0.02 + lost_s, abs=0.03)
+    apart = played(Shape(1, 1, MACHINE), trace, "round-robin").runs
+    assert apart[1].ttft_s == pytest.approx(0.9, abs=0.01)
+
+
+def test_each_prefill_node_has_one_machine_and_each_machine_its_own_decode_nodes() -> None:
+    """The prompt of the machine on which nothing runs is not slower for the stream of another one."""
+    shared = replace(MACHINE, beside=0.5)
+    trace = [ask(0, 0.0, 100, 1001), ask(1, 1.0, 500, 2), ask(2, 2.5, 500, 2)]
+    runs = played(Shape(2, 2, shared), trace, "round-robin").runs
+    assert runs[1].prefill is not runs[0].prefill
+    assert runs[1].ttft_s == pytest.approx(0.5, abs=0.02)
+    assert runs[2].prefill is runs[0].prefill
+    assert runs[2].ttft_s == pytest.approx(1.0, abs=0.02)
+
+
+def test_what_a_request_costs_besides_comes_before_its_first_token() -> None:
+    world = played(Shape(1, 1, replace(MACHINE, overhead_s=0.3)), [ask(0, 1.0, 500, 11)])
+    assert world.runs[0].ttft_s == pytest.approx(0.8)
+
+
 def test_what_was_computed_is_reused() -> None:
     trace = [ask(0, 0.0, 320, 2, "same"), ask(1, 5.0, 320, 2, "same")]
     world = played(Shape(2, 2, MACHINE), trace)
@@ -118,6 +146,8 @@ def test_a_client_that_waits_asks_again_after_its_answer() -> None:
 def test_a_machine_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(ConfigError, match="blocks must be at least 1"):
         Machine(blocks=0)
+    with pytest.raises(ConfigError, match="beside must be at most 1, not 2"):
+        Machine(beside=2.0)
     with pytest.raises(ConfigError, match="step_s"):
         Machine(step_s=float("nan"))
     with pytest.raises(ConfigError, match="decode"):
