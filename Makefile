@@ -21,6 +21,7 @@
 # make bench-landing  what the blocks of a long prompt do to the streams of the decode node where they land
 # make bench-fetching  what a prefix on another node is worth: prompts fetched from there, against computing them
 # make bench-buddies  what copies of running streams cost, and what a kill costs with and without them
+# make bench-simulated  how near a simulation comes to the times to first token of a cluster that runs
 # make bench-speculation  tokens per second with and without --num-speculative-tokens
 # make bench-tiers  what a prefix on disk is worth: prompts read from there, against computing them
 # make bench-embed  embeddings a second, against one batch of transformers
@@ -74,7 +75,7 @@ CHAOS   := PYTHONPATH=tests $(BIN)/python -m chaos --seed $(SEED) $(if $(NETWORK
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-clients test-schemas fuzz fuzz-api test-avx512 test-asan test-tsan simulate-protocol chaos soak \
   redis-faults lint docs bench bench-accuracy bench-grammars \
-  bench-router bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-embed \
+  bench-router bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-embed \
   bench-gpu wheelhouse images lock test-deploy test-images clean FORCE
 .DELETE_ON_ERROR:
 
@@ -190,6 +191,9 @@ bench-speculation: $(VENV)/test.done $(VENV)/model.done
 
 bench-buddies: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.buddies $(ARGS)
+
+bench-simulated: $(VENV)/test.done $(VENV)/model.done
+	$(BIN)/python -m benchmarks.simulated $(ARGS)
 
 bench-embed: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.embedding $(ARGS)
