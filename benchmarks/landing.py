@@ -28,7 +28,7 @@ from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.ucx import UcxLink
 from node.assembly import assemble
-from node.loaded import LINK_NICENESS
+from node.linking import LINK_NICENESS
 from node.rates import warm_up
 from process.priority import give_way
 from protocol.link_messages import Commit

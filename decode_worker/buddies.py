@@ -13,6 +13,7 @@ from engine.events import BlocksChanged, Event
 from engine.request import Request
 from kv_transfer.ports import ShipStats
 from kv_transfer.sender import Sender
+from kv_transfer.sender_ship import Patience
 from node.service import Base
 from protocol.errors import Draining, GrantRefused, KvferryError
 from protocol.link_messages import Copy
@@ -31,6 +32,8 @@ SHUN_S = 5.0
 a copy comes about."""
 SHUN_MOST_S = 80.0
 DEADLINE_S = 30.0
+GRANT_S, STALL_S = 5.0, 1.5
+"""How long a buddy may keep a copy waiting, and nothing of it move: there are others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +55,7 @@ class Buddies:
 
     def __init__(self, base: Base, sender: Sender) -> None:
         self._base, self._sender = base, sender
+        self._patience = Patience(min(GRANT_S, base.settings.grant_timeout), STALL_S)
         self._lock = threading.Lock()
         self._making: dict[int, Making] = {}
         self._next = 0.0
@@ -89,7 +93,8 @@ class Buddies:
         tokens = tuple(request.token_ids[: length * request.block_size])
         copy = Copy(tokens, MOST, job.namespace, job.adapter, DEADLINE_S)
         with self._lock:  # the grant may come before `offer` returns
-            self._making[self._sender.offer(job.buddy, copy, self)] = Making(request, job.buddy, length)
+            transfer = self._sender.offer(job.buddy, copy, self, patience=self._patience)
+            self._making[transfer] = Making(request, job.buddy, length)
 
     def _lend(self, engine: Engine, transfer: int, making: Making, first: int) -> None:
         """The buddy has the blocks before `first`, and takes the next ones."""

@@ -17,6 +17,7 @@ from engine.events import Event, Failed, Generated
 from engine.moving import Move
 from kv_transfer.ports import ShipStats
 from kv_transfer.sender import Sender
+from kv_transfer.sender_ship import Patience
 from node.service import Base
 from protocol.errors import Cancelled, KvferryError, NodeLost, TransferFailed, reason
 from protocol.messages import DecodeTarget, Job, MoveRequest
@@ -44,15 +45,13 @@ class Departure:
 class Departures:
     """Implements kv_transfer.ports.ShipEvents. Nothing here passes the asyncio loop but the question and its answer."""
 
-    def __init__(self, base: Base) -> None:
-        self._base = base
+    def __init__(self, base: Base, sender: Sender) -> None:
+        self._base, self.sender = base, sender
         self._lock = threading.Lock()
         self._open: dict[int, Departure] = {}
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._asked = 0
-        self.sender = Sender(
-            base.dock, self, grant_timeout=min(GRANT_S, base.settings.grant_timeout), stall_timeout=STALL_S
-        )
+        self._patience = Patience(min(GRANT_S, base.settings.grant_timeout), STALL_S)
 
     # The asyncio loop.
 
@@ -105,7 +104,9 @@ class Departures:
                 move = engine.moving.begin(
                     (request.request_id, request.attempt),
                     request.later,
-                    lambda job: self.sender.offer(request.target, _without(job, request.target)),
+                    lambda job: self.sender.offer(
+                        request.target, _without(job, request.target), self, patience=self._patience
+                    ),
                 )
                 self._open[move.transfer] = Departure(move, request.target, answer)
         except Exception as error:

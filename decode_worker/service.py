@@ -20,12 +20,8 @@ from decode_worker.looks import Looks
 from decode_worker.spans import Spans
 from engine.events import Event, Failed, Generated, Looked
 from node.accounts import audit
-from node.arrivals import Arrivals
-from node.copies import Keeper
-from node.fetches import Fetches
+from node.endpoints import Endpoints
 from node.service import Base
-from node.supplies import Supplies
-from node.tiers import Tiers
 from process.http import read_message
 from protocol.errors import Moved
 from protocol.messages import (
@@ -40,40 +36,32 @@ from protocol.messages import (
 
 
 class DecodeService:
-    """Joins the engine and the receiver of a decode node."""
+    """Joins the engine and the receiver of a decode node. endpoints: those of the node, if it has them already."""
 
-    def __init__(self, base: Base) -> None:
+    def __init__(self, base: Base, endpoints: Endpoints | None = None) -> None:
         self._base = base
         self._spans = Spans()
         self._looks = Looks(base.metrics.canary)
-        arrivals = Arrivals(base)
-        self._grants = Grants(base, arrivals, self._spans.begin)
-        self._keeper = Keeper(base, arrivals)
-        self._departures = Departures(base)
-        self._buddies = Buddies(base, self._departures.sender)
-        self._fetches = Fetches(base, arrivals)
-        self._tiers = Tiers(base, self._fetches)
-        self._supplies = Supplies(base, self._departures.sender)
-        base.dock.start()
+        self.endpoints = endpoints or Endpoints(base)
+        self._grants = Grants(base, self.endpoints.arrivals, self._spans.begin)
+        self._departures = Departures(base, self.endpoints.sender)
+        self._buddies = Buddies(base, self.endpoints.sender)
         base.app.post("/attempts/generate", status_code=202)(self.post_generate)
         base.app.post("/attempts/move", status_code=202)(self.post_move)
-        base.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
 
     async def post_generate(self, request: Request) -> None:
         """Prefill an attempt locally and generate; its output goes to the router's stream."""
         self._base.require_ready()
         job = (await read_message(request, GenerateRequest)).job
         self._spans.begin(job)
-        self._base.engine.submit(lambda engine: self._tiers.add(engine, job), urgent=job.newcomer)
+        self._base.engine.submit(lambda engine: self.endpoints.tiers.add(engine, job), urgent=job.newcomer)
 
     async def post_move(self, request: Request) -> None:
         """Hand a stream over to another decode node; answered when that is done, or with why it stays."""
         await self._departures.move(await read_message(request, MoveRequest), request.is_disconnected)
 
-    async def post_cancel(self, request: Request) -> None:
-        """Drop all attempts of a request up to the given one."""
-        cancel = await read_message(request, CancelRequest)
-        self._base.engine.cancel(cancel.request_id, cancel.attempt)
+    def cancel(self, cancel: CancelRequest) -> None:
+        """The engine tells what ended."""
 
     def busy(self) -> bool:
         return bool(self._base.engine.load.open_grants) or self._departures.busy()
@@ -82,14 +70,13 @@ class DecodeService:
         self._base.engine.submit(lambda engine: engine.cancel_router(router_id))
 
     def stop(self) -> None:
-        self._base.dock.stop()
+        """Its streams end with the node's."""
 
     def to_link(self, events: Sequence[Event]) -> None:
         self._grants.take(events)
         self._departures.take(events)
         self._buddies.take(events)
-        self._fetches.take(events)
-        self._tiers.take(events)
+        self.endpoints.take(events)
 
     def to_routers(self, events: Sequence[Event]) -> None:
         """What the engine made for one router goes out as one frame."""

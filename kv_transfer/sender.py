@@ -17,7 +17,7 @@ from kv_transfer.dock import QUIESCE_TIMEOUT_S, Dock
 from kv_transfer.link import Peer
 from kv_transfer.outgoing import Outgoing
 from kv_transfer.ports import ShipEvents
-from kv_transfer.sender_ship import Ship, ShipState, has_sent, lack, too_long
+from kv_transfer.sender_ship import STALL_TIMEOUT_S, Patience, Ship, ShipState, has_sent, lack, too_long
 from kv_transfer.transfers import Transfers
 from protocol import errors
 from protocol.errors import GrantRefused, KvferryError, NodeLost, TransferFailed
@@ -25,24 +25,26 @@ from protocol.link_messages import Abort, Asked, CommitAck, Grant, GrantRequest,
 from protocol.messages import DecodeTarget, TokenDelta
 from protocol.wire import pack
 
-STALL_TIMEOUT_S = 15.0
-
 
 class Sender:
     """`offer`, `ship`, `commit` and `abort` may be called from any thread; everything else runs on the link thread, as
     an endpoint of a dock.
 
-    grant_timeout  seconds an offer waits for its grant
-    stall_timeout  seconds in which something of a ship must move while its blocks are being sent, or its commit waits
-                   for the acknowledgement: one that moves has all the time it needs
+    events                        who hears of offers that do not say who does
+    grant_timeout, stall_timeout  see Patience, of offers that bring none of their own
     """
 
     takes = (Grant, Refusal, CommitAck)
 
     def __init__(
-        self, dock: Dock, events: ShipEvents, *, grant_timeout: float = 30.0, stall_timeout: float = STALL_TIMEOUT_S
+        self,
+        dock: Dock,
+        events: ShipEvents | None = None,
+        *,
+        grant_timeout: float = 30.0,
+        stall_timeout: float = STALL_TIMEOUT_S,
     ):
-        self._dock, self._events, self._grant_timeout, self._stall_timeout = dock, events, grant_timeout, stall_timeout
+        self._dock, self._events, self._patience = dock, events, Patience(grant_timeout, stall_timeout)
         self._lock = threading.Lock()
         self._last_transfer = 0
         self.transfers: Transfers[Ship] = Transfers(dock.watch)
@@ -50,12 +52,21 @@ class Sender:
 
     # Any thread.
 
-    def offer(self, target: DecodeTarget, asked: Asked, events: ShipEvents | None = None, peer: Peer = None) -> int:
+    def offer(
+        self,
+        target: DecodeTarget,
+        asked: Asked,
+        events: ShipEvents | None = None,
+        peer: Peer = None,
+        patience: Patience | None = None,
+    ) -> int:
         """Ask the decode node for a grant; returns the transfer id, under which events come: to `events`, if given.
         peer: the connection on which the node asked for them."""
         with self._lock:
             self._last_transfer = transfer = self._last_transfer + 1
-            self._dock.submit(lambda: self._offer(transfer, target, asked, events or self._events, peer))
+            hears = events or self._events
+            assert hears is not None
+            self._dock.submit(lambda: self._offer(transfer, target, asked, hears, peer, patience or self._patience))
         return transfer
 
     def ship(self, transfer: int, blocks: Sequence[tuple[int, int]]) -> None:
@@ -74,9 +85,17 @@ class Sender:
 
     # Link thread: orders of the engine.
 
-    def _offer(self, transfer: int, target: DecodeTarget, asked: Asked, events: ShipEvents, asker: Peer) -> None:
+    def _offer(
+        self,
+        transfer: int,
+        target: DecodeTarget,
+        asked: Asked,
+        events: ShipEvents,
+        asker: Peer,
+        patience: Patience,
+    ) -> None:
         peer, now = asker or self._dock.dial(target.link_address), self._dock.clock()
-        ship = Ship(transfer, events, target.node_id, peer, now + self._grant_timeout, self._dock.name)
+        ship = Ship(transfer, events, target.node_id, peer, now + patience.grant_s, self._dock.name, patience)
         self.transfers.add(ship)
         data = pack(GrantRequest(transfer, target.epoch, target.fingerprint, asked))
         heard = asker is None or self._dock.hears(asker)
@@ -148,10 +167,10 @@ class Sender:
         if ship.repeats(self._dock.clock()):
             self._dock.link.send(ship.peer, ship.question.message)
         elif ship.state is ShipState.OFFERED:
-            self._fail(ship, ship.blame(GrantRefused(f"no grant within {self._grant_timeout:g} s")), tell=True)
+            self._fail(ship, ship.blame(GrantRefused(f"no grant within {ship.patience.grant_s:g} s")), tell=True)
         elif ship.live:
             what = "the commit was not acknowledged" if ship.commit_sent else "no block was taken"
-            self._fail(ship, ship.blame(TransferFailed(f"{what} for {self._stall_timeout:g} s")), tell=True)
+            self._fail(ship, ship.blame(TransferFailed(f"{what} for {ship.patience.stall_s:g} s")), tell=True)
         elif ship.in_flight:
             self._dock.drop(ship.peer, TransferFailed(f"sends did not end for {QUIESCE_TIMEOUT_S:g} s"))
 
@@ -203,7 +222,7 @@ class Sender:
         self._settle(ship)
 
     def _progressed(self, ship: Ship) -> None:
-        ship.progressed(self._dock.clock(), self._stall_timeout)
+        ship.progressed(self._dock.clock())
 
     # Link thread: ends.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
+from typing import NamedTuple
 
 from kv_transfer.answers import Question
 from kv_transfer.dock import QUIESCE_TIMEOUT_S
@@ -15,6 +16,16 @@ from protocol.errors import Draining, GrantRefused, InvalidRequest, KvferryError
 from protocol.link_messages import Asked, Commit, Supply
 from protocol.messages import TokenDelta
 from protocol.names import NodeName
+
+STALL_TIMEOUT_S = 15.0
+
+
+class Patience(NamedTuple):
+    """grant_s: seconds an offer waits for its grant; stall_s: seconds in which something of a ship must move while its
+    blocks are being sent, or its commit waits for the acknowledgement: one that moves has all the time it needs."""
+
+    grant_s: float = 30.0
+    stall_s: float = STALL_TIMEOUT_S
 
 
 class ShipState(StrEnum):
@@ -55,6 +66,7 @@ class Ship:
     peer: Peer
     ends: float
     sender: NodeName
+    patience: Patience
     state: ShipState = ShipState.OFFERED
     unanswered: bool = True
     blocks: Outgoing | None = None
@@ -108,12 +120,12 @@ class Ship:
         sent = self.blocks
         return ShipStats(sent.posted, sent.bytes, sent.sent_before(now), self.sent_before_s + exposed, exposed)
 
-    def progressed(self, now: float, stall_timeout: float) -> None:
+    def progressed(self, now: float) -> None:
         """Something of it moved, or is to move from now on: its deadline is counted anew."""
         if not self.live:
             self.ends = now + QUIESCE_TIMEOUT_S
         elif self.state is ShipState.DRAINING or (self.blocks is not None and self.blocks.under_way):
-            self.ends = now + stall_timeout
+            self.ends = now + self.patience.stall_s
         else:
             self.ends = inf
 

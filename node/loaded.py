@@ -10,22 +10,18 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import torch
+from fastapi import Request
 
 from cluster_state.redis_store import RedisStore
 from engine.loop import EngineLoop
-from kv_transfer.checksum import ALGORITHM
-from kv_transfer.dock import Dock
-from kv_transfer.greeting import Terms
-from kv_transfer.ucx import UcxLink
 from model_files.naming import split_names
 from node.adapters import NodeAdapters
 from node.assembly import Assembled
 from node.face import Face
+from node.linking import Linking
 from node.membership import LAST_WORD_S, Membership
 from node.news import News, set_load_gauges
 from node.outflow import Outflow
-from node.pool_memory import PoolMemory
 from node.pressure import set_scaling_gauges
 from node.rates import RateMeter
 from node.service import Base, MakeService
@@ -33,16 +29,15 @@ from node.streams import RouterStreams
 from node.tier_opening import OpenTiers
 from node.vitals import Vitals, Watchdog
 from process.awake import LoopClock
-from process.priority import give_way
+from process.http import read_message
 from process.signals import Stop
 from protocol.errors import Draining
 from protocol.lease import NodeLease, Rates
+from protocol.messages import CancelRequest
 from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
-LINK_NICENESS = 10
-"""By which a decode node's link and its checksums stand behind what it computes."""
 
 
 class Loaded:
@@ -69,18 +64,19 @@ class Loaded:
         self._settings, self._face, self._metrics, self.parts = settings, face, metrics, parts
         self._loop = asyncio.get_running_loop()
         self._rates, self._outflow = RateMeter(seed), Outflow()
-        self._clock = LoopClock()
+        self._clock, linking = LoopClock(), Linking(settings, face, parts.kv)
         self.engine = EngineLoop(
             parts.engine,
             lambda events: news.take(events),
-            self._enter_thread,
+            linking.enter_thread,
             lambda fault: self._break(),
         )
-        self._tiers, self.link = tiers, self._make_link()
+        self._tiers, self.link = tiers, linking.link(self._break)
         self._streams = RouterStreams(
             epoch, lambda: self.vitals.pulse, lambda router: self.service.router_lost(router), self._clock
         )
         self._streams.mount(face.app)
+        self._dock = linking.dock(self.link, epoch)
         self.service = make_service(
             Base(
                 settings=settings,
@@ -89,7 +85,7 @@ class Loaded:
                 metrics=metrics,
                 parts=parts,
                 engine=self.engine,
-                dock=self._make_dock(),
+                dock=self._dock,
                 rates=self._rates,
                 outflow=self._outflow,
                 streams=self._streams,
@@ -98,6 +94,8 @@ class Loaded:
                 call_soon=self.call_soon,
             )
         )
+        self._dock.start()
+        face.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
         self._adapters = NodeAdapters(
             settings, parts.engine.runner.model, self.engine, parts.adapters, lambda: self._membership.announce()
         )
@@ -128,6 +126,12 @@ class Loaded:
         """Raise Draining unless new work may begin. From any thread."""
         if self.draining:
             raise Draining(f"{self._face.node_id} is draining")
+
+    async def post_cancel(self, request: Request) -> None:
+        """Drop all attempts of a request up to the given one."""
+        cancel = await read_message(request, CancelRequest)
+        self.engine.cancel(cancel.request_id, cancel.attempt)
+        self.service.cancel(cancel)
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Run on the asyncio loop, from any thread; ignored once the loop is closed."""
@@ -186,6 +190,7 @@ class Loaded:
         await asyncio.sleep(0)
         self._streams.stop()
         self.service.stop()
+        self._dock.stop()
         self._tiers.close()
         await self._membership.close()
 
@@ -210,38 +215,6 @@ class Loaded:
     def _busy(self) -> bool:
         return self.engine.busy or self.service.busy()
 
-    def _make_link(self) -> UcxLink:
-        settings, checksums = self._settings, ALGORITHM if self._settings.verify_checksums else "off"
-        return UcxLink(
-            self._face.host,
-            settings.link_port,
-            listen=settings.host,
-            transports=settings.ucx_transports,
-            net_devices=settings.ucx_net_devices,
-            cuda=self.parts.kv.device.type == "cuda",
-            prepare=self._enter_link,
-            terms=Terms(self._face.secrets.links, {"checksums": checksums}),
-            on_fault=lambda fault: self._break(),
-        )
-
-    def _make_dock(self) -> Dock:
-        memory = PoolMemory(self.parts.kv)
-        checksums = memory.checksums(self.link.submit, self._enter_link)
-        verify, name = self._settings.verify_checksums, (self._face.node_id, self._epoch)
-        return Dock(self.link, memory, name=name, verify=verify, checksums=checksums)
-
     def _break(self) -> None:
         """There is a fault. On any thread."""
         self.call_soon(self.broken.set)
-
-    def _enter_link(self) -> None:
-        """First call on the link thread, and on that of its checksums. Blocks that come in do not hold up streams that
-        run: on a core that both want, tokens come first."""
-        self._enter_thread()
-        if self._settings.role == "decode":
-            give_way(LINK_NICENESS)
-
-    def _enter_thread(self) -> None:
-        """First call on a thread that touches the device."""
-        if self.parts.kv.device.type == "cuda":
-            torch.cuda.set_device(self.parts.kv.device)

@@ -18,6 +18,7 @@ from node.rates import RateMeter
 from node.streams import RouterStreams
 from node.tier_opening import OpenTiers
 from protocol.errors import BlocksCorrupt, Cancelled, DeadlineExceeded, KvferryError
+from protocol.messages import CancelRequest
 from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
 
@@ -32,6 +33,9 @@ class Service(Protocol):
     def to_routers(self, events: Sequence[Event]) -> None:
         """On the asyncio loop: tokens and ends of attempts go to their routers."""
 
+    def cancel(self, cancel: CancelRequest) -> None:
+        """All attempts of a request up to the given one are dropped; the engine has been told. On the asyncio loop."""
+
     def busy(self) -> bool:
         """Whether attempts are under way (a draining node waits for them)."""
 
@@ -39,13 +43,13 @@ class Service(Protocol):
         """The router was given up: so is all that runs for it. On the asyncio loop."""
 
     def stop(self) -> None:
-        """Close the link and every open response."""
+        """Close every open response. The link is closed next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
     """What a role is built on: a loaded node whose threads have not started. The service mounts its endpoints on the
-    dock and starts it.
+    dock, which is started next.
 
     require_ready   raises Draining unless new work may begin; from any thread
     call_soon       runs a call on the asyncio loop; from any thread, ignored once the loop is closed

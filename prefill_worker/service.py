@@ -18,13 +18,9 @@ from engine.events import Event, Failed, Generated
 from engine.request import Key, key_of
 from kv_transfer.ports import ShipStats
 from node.accounts import audit
-from node.arrivals import Arrivals
-from node.copies import Keeper
-from node.fetches import Fetches
+from node.endpoints import Endpoints
 from node.frames import FrameResponse
 from node.service import Base
-from node.supplies import Supplies
-from node.tiers import Tiers
 from prefill_worker.ships import Ships
 from process.http import read_message
 from process.tracing import TRACER, Span
@@ -46,20 +42,14 @@ class Answer:
 
 
 class PrefillService:
-    """Joins HTTP, the engine and the ships of a prefill node."""
+    """Joins HTTP, the engine and the ships of a prefill node. endpoints: those of the node, if it has them already."""
 
-    def __init__(self, base: Base) -> None:
+    def __init__(self, base: Base, endpoints: Endpoints | None = None) -> None:
         self._base = base
         self._answers: dict[Key, Answer] = {}
-        arrivals = Arrivals(base)
-        self._keeper = Keeper(base, arrivals)
-        self._fetches = Fetches(base, arrivals)
-        self._tiers = Tiers(base, self._fetches)
-        self._ships = Ships(base, self._tiers, self._shipped, self._broke)
-        self._supplies = Supplies(base, self._ships.sender)
-        base.dock.start()
+        self.endpoints = endpoints or Endpoints(base)
+        self._ships = Ships(base, self.endpoints, self._shipped, self._broke)
         base.app.post("/attempts/prefill")(self.post_prefill)
-        base.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
 
     async def post_prefill(self, request: Request) -> Response:
         """Begin an attempt; the response streams FirstToken, then ShipDone, or AttemptFailed."""
@@ -67,10 +57,7 @@ class PrefillService:
         answer = self._begin(await read_message(request, PrefillRequest))
         return FrameResponse(_drain(answer), on_close=lambda: self._abandon(answer))
 
-    async def post_cancel(self, request: Request) -> None:
-        """Drop all attempts of a request up to the given one."""
-        cancel = await read_message(request, CancelRequest)
-        self._base.engine.cancel(cancel.request_id, cancel.attempt)
+    def cancel(self, cancel: CancelRequest) -> None:
         for answer in list(self._answers.values()):
             if answer.job.request_id == cancel.request_id and answer.job.attempt <= cancel.attempt:
                 self._fail(answer, Cancelled("the request was cancelled"))
@@ -86,12 +73,10 @@ class PrefillService:
     def stop(self) -> None:
         for answer in list(self._answers.values()):
             self._fail(answer, Draining("the node is stopping"))
-        self._base.dock.stop()
 
     def to_link(self, events: Sequence[Event]) -> None:
         self._ships.take(events)
-        self._fetches.take(events)
-        self._tiers.take(events)
+        self.endpoints.take(events)
 
     def to_routers(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -115,7 +100,7 @@ class PrefillService:
         answer = self._answers[key_of(job)] = Answer(job, span)
         if message.target is None:
             self._base.engine.submit(
-                lambda engine: self._tiers.add(engine, job, prefill_only=True), urgent=job.newcomer
+                lambda engine: self.endpoints.tiers.add(engine, job, prefill_only=True), urgent=job.newcomer
             )
         else:
             answer.transfer = self._ships.offer(message.target, job)

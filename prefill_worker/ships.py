@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 from engine.events import Computed, Event, Generated
 from kv_transfer.ports import ShipStats
-from kv_transfer.sender import Sender
+from node.endpoints import Endpoints
 from node.service import Base, ship_outcome
-from node.tiers import Tiers
 from protocol.errors import KvferryError
 from protocol.messages import DecodeTarget, Job
 
@@ -34,21 +33,21 @@ class Ships:
     def __init__(
         self,
         base: Base,
-        tiers: Tiers,
+        endpoints: Endpoints,
         on_done: Callable[[Job, int, ShipStats], None],
         on_failed: Callable[[Job, int, KvferryError], None],
     ) -> None:
-        self._base, self._tiers, self._on_done, self._on_failed = base, tiers, on_done, on_failed
+        self._base, self._tiers, self.sender = base, endpoints.tiers, endpoints.sender
+        self._on_done, self._on_failed = on_done, on_failed
         self._lock = threading.Lock()
         self._offers: dict[int, Offer] = {}
-        self.sender = Sender(base.dock, self, grant_timeout=base.settings.grant_timeout)
 
     # The asyncio loop.
 
     def offer(self, target: DecodeTarget, job: Job) -> int:
         """Ask the decode node for a grant; the job is computed once it comes. Returns the transfer."""
         with self._lock:  # the grant may come before `offer` returns
-            transfer = self.sender.offer(target, job)
+            transfer = self.sender.offer(target, job, self)
             self._offers[transfer] = Offer(job)
         return transfer
 

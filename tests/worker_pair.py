@@ -129,10 +129,11 @@ class Worker:
         engine, service = self.engine, self.service
         tables = [engine.lent.ships, engine.lent.grants, engine.moving._lent, engine.roster._attempts]
         tables += [engine.copies._lent, engine.copies._landing]
-        tables += [service._tiers._waiting, service._tiers._coming]
-        tables += [service._fetches._waiting, service._fetches._open, service._fetches._coming]
-        tables += [service._fetches._asker.transfers, service._supplies._giving]
-        tables += [{} if self.link_lost else service._fetches._arrivals._open]
+        mounted = service.endpoints
+        tables += [mounted.tiers._waiting, mounted.tiers._coming]
+        tables += [mounted.fetches._waiting, mounted.fetches._open, mounted.fetches._coming]
+        tables += [mounted.fetches._asker.transfers, mounted.supplies._giving]
+        tables += [{} if self.link_lost else mounted.arrivals._open]
         if isinstance(service, PrefillService):
             tables += [
                 service._answers,

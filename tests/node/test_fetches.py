@@ -69,12 +69,12 @@ async def settle(router: Router) -> None:
 
 
 def awaits(worker: Worker) -> bool:
-    return bool(worker.service._fetches._asker.transfers)
+    return bool(worker.service.endpoints.fetches._asker.transfers)
 
 
 async def test_what_ends_in_the_turn_in_which_its_blocks_land_is_counted_once(router: Router) -> None:
     """The queue of a node lost as many tokens as the prompt has, and its books did not balance: the process ended."""
-    mine = router.prefill.service._fetches
+    mine = router.prefill.service.endpoints.fetches
 
     def both(engine: Any) -> None:
         (fetching,) = mine._waiting.values()
@@ -210,7 +210,7 @@ async def test_a_request_that_is_cancelled_gives_everything_back(router: Router,
 async def test_requests_that_lack_the_same_blocks_await_one_fetch(router: Router) -> None:
     with router.decode.frozen_engine():
         answers = [router.post_prefill(job(name, router.decode)) for name in "abc"]
-        await until(lambda: len(router.prefill.service._fetches._waiting) == 3)
+        await until(lambda: len(router.prefill.service.endpoints.fetches._waiting) == 3)
     for answer in answers:
         (first, *_) = await answer.ended()
         assert first.delta.reuse.fetched == FULL * 4
@@ -224,7 +224,7 @@ async def test_who_awaits_the_fetch_of_one_that_is_cancelled_asks_itself(router:
         gone, stays = router.post_prefill(one), None
         await until(lambda: awaits(router.prefill))
         stays = router.post_prefill(other)
-        await until(lambda: len(router.prefill.service._fetches._waiting) == 2)
+        await until(lambda: len(router.prefill.service.endpoints.fetches._waiting) == 2)
         await router.cancel(one, router.prefill)
         await gone.ended()
     (first, *_) = await stays.ended()

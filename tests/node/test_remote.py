@@ -167,8 +167,8 @@ async def test_requests_that_lack_the_same_blocks_await_one_read(tmp_path: Path)
     async with cluster(tmp_path) as router:
         with hung("get") as go:
             answers = [router.post_prefill(make_job(f"again-{n}", prompt(), 1)) for n in range(3)]
-            await until(lambda: len(router.prefill.service._tiers._waiting) == 3)
-            await until(lambda: router.prefill.service._tiers._coming)
+            await until(lambda: len(router.prefill.service.endpoints.tiers._waiting) == 3)
+            await until(lambda: router.prefill.service.endpoints.tiers._coming)
             go.set()
             for answer in answers:
                 (first, *_) = await answer.ended()
@@ -225,9 +225,9 @@ async def test_a_request_that_ends_while_its_blocks_are_looked_for_or_read_leave
             with hung(call) as go:
                 job = make_job(f"again-{call}", prompt(), 1)
                 answer = router.post_prefill(job)
-                await until(lambda: router.prefill.service._tiers._waiting)
+                await until(lambda: router.prefill.service.endpoints.tiers._waiting)
                 if call == "get":
-                    await until(lambda: router.prefill.service._tiers._coming)
+                    await until(lambda: router.prefill.service.endpoints.tiers._coming)
                 await router.cancel(job, router.prefill)
                 (failed,) = await answer.ended()
                 assert failed.code == "cancelled"

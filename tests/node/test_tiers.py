@@ -117,7 +117,7 @@ async def test_requests_that_lack_the_same_blocks_await_one_read(tmp_path: Path)
         await evicted(router)
         with hung(router.prefill) as go:
             answers = [router.post_prefill(make_job(f"again-{n}", prompt(0), 1)) for n in range(3)]
-            await until(lambda: len(router.prefill.service._tiers._waiting) == 3)
+            await until(lambda: len(router.prefill.service.endpoints.tiers._waiting) == 3)
             go.set()
             for answer in answers:
                 (first, *_) = await answer.ended()
@@ -181,7 +181,7 @@ async def test_a_request_that_ends_while_its_blocks_are_read_leaves_nothing(tmp_
         with hung(router.prefill) as go:
             job = make_job("again", prompt(0), 1)
             answer = router.post_prefill(job)
-            await until(lambda: router.prefill.service._tiers._waiting)
+            await until(lambda: router.prefill.service.endpoints.tiers._waiting)
             await router.cancel(job, router.prefill)
             (failed,) = await answer.ended()
             assert failed.code == "cancelled"
@@ -267,11 +267,11 @@ async def test_few_new_blocks_are_written_when_no_more_come(tmp_path: Path, monk
     async with cluster(tmp_path) as router:
         (first, *_) = await router.post_prefill(make_job("short", prompt(0)[:20], 1)).ended()
         assert first.delta.reuse.computed == 20
-        await until(lambda: router.prefill.service._tiers._writes[0]._fresh)
+        await until(lambda: router.prefill.service.endpoints.tiers._writes[0]._fresh)
         assert count(router.prefill, "written") == 0
         monkeypatch.setattr(tier_writes, "PATIENCE_S", 0.0)
         await until(lambda: count(router.prefill, "written") == 5)
-        assert not router.prefill.service._tiers._writes[0]._fresh
+        assert not router.prefill.service.endpoints.tiers._writes[0]._fresh
         await settle(router)
 
 
@@ -287,7 +287,7 @@ async def test_a_disk_that_takes_nothing_holds_half_of_the_pool_at_most(
 
     monkeypatch.setattr(files, "write", write)
     async with cluster(tmp_path) as router:
-        writes = router.prefill.service._tiers._writes[0]
+        writes = router.prefill.service.endpoints.tiers._writes[0]
         for seed in range(6):
             assert (await ask(router, f"ask-{seed}", seed)).computed == LENGTH
             await until(lambda: writes._held or seed)  # noqa: B023
@@ -322,8 +322,8 @@ async def test_what_is_retracted_while_it_is_read_is_not_found(tmp_path: Path) -
         pool = router.prefill.engine.pool
         with hung(router.prefill) as go:
             answer = router.post_prefill(make_job("again", prompt(0), 1))
-            await until(lambda: router.prefill.service._tiers._coming)
-            wrong = next(iter(router.prefill.service._tiers._coming))
+            await until(lambda: router.prefill.service.endpoints.tiers._coming)
+            wrong = next(iter(router.prefill.service.endpoints.tiers._coming))
             pool.absences.note([wrong], "retracted")
             go.set()
             (first, *_) = await answer.ended()
@@ -374,7 +374,7 @@ async def test_what_left_the_pool_before_it_was_written_counts_as_lost(
             patched.setattr(tier_writes.TierWrites, "_look_again", lambda self: None)
             for seed in range(4):
                 await ask(router, f"ask-{seed}", seed)
-        fresh = router.prefill.service._tiers._writes[0]._fresh
+        fresh = router.prefill.service.endpoints.tiers._writes[0]._fresh
         assert count(router.prefill, "lost") + len(fresh) == 4 * FULL
         assert set(fresh) <= set(router.prefill.engine.pool.findable())
         await settle(router)

@@ -29,9 +29,10 @@ from node.streams import RouterStreams
 from node.tier_opening import OpenTiers
 from prefill_worker.service import PrefillService
 from process.awake import LoopClock
+from process.http import read_message
 from protocol.errors import Draining
 from protocol.lease import NodeLease, Rates
-from protocol.messages import Pulse
+from protocol.messages import CancelRequest, Pulse
 from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
 
@@ -114,10 +115,17 @@ class VirtualNode:
                 require_ready=self.require_ready, call_soon=self.call_soon,
             )
         )  # fmt: skip
+        self.dock.start()
+        routes.post("/attempts/cancel")(self._post_cancel)
         self.membership = Membership(self.store, self.lease, self.engine.pool.findable, METRICS[self.role])
         news = News(self.service, METRICS[self.role], self.rates, self.membership.note, self.call_soon)
         clock.start()
         world.wires.listen(process, "10.0.0.1", self.port, lambda: Served(process, routes))
+
+    async def _post_cancel(self, request: Any) -> None:
+        cancel = await read_message(request, CancelRequest)
+        self.loop_engine.cancel(cancel.request_id, cancel.attempt)
+        self.service.cancel(cancel)
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """On the loop, in order."""
@@ -162,9 +170,9 @@ class VirtualNode:
             "drain": self.draining,
             "requests": list(engine.roster), "ships": engine.lent.ships, "grants": engine.lent.grants,
             "attempts": engine.roster._attempts, "commands": self.loop_engine._inbox,
-            "fetches": service._fetches._waiting, "asked": service._fetches._asker.transfers._all,
-            "coming": service._fetches._coming, "given": service._supplies._giving,
-            "arrivals": service._fetches._arrivals._open,
+            "fetches": service.endpoints.fetches._waiting, "asked": service.endpoints.fetches._asker.transfers._all,
+            "coming": service.endpoints.fetches._coming, "given": service.endpoints.supplies._giving,
+            "arrivals": service.endpoints.fetches._arrivals._open,
             "copies sent": engine.copies._lent, "copies landing": engine.copies._landing,
             "held blocks": engine.pool.num_blocks - engine.pool.available,
         }  # fmt: skip

@@ -1,0 +1,32 @@
+"""What nodes of either role mount on their dock: one sender and one receiver, and what both roles do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.events import Event
+from kv_transfer.sender import Sender
+from node.arrivals import Arrivals
+from node.copies import Keeper
+from node.fetches import Fetches
+from node.service import Base
+from node.supplies import Supplies
+from node.tiers import Tiers
+
+
+class Endpoints:
+    """Before the dock starts. A role adds what is its own: whom its jobs' grants go to (`arrivals`), what it offers
+    (`sender`)."""
+
+    def __init__(self, base: Base) -> None:
+        self.sender = Sender(base.dock, grant_timeout=base.settings.grant_timeout)
+        self.arrivals = Arrivals(base)
+        self.keeper = Keeper(base, self.arrivals)
+        self.fetches = Fetches(base, self.arrivals)
+        self.tiers = Tiers(base, self.fetches)
+        self.supplies = Supplies(base, self.sender)
+
+    def take(self, events: Sequence[Event]) -> None:
+        """On the engine thread."""
+        self.fetches.take(events)
+        self.tiers.take(events)
