@@ -36,4 +36,6 @@ def settings_command(name: str, subcommand: str, settings: CommonSettings, progr
         skip.add("redis_url")
     argv = (*program(subcommand), *to_argv(settings, skip=skip))
     shared = (settings.cores_fd,) if isinstance(settings, WorkerSettings) and settings.cores_fd >= 0 else ()
-    return Command(name, argv, env, niceness=PREFILL_NICENESS if subcommand == "prefill" else 0, fds=shared)
+    yields = subcommand == "prefill" and not settings.elastic  # a process cannot take its priority back
+    niceness = PREFILL_NICENESS if yields else 0
+    return Command(name, argv, env, niceness=niceness, fds=shared)

@@ -74,7 +74,10 @@ def router(settings: RouterSettings) -> None:
 def prefill(settings: WorkerSettings) -> None:
     """Run one prefill node: computes prompts and ships their KV blocks."""
     settings = _enter_worker(settings)
-    from prefill_worker.main import serve_prefill
+    if settings.elastic:
+        from elastic_worker.main import serve_elastic as serve_prefill
+    else:
+        from prefill_worker.main import serve_prefill
 
     _run(serve_prefill(settings))
 
@@ -84,7 +87,10 @@ def prefill(settings: WorkerSettings) -> None:
 def decode(settings: WorkerSettings) -> None:
     """Run one decode node: receives KV blocks and generates tokens."""
     settings = _enter_worker(settings)
-    from decode_worker.main import serve_decode
+    if settings.elastic:
+        from elastic_worker.main import serve_elastic as serve_decode
+    else:
+        from decode_worker.main import serve_decode
 
     _run(serve_decode(settings))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from engine.engine import Engine
 from engine.events import Event, ReservationFailed, Reserved
 from kv_transfer.ports import TransferKey
 from node.arrivals import Arrivals
@@ -35,6 +36,14 @@ class Grants:
             elif isinstance(event, ReservationFailed):
                 self._reservation_failed(cast(TransferKey, event.owner), event)
 
+    def _reserve(self, engine: Engine, key: TransferKey, job: Job) -> None:
+        """Unless the node has become one that decodes nothing, since it was asked or before."""
+        if self._base.roles.computing == "decode":
+            engine.reserve(key, job)
+        else:
+            self._base.metrics.grants["refused"].inc()
+            self._arrivals.refuse(key, Draining("it is no decode node any more"))
+
     def _reservation_failed(self, key: TransferKey, event: ReservationFailed) -> None:
         self._base.metrics.grants["aborted" if event.granted else "refused"].inc()
         if event.granted:
@@ -54,7 +63,7 @@ class Grants:
             self._arrivals.refuse(key, error)
             return
         self._begun(job)
-        self._base.engine.submit(lambda engine: engine.reserve(key, job), urgent=job.newcomer)
+        self._base.engine.submit(lambda engine: self._reserve(engine, key, job), urgent=job.newcomer)
 
     def ready(self, key: TransferKey, commit: Commit) -> None:
         first = commit.first

@@ -5,26 +5,26 @@ from __future__ import annotations
 import logging
 
 from engine.events import Looked
-from protocol.canary_metrics import CanaryMetrics
+from protocol.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.node")
 
 
 class Looks:
-    def __init__(self, metrics: CanaryMetrics) -> None:
+    def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
         self._largest = 0.0
 
     def differs(self, event: Looked) -> bool:
         """Count it. Whether the ship was not what this node computes: routers must hear of that."""
-        self._metrics.looks[event.outcome].inc()
+        self._metrics.canary.looks[event.outcome].inc()
         if event.outcome == "dropped":
             return False
         self._largest = max(self._largest, event.distance)
-        self._metrics.largest.set(self._largest)
+        self._metrics.canary.largest.set(self._largest)
         if event.outcome == "agreed":
             return False
-        self._metrics.deviations.labels("decode", event.sender[0]).inc()
+        self._metrics.canary.deviations.labels(self._metrics.role, event.sender[0]).inc()
         log.warning(
             "what %s shipped of %s (%d tokens) is not what this node computes: logits are %.3g apart, not %.3g",
             event.sender[0], event.key[0], event.tokens, event.distance, event.tolerated,

@@ -41,7 +41,7 @@ class DecodeService:
     def __init__(self, base: Base, endpoints: Endpoints | None = None) -> None:
         self._base = base
         self._spans = Spans()
-        self._looks = Looks(base.metrics.canary)
+        self._looks = Looks(base.metrics)
         self.endpoints = endpoints or Endpoints(base)
         self._grants = Grants(base, self.endpoints.arrivals, self._spans.begin)
         self._departures = Departures(base, self.endpoints.sender)
@@ -51,8 +51,8 @@ class DecodeService:
 
     async def post_generate(self, request: Request) -> None:
         """Prefill an attempt locally and generate; its output goes to the router's stream."""
-        self._base.require_ready()
         job = (await read_message(request, GenerateRequest)).job
+        self._base.require("decode")
         self._spans.begin(job)
         self._base.engine.submit(lambda engine: self.endpoints.tiers.add(engine, job), urgent=job.newcomer)
 

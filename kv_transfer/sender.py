@@ -28,22 +28,15 @@ from protocol.wire import pack
 
 class Sender:
     """`offer`, `ship`, `commit` and `abort` may be called from any thread; everything else runs on the link thread, as
-    an endpoint of a dock.
-
-    events                        who hears of offers that do not say who does
-    grant_timeout, stall_timeout  see Patience, of offers that bring none of their own
-    """
+    an endpoint of a dock. events: who hears of offers that do not say who does; grant_timeout, stall_timeout: the
+    patience of those that bring none."""
 
     takes = (Grant, Refusal, CommitAck)
 
     def __init__(
-        self,
-        dock: Dock,
-        events: ShipEvents | None = None,
-        *,
-        grant_timeout: float = 30.0,
+        self, dock: Dock, events: ShipEvents | None = None, *, grant_timeout: float = 30.0,
         stall_timeout: float = STALL_TIMEOUT_S,
-    ):
+    ):  # fmt: skip
         self._dock, self._events, self._patience = dock, events, Patience(grant_timeout, stall_timeout)
         self._lock = threading.Lock()
         self._last_transfer = 0
@@ -53,13 +46,9 @@ class Sender:
     # Any thread.
 
     def offer(
-        self,
-        target: DecodeTarget,
-        asked: Asked,
-        events: ShipEvents | None = None,
-        peer: Peer = None,
+        self, target: DecodeTarget, asked: Asked, events: ShipEvents | None = None, peer: Peer = None,
         patience: Patience | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Ask the decode node for a grant; returns the transfer id, under which events come: to `events`, if given.
         peer: the connection on which the node asked for them."""
         with self._lock:
@@ -86,13 +75,7 @@ class Sender:
     # Link thread: orders of the engine.
 
     def _offer(
-        self,
-        transfer: int,
-        target: DecodeTarget,
-        asked: Asked,
-        events: ShipEvents,
-        asker: Peer,
-        patience: Patience,
+        self, transfer: int, target: DecodeTarget, asked: Asked, events: ShipEvents, asker: Peer, patience: Patience
     ) -> None:
         peer, now = asker or self._dock.dial(target.link_address), self._dock.clock()
         ship = Ship(transfer, events, target.node_id, peer, now + patience.grant_s, self._dock.name, patience)
@@ -120,7 +103,7 @@ class Sender:
             return
         if ship.blocks.posted and ship.state is ShipState.GRANTED:
             ship.move(ShipState.RUNNING)
-        self._progressed(ship)
+        ship.progressed(self._dock.clock())
 
     def _commit(self, transfer: int, first: TokenDelta | None, covered: int, now: float) -> None:
         ship = self.transfers.find(transfer)
@@ -181,15 +164,12 @@ class Sender:
             return
         ship.hear()
         ship.blocks = Outgoing(
-            self._dock.path,
-            grant,
-            ship.peer,
-            lambda: self._moved(ship),
+            self._dock.path, grant, ship.peer, lambda: self._moved(ship),
             lambda error: self._dock.drop(ship.peer, error),
-        )
+        )  # fmt: skip
         if ship.state is ShipState.OFFERED:
             ship.move(ShipState.GRANTED)
-            self._progressed(ship)
+            ship.progressed(self._dock.clock())
             ship.events.granted(ship.transfer, grant.first_block)
         else:
             self._dock.send(ship.peer, Abort(ship.transfer, "given up before the grant came"))
@@ -207,13 +187,13 @@ class Sender:
     def _acknowledged(self, ship: Ship) -> None:
         ship.move(ShipState.DONE)
         ship.question.answered()
-        self._progressed(ship)
+        ship.progressed(self._dock.clock())
         ship.events.done(ship.transfer, ship.stats(self._dock.clock()))
         self._settle(ship)
 
     def _moved(self, ship: Ship) -> None:
         """The engine committed, or a send or a checksum ended."""
-        self._progressed(ship)
+        ship.progressed(self._dock.clock())
         commit = ship.take_commit()
         if commit is not None:
             self._dock.link.send(ship.peer, ship.question.ask(pack(commit), self._dock.clock()))
@@ -221,16 +201,13 @@ class Sender:
             ship.events.sent(ship.transfer)
         self._settle(ship)
 
-    def _progressed(self, ship: Ship) -> None:
-        ship.progressed(self._dock.clock())
-
     # Link thread: ends.
 
     def _fail(self, ship: Ship, error: KvferryError, tell: bool) -> None:
         if not ship.live:
             return
         ship.move(ShipState.FAILED)
-        self._progressed(ship)
+        ship.progressed(self._dock.clock())
         ship.question.answered()
         if tell:
             abort = pack(Abort(ship.transfer, error.message))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from protocol.messages import TokenDelta
-from protocol.metrics import WorkerMetrics
+from protocol.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.node")
 

@@ -95,10 +95,11 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     max_model_len = longest_sequence(settings, model.info, num_blocks)
     fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops))
     limits = step_limits(settings, device)
+    decodes = settings.role == "decode" or settings.elastic
     shares = settings.cores_fd >= 0 and device.type == "cpu"
     config = EngineConfig(
         fingerprint, settings.block_size, max_model_len, limits,
-        shares_cores=shares and settings.role == "decode", drafts=settings.num_speculative_tokens,
+        shares_cores=shares and decodes, drafts=settings.num_speculative_tokens,
     )  # fmt: skip
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=settings.enable_prefix_caching)
     pooler = Pooler(load_dense(source, task.dense, device))
@@ -106,7 +107,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     shift = Shift(Cores(settings.cores_fd), settings.itl_target_ms / 1000) if shares else None
     runner = Runner(model, kv, settings.block_size, masks, pooler, shift)
     engine = Engine(config, runner, pool)
-    if settings.role == "decode" and settings.canary_rate:
+    if decodes and settings.canary_rate:
         tolerated = tolerance(model.dtype, dtype, exact=settings.batch_invariant)
         engine.canary = Canary(
             pool, engine.roster, runner, engine.events,

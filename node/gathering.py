@@ -35,12 +35,16 @@ class Drops(Protocol):
 
 
 class Gathering:
-    """On the engine thread. ways: counters of this memory's blocks; transfers: numbers that no other lending has."""
+    """On the engine thread. name: of the memory, as metrics call it; transfers: numbers that no other lending has."""
 
-    def __init__(self, base: Base, tier: Drops, ways: dict[str, Counter], transfers: Iterator[int]) -> None:
-        self._base, self._drops, self._ways, self._transfers = base, tier, ways, transfers
+    def __init__(self, base: Base, tier: Drops, name: str, transfers: Iterator[int]) -> None:
+        self._base, self._drops, self._name, self._transfers = base, tier, name, transfers
         self._fresh: dict[bytes, float] = {}
         self._waits = False
+
+    @property
+    def _ways(self) -> dict[str, Counter]:
+        return self._base.metrics.tiers.blocks[self._name]
 
     def take(self, event: BlocksChanged) -> None:
         """New blocks are to be written, wrong ones not to be found."""

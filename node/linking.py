@@ -55,5 +55,5 @@ class Linking:
         """First call on the link thread, and on that of its checksums. Blocks that come in do not hold up streams that
         run: on a core that both want, tokens come first."""
         self.enter_thread()
-        if self._settings.role == "decode":
+        if self._settings.role == "decode" or self._settings.elastic:
             give_way(LINK_NICENESS)

@@ -22,8 +22,9 @@ from node.linking import Linking
 from node.membership import LAST_WORD_S, Membership
 from node.news import News, set_load_gauges
 from node.outflow import Outflow
-from node.pressure import set_scaling_gauges
+from node.pressure import pressure_now, set_scaling_gauges
 from node.rates import RateMeter
+from node.roles import RoleChange, Roles
 from node.service import Base, MakeService
 from node.streams import RouterStreams
 from node.tier_opening import OpenTiers
@@ -34,8 +35,8 @@ from process.signals import Stop
 from protocol.errors import Draining
 from protocol.lease import NodeLease, Rates
 from protocol.messages import CancelRequest
-from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
+from protocol.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.node")
 
@@ -58,6 +59,7 @@ class Loaded:
         last_resort: Callable[[str], None] | None,
     ) -> None:
         self.draining = False
+        self.roles = Roles(settings.role, settings.role)
         (self._served_names,) = split_names(settings.served_model_name, 1)
         self.broken = asyncio.Event()
         self._epoch = parts.engine.pool.absences.epoch = epoch
@@ -91,6 +93,7 @@ class Loaded:
                 streams=self._streams,
                 tiers=tiers,
                 require_ready=self.require_ready,
+                roles=self.roles,
                 call_soon=self.call_soon,
             )
         )
@@ -106,6 +109,12 @@ class Loaded:
             self.vitals, self._break, last_resort or (lambda fault: None), of_process=last_resort is not None
         )
         self._membership = Membership(store, self.lease, parts.engine.pool.findable, metrics, tiers.local, tiers.shared)
+        self.role_change = RoleChange(
+            self.roles, self.engine, self._membership, metrics,
+            elastic=settings.elastic, call_soon=self.call_soon, drains=self._drains, busy=self._busy,
+            within_s=settings.drain_timeout,
+        )  # fmt: skip
+        face.app.post("/role", status_code=202)(self.role_change.post_role)
         news = News(self.service, metrics, self._rates, self._membership.note, self.call_soon)
         self.engine.start()
         self._clock.start()
@@ -142,7 +151,7 @@ class Loaded:
         """The node's row in the registry, as of now."""
         return NodeLease(
             node_id=self._face.node_id,
-            role=self._settings.role,
+            role=self.roles.now,
             epoch=self._epoch,
             state=self.state,
             http_url=self._face.url,
@@ -159,6 +168,9 @@ class Loaded:
             max_num_seqs=self._settings.max_num_seqs,
             pulse=self.vitals.pulse,
             sent=self._outflow.told(),
+            elastic=self._settings.elastic,
+            role_s=self.roles.role_s,
+            pressure=pressure_now(self.roles.now, self._settings, self.engine.load, self._rates, self.engine.waits_s),
         )
 
     @property
@@ -176,6 +188,7 @@ class Loaded:
         new, let what runs finish or move, leave the cluster, stop. All of it no longer than `drain_timeout`, and
         nothing in a hurry."""
         may_wait = stop.patience(self._settings.drain_timeout)
+        await self.role_change.stop()
         if not self._settings.respawned:
             await self._membership.relief(lambda: may_wait() and self._streams.followed)
         self.draining = True
@@ -207,10 +220,15 @@ class Loaded:
 
     def set_gauges(self) -> None:
         set_load_gauges(self._metrics, self.engine.load, self.engine.outlived_s())
-        set_scaling_gauges(self._metrics.scaling, self._settings, self.engine.load, self._rates, self.engine.waits_s)
+        set_scaling_gauges(
+            self._metrics.scaling, self.roles.now, self._settings, self.engine.load, self._rates, self.engine.waits_s
+        )
         self._membership.set_gauges()
         for tier in self._tiers.local:
             self._metrics.tiers.bytes[tier.name].set(tier.used)
+
+    def _drains(self, drains: bool) -> None:
+        self.draining = drains
 
     def _busy(self) -> bool:
         return self.engine.busy or self.service.busy()

@@ -17,7 +17,7 @@ from cluster_state.registry import LeaseKeeper
 from cluster_state.store_rows import StoreRows
 from protocol.errors import RegistryUnavailable
 from protocol.lease import NodeLease
-from protocol.metrics import WorkerMetrics
+from protocol.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.node")
 
@@ -117,20 +117,55 @@ class Membership:
             told = True
             await asyncio.sleep(RELIEF_S)
 
+    async def step_back(self, rest_s: float) -> str:
+        """Why the node must keep its role now; empty if it may leave it: then the lease says so until `stay`. As in
+        `relief`, that is said before anybody is looked for: of two that step back at once, neither does."""
+        if self._leaving:
+            return "the node is about to end"
+        self._leaving = True
+        why = "the registry does not have its lease, or does not answer"
+        if self.held and await self.announce():
+            why = await self._kept_by(rest_s)
+        if why:
+            self.stay()
+            await self.announce()
+        return why
+
+    def stay(self) -> None:
+        """It does not leave, whoever asked it to change its role; `announce` tells."""
+        self._leaving = False
+
+    async def spared(self) -> bool:
+        """Whether others of the role are still there; no, while the registry does not answer."""
+        return await self._relieved()
+
+    async def _kept_by(self, rest_s: float) -> str:
+        own, others = self._lease(), await self._others()
+        if others is None:
+            return "the registry does not answer"
+        if any(node.leaving or node.state == "draining" for node in others):
+            return "another node changes its role, or ends"
+        if any(0 < node.role_s < rest_s for node in others):
+            return f"another node changed its role less than {rest_s:g} s ago"
+        return "" if any(map(own.relieved_by, others)) else f"it is the last {own.role} node that is ready"
+
     def _lease(self) -> NodeLease:
         lease = self._make_lease()
         return replace(lease, leaving=True) if self._leaving else lease
 
     async def _relieved(self) -> bool:
         """Nobody can tell while the registry does not answer: then no."""
+        return any(map(self._lease().relieved_by, await self._others() or ()))
+
+    async def _others(self) -> list[NodeLease] | None:
+        """Those that serve the same model; None while the registry does not answer."""
         own = self._lease()
         try:
             async with asyncio.timeout(LEAVE_S):
                 nodes = await self._store.nodes()
         except (RegistryUnavailable, TimeoutError):
-            return False
-        others = (node for node in nodes if node.node_id != own.node_id and node.role == own.role)
-        return any(node.state == "ready" and not node.leaving and _serves_same(node, own) for node in others)
+            return None
+        return [node for node in nodes if node.node_id != own.node_id and own.serves_same(node)]
 
     async def leave(self, limit_s: float = LEAVE_S) -> None:
         """Withdraw the lease; rows end with it."""
@@ -169,10 +204,6 @@ async def new_epoch(store: RedisStore, node_id: str) -> int:
 async def withdraw_now(store: RedisStore, lease: NodeLease) -> None:
     """Take a lease out of the registry, if that answers at once."""
     await _within(LAST_WORD_S, store.withdraw(lease.node_id, lease.epoch))
-
-
-def _serves_same(node: NodeLease, own: NodeLease) -> bool:
-    return node.model == own.model or bool({*node.served_names} & {*own.served_names})
 
 
 async def _within(seconds: float, *calls: Coroutine[Any, Any, Any]) -> None:

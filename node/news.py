@@ -9,7 +9,7 @@ from engine.events import Admitted, BlocksChanged, Event, Stepped
 from node.rates import RateMeter
 from node.service import Service
 from protocol.lease import Load
-from protocol.metrics import WorkerMetrics
+from protocol.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.node")
 

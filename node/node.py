@@ -27,8 +27,8 @@ from process.signals import Stop
 from process.status import Status
 from protocol.errors import RegistryUnavailable
 from protocol.lease import Rates
-from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
+from protocol.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.node")
 
@@ -147,7 +147,7 @@ class Node:
         fault = self.loaded.fault if self.loaded else None
         body: dict[str, object] = {"status": self.state, "progress": self._progress}
         if self.loaded:
-            body["pulse"] = asdict(self.loaded.vitals.pulse)
+            body |= {"role": self.loaded.roles.now, "pulse": asdict(self.loaded.vitals.pulse)}
         return (200, body) if fault is None else (503, {**body, "fault": fault})
 
     def _unready(self) -> str:

@@ -40,15 +40,23 @@ def decode_pressure(load: Load, seats: int, latency: float, waits_s: float) -> f
     return max(taken / max(1, seats), held if taken else 0.0, slow) + queued
 
 
+def pressure_now(role: str, settings: WorkerSettings, load: Load, meter: RateMeter, waits_s: float) -> float:
+    """What the node adds to the pressure of its model's decode nodes. waits_s: of the request that is next, for a seat
+    or blocks."""
+    if role != "decode":
+        return 0.0
+    latency = latency_share(meter.itl_s, meter.alone_s, settings.itl_target_ms / 1000)
+    return decode_pressure(load, settings.max_num_seqs, latency, waits_s)
+
+
 def set_scaling_gauges(
-    gauges: NodeScaling, settings: WorkerSettings, load: Load, meter: RateMeter, waits_s: float
+    gauges: NodeScaling, role: str, settings: WorkerSettings, load: Load, meter: RateMeter, waits_s: float
 ) -> None:
-    """As of now. waits_s: of the request that is next, for a seat or blocks."""
+    """As of now."""
     rate, target_s = meter.rates.prefill_tokens_per_s, settings.itl_target_ms / 1000
     gauges.prefill_rate.set(rate)
     gauges.prefill_backlog.set(prefill_backlog_s(load, rate))
     gauges.admission_wait.set(waits_s)
-    if settings.role == "decode":
-        latency = latency_share(meter.itl_s, meter.alone_s, target_s)
-        gauges.decode_pressure.set(decode_pressure(load, settings.max_num_seqs, latency, waits_s))
+    if role == "decode":
+        gauges.decode_pressure.set(pressure_now(role, settings, load, meter, waits_s))
         gauges.itl_ratio.set(meter.itl_s / max(target_s, 1e-3) if load.running_requests else 0.0)

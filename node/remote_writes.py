@@ -20,7 +20,7 @@ class RemoteWrites(Gathering):
     take now, is not tried again."""
 
     def __init__(self, base: Base, tier: RemoteTier, transfers: Iterator[int]) -> None:
-        super().__init__(base, tier, base.metrics.tiers.blocks["remote"], transfers)
+        super().__init__(base, tier, "remote", transfers)
         self._tier = tier
 
     def _gather(self, engine: Engine) -> None:

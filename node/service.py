@@ -15,12 +15,13 @@ from kv_transfer.ports import ShipStats
 from node.assembly import Assembled
 from node.outflow import Outflow
 from node.rates import RateMeter
+from node.roles import Roles
 from node.streams import RouterStreams
 from node.tier_opening import OpenTiers
 from protocol.errors import BlocksCorrupt, Cancelled, DeadlineExceeded, KvferryError
 from protocol.messages import CancelRequest
-from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
+from protocol.worker_metrics import WorkerMetrics
 
 
 class Service(Protocol):
@@ -52,6 +53,7 @@ class Base:
     dock, which is started next.
 
     require_ready   raises Draining unless new work may begin; from any thread
+    roles           which of them the node has
     call_soon       runs a call on the asyncio loop; from any thread, ignored once the loop is closed
     """
 
@@ -67,7 +69,14 @@ class Base:
     streams: RouterStreams
     tiers: OpenTiers
     require_ready: Callable[[], None]
+    roles: Roles
     call_soon: Callable[[Callable[[], None]], None]
+
+    def require(self, role: str) -> None:
+        """Raise Draining unless new work of this role may begin. On the asyncio loop, with nothing awaited between this
+        and its beginning."""
+        self.require_ready()
+        self.roles.require(role)
 
     def shipped(self, stats: ShipStats) -> None:
         """A ship from this node was acknowledged: count it and learn from it. On the asyncio loop."""

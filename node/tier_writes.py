@@ -25,7 +25,7 @@ class TierWrites(Gathering):
     before a block that it has; what could not be written is tried again with what comes behind it."""
 
     def __init__(self, base: Base, tier: LocalTier[Any], transfers: Iterator[int]) -> None:
-        super().__init__(base, tier, base.metrics.tiers.blocks[tier.name], transfers)
+        super().__init__(base, tier, tier.name, transfers)
         self._tier, self._held = tier, 0
 
     def _gather(self, engine: Engine) -> None:

@@ -53,8 +53,9 @@ class PrefillService:
 
     async def post_prefill(self, request: Request) -> Response:
         """Begin an attempt; the response streams FirstToken, then ShipDone, or AttemptFailed."""
-        self._base.require_ready()
-        answer = self._begin(await read_message(request, PrefillRequest))
+        message = await read_message(request, PrefillRequest)
+        self._base.require("prefill")
+        answer = self._begin(message)
         return FrameResponse(_drain(answer), on_close=lambda: self._abandon(answer))
 
     def cancel(self, cancel: CancelRequest) -> None:

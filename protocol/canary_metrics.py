@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import Counter, Gauge
+
+from protocol.model_metrics import ModelRegistry
 
 LOOKS = ("agreed", "differed", "dropped")
 
@@ -10,24 +12,24 @@ LOOKS = ("agreed", "differed", "dropped")
 class CanaryMetrics:
     """Beside the others of a node. looks: by outcome; deviations: to be bound to role and sender."""
 
-    def __init__(self, role: str, registry: CollectorRegistry) -> None:
-        looks = Counter(
+    def __init__(self, role: str, registry: ModelRegistry) -> None:
+        looks = registry.family(
+            Counter,
             "kvferry_canary_looks",
             "Ships whose prompt was computed here, too, by outcome: agreed, differed, dropped (no room, or no time).",
             ["role", "outcome"],
-            registry=registry,
         )
         self.looks = {outcome: looks.labels(role, outcome) for outcome in LOOKS}
-        self.deviations = Counter(
+        self.deviations = registry.family(
+            Counter,
             "kvferry_canary_deviations",
             "Those that differed, by the node that shipped them (empty: of no node).",
             ["role", "sender"],
-            registry=registry,
         )
         self.deviations.labels(role, "")
-        self.largest = Gauge(
+        self.largest = registry.family(
+            Gauge,
             "kvferry_canary_largest_distance_ratio",
             "Largest distance between logits behind a ship and those computed here, as a share of their length.",
             ["role"],
-            registry=registry,
         ).labels(role)

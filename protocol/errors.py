@@ -14,6 +14,7 @@ KvferryError                 500 server_error
 │  ├─ RequestTooLarge        413 request_too_large
 │  ├─ UnsupportedMedia       415 unsupported_media_type (a compressed body)
 │  └─ HeaderTooLong          431 header_too_long
+├─ RoleKept                  409 role_kept (a node that was to change its role must not, or not now)
 ├─ Retryable                 503 unavailable: another attempt can help
 │  ├─ Overloaded             429 overloaded (carries retry_after seconds)
 │  ├─ NoNodes                503 no_nodes
@@ -118,6 +119,10 @@ class UnsupportedMedia(InvalidRequest):
 
 class HeaderTooLong(InvalidRequest):
     status, code = 431, "header_too_long"
+
+
+class RoleKept(KvferryError):
+    status, code, retryable = 409, "role_kept", False
 
 
 class Retryable(KvferryError):

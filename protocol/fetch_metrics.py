@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import Counter
 
 from protocol.labels import FETCH_OUTCOMES, FETCH_WAYS
+from protocol.model_metrics import ModelRegistry
 
 
 class FetchMetrics:
     """Beside the others of a node. ended: by outcome; blocks and bytes: by way; seconds: of those that came."""
 
-    def __init__(self, role: str, registry: CollectorRegistry) -> None:
+    def __init__(self, role: str, registry: ModelRegistry) -> None:
         def counters(name: str, help: str, label: str, known: tuple[str, ...]) -> dict[str, Counter]:
-            metric = Counter(name, help, ["role", label], registry=registry)
+            metric = registry.family(Counter, name, help, ["role", label])
             return {value: metric.labels(role, value) for value in known}
 
         self.ended = counters(
@@ -29,6 +30,6 @@ class FetchMetrics:
         self.bytes = counters(
             "kvferry_fetch_bytes", "Bytes of the KV blocks that were fetched, or given.", "way", FETCH_WAYS
         )
-        self.seconds = Counter(
-            "kvferry_fetch_seconds", "Seconds that fetches took which brought blocks.", ["role"], registry=registry
+        self.seconds = registry.family(
+            Counter, "kvferry_fetch_seconds", "Seconds that fetches took which brought blocks.", ["role"]
         ).labels(role)

@@ -64,7 +64,9 @@ class NodeLease:
     role is prefill or decode; state is ready or draining; http_url and link_address are what other processes dial.
     model is the model's name after its files, served_names are what the node was told to call it. max_num_seqs is how
     many requests it runs at once, 0: not told. adapters: those it can compute the model with. pulse: of its threads.
-    leaving: it was asked to end, and works on until another node does. sent: to whom, the most bytes first.
+    leaving: it was asked to end, or to change its role, and works on until another node does. sent: to whom, the most
+    bytes first. elastic: it may be asked to change its role; role_s: seconds since it last did, 0: it never did.
+    pressure: decode nodes that its streams would fill, 0 of a prefill node.
     """
 
     node_id: str
@@ -86,10 +88,21 @@ class NodeLease:
     pulse: Pulse = field(default_factory=Pulse)
     leaving: bool = False
     sent: tuple[Sent, ...] = ()
+    elastic: bool = False
+    role_s: float = 0.0
+    pressure: float = 0.0
 
     @property
     def target(self) -> DecodeTarget:
         return DecodeTarget(self.node_id, self.epoch, self.link_address, self.fingerprint)
+
+    def serves_same(self, other: NodeLease) -> bool:
+        """Whether both serve one model."""
+        return self.model == other.model or bool({*self.served_names} & {*other.served_names})
+
+    def relieved_by(self, other: NodeLease) -> bool:
+        """Whether the other node, of the same model, does what this one does, and stays."""
+        return other.role == self.role and other.state == "ready" and not other.leaving
 
 
 class Foreign(NamedTuple):

@@ -1,6 +1,6 @@
-"""Every metric of every process: names, help and labels in one place.
+"""Every metric of every process: names, help and labels in one place. Nodes' are in `worker_metrics`.
 
-Each process builds the set of its role on its own registry and serves it at `GET /metrics`. Names follow Prometheus'
+Each process builds its set on its own registry and serves it at `GET /metrics`. Names follow Prometheus'
 conventions: base units, `_total` on counters, `_seconds`, `_bytes`, `_tokens`. Label values that are known beforehand
 exist at zero from the start, so that a rate or a ratio over them has a series before the first event.
 """
@@ -12,14 +12,10 @@ from itertools import product
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from protocol import labels
-from protocol.canary_metrics import CanaryMetrics
-from protocol.fetch_metrics import FetchMetrics
 from protocol.loop_metrics import LoopMetrics
-from protocol.model_metrics import ModelMetrics, ModelRegistry, live_nodes
+from protocol.model_metrics import ModelMetrics, live_nodes
 from protocol.reuse_metrics import ReuseMetrics
-from protocol.scaling_metrics import NodeScaling, RouterScaling
-from protocol.speculation_metrics import SpeculationMetrics
-from protocol.tier_metrics import TierMetrics
+from protocol.scaling_metrics import RouterScaling
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
@@ -144,104 +140,6 @@ class RouterMetrics:
             prompt_tokens={source: self.prompt_tokens.labels(model, source) for source in labels.SOURCES},
             output_tokens=self.output_tokens.labels(model),
         )
-
-
-class WorkerMetrics:
-    """What a prefill or decode process counts. Every metric carries the label `role`, bound here, for looking it up at
-    every step costs more than counting. Those with one more label are dicts by its values, which are all known. All are
-    served with `registry.model_name`, which is the caller's to set."""
-
-    def __init__(self, role: str, registry: ModelRegistry | None = None) -> None:
-        self.registry = r = registry or ModelRegistry()
-
-        def counter(name: str, help: str) -> Counter:
-            return Counter(name, help, ["role"], registry=r).labels(role)
-
-        def counters(name: str, help: str, label: str, known: tuple[str, ...]) -> dict[str, Counter]:
-            metric = Counter(name, help, ["role", label], registry=r)
-            return {value: metric.labels(role, value) for value in known}
-
-        def gauge(name: str, help: str) -> Gauge:
-            return Gauge(name, help, ["role"], registry=r).labels(role)
-
-        def gauges(name: str, help: str, label: str, known: tuple[str, ...]) -> dict[str, Gauge]:
-            metric = Gauge(name, help, ["role", label], registry=r)
-            return {value: metric.labels(role, value) for value in known}
-
-        def histogram(name: str, help: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
-            return Histogram(name, help, ["role"], registry=r, buckets=buckets).labels(role)
-
-        self.requests_waiting = gauge("kvferry_requests_waiting", "Requests queued in the engine.")
-        self.waiting_tokens = gauge("kvferry_waiting_tokens", "Prompt tokens queued and not yet computed.")
-        self.requests_running = gauge("kvferry_requests_running", "Requests scheduled in the last step.")
-        self.attempts = counters(
-            "kvferry_attempts",
-            "Attempts ended, by outcome: done, cancelled (by the client, or at a stop string), failed, moved.",
-            "outcome",
-            labels.ATTEMPT_OUTCOMES,
-        )
-        self.queue = histogram("kvferry_queue_seconds", "Seconds from arrival at the node to the first scheduled step.")
-        self.step = histogram("kvferry_step_seconds", "Seconds per engine step.", STEP_BUCKETS)
-        self.step_tokens = counters(
-            "kvferry_step_tokens", "Tokens computed, by phase (prefill, decode).", "phase", labels.PHASES
-        )
-        self.preemptions = counter("kvferry_preemptions", "Requests preempted to be recomputed.")
-        self.kv_blocks = gauges(
-            "kvferry_kv_blocks", "KV blocks by state: free, active, cached, granted.", "state", labels.BLOCK_STATES
-        )
-        self.kv_blocks_total = gauge("kvferry_kv_pool_blocks", "Size of the KV pool in blocks.")
-        self.outlived = gauge(
-            "kvferry_kv_outlived_hold_seconds", "Seconds for which the oldest hold on blocks has outlived its cause."
-        )
-        self.prefix_queries = counter("kvferry_prefix_cache_queries_tokens", "Prompt tokens looked up in the cache.")
-        self.prefix_hits = counter("kvferry_prefix_cache_hits_tokens", "Prompt tokens found in the prefix cache.")
-        self.evictions = counter("kvferry_kv_blocks_evicted", "Cached blocks evicted.")
-        self.ships = counters(
-            "kvferry_ships",
-            "Ships ended, by outcome: done, aborted (the request ended), failed, corrupt (a checksum was wrong).",
-            "outcome",
-            labels.SHIP_OUTCOMES,
-        )
-        self.ship_bytes = counter("kvferry_ship_bytes", "KV bytes shipped or received.")
-        self.ship_seconds = counter(
-            "kvferry_ship_seconds",
-            "Seconds in which ships had blocks on the link, or awaited the acknowledgement of all.",
-        )
-        self.ship_exposed = counter("kvferry_ship_exposed_seconds", "Those of them that came after the first token.")
-        self.grants = counters(
-            "kvferry_grants", "Grants by outcome: granted, refused, aborted.", "outcome", labels.GRANT_OUTCOMES
-        )
-        self.grants_open = gauge("kvferry_grants_open", "Grants whose blocks are reserved and not yet committed.")
-        self.moves = counters(
-            "kvferry_moves",
-            "Streams that a drain tried to move elsewhere, by outcome.",
-            "outcome",
-            labels.MOVE_OUTCOMES,
-        )
-        self.move_blocks = counter("kvferry_move_blocks", "KV blocks that left with them.")
-        self.move_pause = counter("kvferry_move_pause_seconds", "Seconds in which they stood still.")
-        self.copies = counters(
-            "kvferry_copies",
-            "Copies of running streams' blocks to other nodes, by outcome: done, refused (no room there, or draining), "
-            "failed (the stream ended, or the way there).",
-            "outcome",
-            labels.COPY_OUTCOMES,
-        )
-        self.copy_blocks = counters(
-            "kvferry_copy_blocks",
-            "KV blocks of such copies: sent, or kept for streams elsewhere.",
-            "way",
-            labels.COPY_WAYS,
-        )
-        self.fetches, self.tiers = FetchMetrics(role, r), TierMetrics(role, r)
-        self.canary, self.speculation = CanaryMetrics(role, r), SpeculationMetrics(role, r)
-        self.scaling = NodeScaling(role, r)
-        self.account_violations = counter("kvferry_account_violations", "Prompts whose account was wrong: a bug.")
-        self.lease_renewals = counters(
-            "kvferry_lease_renewals", "Lease renewals by outcome.", "outcome", labels.RENEWAL_OUTCOMES
-        )
-        self.index_rows = gauge("kvferry_index_rows", "Block index rows this node has published.")
-        self.index_pending = gauge("kvferry_index_pending", "Index updates not yet written.")
 
 
 def _exist(metric: Counter | Gauge | Histogram, *values: tuple[str, ...]) -> None:

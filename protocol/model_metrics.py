@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 
 from protocol import labels
+
+Family = TypeVar("Family", Counter, Gauge, Histogram)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,21 @@ class ModelRegistry(CollectorRegistry):
     def __init__(self) -> None:
         super().__init__()
         self.model_name = ""
+        self._families: dict[str, Any] = {}
+
+    def family(self, kind: type[Family], name: str, help: str, names: Sequence[str], **more: Any) -> Family:
+        """The metric of this name, made when it is first asked for."""
+        if name not in self._families:
+            self._families[name] = kind(name, help, names, registry=self, **more)
+        found = self._families[name]
+        assert isinstance(found, kind), name
+        return found
+
+    def forget_gauges(self) -> None:
+        """Those that were bound are told no more."""
+        for family in self._families.values():
+            if isinstance(family, Gauge):
+                family.clear()
 
     def collect(self) -> Iterator[Metric]:
         (label,) = labels.MODEL

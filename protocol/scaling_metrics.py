@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Gauge
 
 from protocol import labels
+from protocol.model_metrics import ModelRegistry
 
 BACKLOG = "kvferry_prefill_backlog_seconds"
 BACKLOG_HELP = (
@@ -24,9 +25,9 @@ PRESSURE_HELP = (
 class NodeScaling:
     """A worker's part, of its role. All are zero when it is idle, but for the rate, which it remembers."""
 
-    def __init__(self, role: str, registry: CollectorRegistry) -> None:
+    def __init__(self, role: str, registry: ModelRegistry) -> None:
         def gauge(name: str, help: str) -> Gauge:
-            return Gauge(name, help, ["role"], registry=registry).labels(role)
+            return registry.family(Gauge, name, help, ["role"]).labels(role)
 
         self.prefill_backlog = gauge(BACKLOG, BACKLOG_HELP)
         self.decode_pressure = gauge(PRESSURE, PRESSURE_HELP)

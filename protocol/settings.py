@@ -32,6 +32,7 @@ class CommonSettings:
     )
     redis_password_file: str = setting("", "file with the password of Redis, read again at each connection")
     cluster: str = setting("default", "name that separates clusters sharing one Redis")
+    elastic: bool = setting(False, "let idle nodes change their role when the load of both pools asks for it")
     cluster_secret: str = setting(
         "", "what the processes of a cluster prove to each other; in a file or the variable others do not see it"
     )
@@ -66,9 +67,7 @@ class RouterSettings(CommonSettings):
     api_keys: str = setting(
         "", "file with the hashes of API keys, their tenants and limits, read again when it changes; see kvferry key"
     )
-    share_prefixes: bool = setting(
-        False, "let tenants reuse each other's cached prefixes, which their timing then shows"
-    )
+    share_prefixes: bool = setting(False, "let tenants reuse each other's cached prefixes, which their timing shows")
     max_queued: int = setting(512, "requests of one tenant that may wait for a turn before new ones get 429", least=1)
     allowed_origins: str = setting(
         "", "origins, separated by commas, whose pages browsers let talk to this server (CORS); *: any; empty: none"
@@ -115,6 +114,7 @@ class RouterSettings(CommonSettings):
     max_connections_per_address: int = setting(
         4096, "open connections of one address; 0: any. Behind a proxy all clients have the proxy's address", least=0
     )
+    elastic_rest: float = setting(30.0, "seconds for which roles stay as they are after a change", least=0)
     response_ttl: float = setting(3600.0, "seconds for which /v1/responses keeps a response; 0: none is kept", least=0)
     response_store_mib: int = setting(64, "MiB of kept responses of one tenant; the oldest leave first", least=1)
     data_dir: str = setting("~/.local/state/kvferry", "directory that keeps clients' files and batches, by --cluster")

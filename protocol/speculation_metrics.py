@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import Counter
+
+from protocol.model_metrics import ModelRegistry
 
 
 class SpeculationMetrics:
     """Beside the others of a node. drafted, accepted: tokens."""
 
-    def __init__(self, role: str, registry: CollectorRegistry) -> None:
+    def __init__(self, role: str, registry: ModelRegistry) -> None:
         def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, ["role"], registry=registry).labels(role)
+            return registry.family(Counter, name, text, ["role"]).labels(role)
 
         self.drafted = counter(
             "kvferry_spec_decode_draft_tokens", "Tokens computed because they followed before (speculation)."

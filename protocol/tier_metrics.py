@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import Counter, Gauge
 
 from protocol.labels import OWN_TIERS, TIER_OUTCOMES, TIER_WAYS, TIERS
+from protocol.model_metrics import ModelRegistry
 
 
 class TierMetrics:
     """Beside the others of a node. By tier: reads, by outcome; blocks, by way; seconds of reads that brought blocks.
     bytes: kept now in those that are the node's own."""
 
-    def __init__(self, role: str, registry: CollectorRegistry) -> None:
+    def __init__(self, role: str, registry: ModelRegistry) -> None:
         def counters(name: str, help: str, label: str, known: tuple[str, ...]) -> dict[str, dict[str, Counter]]:
-            metric = Counter(name, help, ["role", "tier", label], registry=registry)
+            metric = registry.family(Counter, name, help, ["role", "tier", label])
             return {tier: {value: metric.labels(role, tier, value) for value in known} for tier in TIERS}
 
         self.reads = counters(
@@ -31,17 +32,14 @@ class TierMetrics:
             "way",
             TIER_WAYS,
         )
-        seconds = Counter(
+        seconds = registry.family(
+            Counter,
             "kvferry_tier_read_seconds",
             "Seconds that reads took which brought blocks from a tier.",
             ["role", "tier"],
-            registry=registry,
         )
         self.seconds = {tier: seconds.labels(role, tier) for tier in TIERS}
-        kept = Gauge(
-            "kvferry_tier_bytes",
-            "Bytes of the blocks that the node keeps in its own tiers.",
-            ["role", "tier"],
-            registry=registry,
+        kept = registry.family(
+            Gauge, "kvferry_tier_bytes", "Bytes of the blocks that the node keeps in its own tiers.", ["role", "tier"]
         )
         self.bytes = {tier: kept.labels(role, tier) for tier in OWN_TIERS}

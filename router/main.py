@@ -32,6 +32,7 @@ from protocol.settings import RouterSettings
 from router import draining
 from router.api.app import create_app
 from router.api.pool import Pools, pool_of
+from router.balance import Balance
 from router.batch.batches import Batches
 from router.dashboard.board import Board
 from router.journey.cluster import RouterCluster
@@ -114,9 +115,11 @@ async def run_router(
     )
     board, siblings, toll = Board(nodes, metrics), Siblings.of(settings), Toll()
     pools = Pools(*(pool_of(text, nodes.pool(text.called), metrics, settings, tenancy) for text in texts))
-    followed = (
+    followed: tuple[contextlib.AbstractAsyncContextManager[Any], ...] = (
         secrets.followed(), tenancy.keyring.followed(), board.followed(), watched(metrics.loop), siblings.answering()
     )  # fmt: skip
+    if settings.elastic:
+        followed += (Balance(pools, nodes.change_role, settings.elastic_rest).kept(),)
     async with nodes, contextlib.aclosing(pools), contextlib.AsyncExitStack() as stack:
         app = create_app(settings, pools, metrics, tenancy, kept, batches, board, siblings, toll)
         for each in followed:

@@ -26,6 +26,7 @@ FLOORS = {
     "prefill_worker": 4,
     "decode_worker": 4,
     "router": 4,
+    "elastic_worker": 5,
     "simulate": 5,
     "cli": 6,
 }

@@ -20,6 +20,7 @@ from waiting import until
 import node.node as node_module
 from cluster_state.memory_store import MemoryStore
 from decode_worker.service import DecodeService
+from elastic_worker.service import ElasticService
 from engine.engine import Engine
 from node.assembly import Assembled
 from node.loaded import Loaded
@@ -43,6 +44,7 @@ from protocol.wire import FrameReader, pack
 
 PATIENCE_S = 15.0
 SERVICES: dict[str, Any] = {"prefill": PrefillService, "decode": DecodeService}
+"""Of nodes that keep their role."""
 
 
 class Worker:
@@ -133,18 +135,12 @@ class Worker:
         tables += [mounted.tiers._waiting, mounted.tiers._coming]
         tables += [mounted.fetches._waiting, mounted.fetches._open, mounted.fetches._coming]
         tables += [mounted.fetches._asker.transfers, mounted.supplies._giving]
-        tables += [{} if self.link_lost else mounted.arrivals._open]
-        if isinstance(service, PrefillService):
-            tables += [
-                service._answers,
-                service._ships._offers,
-                {} if self.link_lost else service._ships.sender.transfers,
-            ]
-        else:
-            tables += [
-                {} if self.link_lost else service._grants.receiver.transfers,
-                service._buddies._making,
-            ]
+        if not self.link_lost:
+            tables += [mounted.arrivals._open, mounted.sender.transfers, mounted.arrivals.receiver.transfers]
+        halves = [service.prefill, service.decode] if isinstance(service, ElasticService) else [service]
+        for half in halves:
+            prefills = isinstance(half, PrefillService)
+            tables += [half._answers, half._ships._offers] if prefills else [half._buddies._making]
         return self.loaded.engine.busy or service.busy() or any(tables)
 
 
@@ -280,7 +276,8 @@ async def worker(
         patch.object(node_module, "assemble", lambda settings, progress: parts),
         patch.object(node_module, "RedisStore", lambda url, cluster, **options: store or MemoryStore()),
     ):
-        node = Node(WorkerSettings(role=role, **settings), SERVICES[role])
+        service = ElasticService if settings.get("elastic") else SERVICES[role]
+        node = Node(WorkerSettings(role=role, **settings), service)
         run = asyncio.create_task(node.run(stop))
         await until(lambda: node.state == state or run.done())
     try:

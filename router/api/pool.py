@@ -47,6 +47,8 @@ class Pool:
     checker: Checker | None = None
     """Tries grammars before nodes compile them; None: grammars are refused."""
     adapter: tuple[str, str] = ("", "")
+    backlog: Backlog | None = None
+    """What waits here for its nodes; None: nobody asks."""
 
     @property
     def name(self) -> str:
@@ -186,6 +188,7 @@ def pool_of(
         Encoder(text, settings.max_prompt_tokens),
         turns,
         Checker(lambda: vocabulary_of(text)),
+        backlog=backlog,
     )
 
 

@@ -33,6 +33,7 @@ class Board:
         self._cluster, self._metrics = cluster, metrics
         self._history = History(metrics, cluster.chronicle.clock)
         self._known: dict[NodeKey, str] = {}
+        self._roles: dict[NodeKey, str] = {}
         cluster.nodes.listen(self._follow)
 
     def followed(self) -> AbstractAsyncContextManager[None]:
@@ -113,7 +114,11 @@ class Board:
         for node_id, epoch in self._known.keys() - states.keys():
             restarted = any(other == node_id and later > epoch for other, later in states)
             chronicle.node("lost", node_id, "another process has its name" if restarted else "its lease ended")
-        self._known = states
+        roles = {key: entry.lease.role for key, entry in self._cluster.nodes.entries.items()}
+        for key in roles.keys() & self._roles.keys():
+            if roles[key] != self._roles[key]:
+                chronicle.node("role", key[0], f"{roles[key]}, was {self._roles[key]}")
+        self._known, self._roles = states, roles
 
 
 def _trouble(entry: NodeEntry, left: Left) -> str:

@@ -133,7 +133,7 @@ class Asked(BaseModel):
 
 class Event(BaseModel):
     """A rung of the ladder, with the nodes that are to blame, or what a node did: joined, ready, draining,
-    incompatible, lost."""
+    incompatible, role (it has another one), lost."""
 
     ago_s: float
     kind: str

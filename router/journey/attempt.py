@@ -65,7 +65,7 @@ class Attempt:
         self.job = job if self._span.trace == job.trace else replace(job, trace=self._span.trace)
         self.placement = placement
         self._post, self._suspicion, self._client, self._errands = post, suspicion, client, errands
-        self._prefill_node, self._decode_node, self._chronicle, self._expected = prefill, decode, chronicle, expected
+        self._prefill_node, self.decode_node, self._chronicle, self._expected = prefill, decode, chronicle, expected
         self._over = self._closed = self._first_seen = self._prefilled = self.decoding = False
         self._error, self._launched_at = "", time.monotonic()
         self._bookings: dict[str, Booking] = {}
@@ -86,8 +86,8 @@ class Attempt:
             booking.release()
         self._bookings = {}
         self._expected.over()
-        if self._decode_node:
-            self._decode_node.listeners.pop(self.job.request_id, None)
+        if self.decode_node:
+            self.decode_node.listeners.pop(self.job.request_id, None)
         if cancel:
             self._task.cancel()
             for node in filter(None, (None if self._prefilled else self.placement.prefill, self.placement.decode)):
@@ -142,7 +142,7 @@ class Attempt:
         uncached = max(0, total - self.placement.cached_len)
         if prefill := self._prefill_node:
             self._bookings["prefill"] = prefill.promise(uncached, 0, self._prefill_lost)
-        if decode := self._decode_node:
+        if decode := self.decode_node:
             blocks = blocks_for(total + 1, decode.lease.block_size)
             self._bookings["decode"] = decode.promise(0 if prefill else uncached, blocks, self.lost)
 
@@ -187,23 +187,23 @@ class Attempt:
             self._post(failure(self.job.attempt, error, culprits, self.placement, decoding=self.decoding))
 
     async def _prefill(self, node: NodeEntry) -> None:
-        decode = self.placement.decode
+        lease, decode = node.lease, self.placement.decode  # which may have another role when the call ends
         request = PrefillRequest(self.job, decode.target if decode else None)
         try:
-            await self._client.prefill(node.lease, request, self._answer)
+            await self._client.prefill(lease, request, self._answer)
         except Exception as error:
-            self._broke(error, node.lease)
+            self._broke(error, lease)
             return
         if not self._prefilled:
-            self._unreachable(NodeLost(f"{node.lease.node_id} ended its answer early"), node.lease)
+            self._unreachable(NodeLost(f"{lease.node_id} ended its answer early"), lease)
 
     async def _generate(self) -> None:
-        node = self._decode_node
-        assert node
+        assert self.decode_node
+        lease = self.decode_node.lease
         try:
-            await self._client.generate(node.lease, GenerateRequest(self.job))
+            await self._client.generate(lease, GenerateRequest(self.job))
         except Exception as error:
-            self._broke(error, node.lease)
+            self._broke(error, lease)
 
     def _broke(self, error: Exception, node: NodeLease) -> None:
         """A call ended with an error: the node's own, or of the way there."""

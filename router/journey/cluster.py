@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 from model_files.naming import ModelName
 from process.awake import LoopClock
+from protocol.lease import NodeLease
 from protocol.metrics import RouterMetrics
+from protocol.roles import ChangeRole
+from protocol.wire import pack
 from router.journey.budget import RetryBudget
 from router.journey.chronicle import Chronicle
 from router.journey.deaths import Deaths
@@ -22,6 +25,8 @@ from router.nodes.token_streams import TokenStreams
 RETRIES, HEDGES = (0.1, 10.0, 100.0), (0.1, 0.5, 10.0)
 """Of all requests the share that may be tried again and twice at once; how many a second at least, and at most in one
 go: a small cluster must get over the loss of a node."""
+ROLE_S = 5.0
+"""How long a node may take to look whether it may change its role."""
 ERRANDS_S = 1.0
 """How long closing waits for cancels still under way."""
 
@@ -88,6 +93,10 @@ class RouterCluster:
     def router_id(self) -> str:
         """By which nodes know this router."""
         return self._client.router_id
+
+    async def change_role(self, node: NodeLease, role: str, rest_s: float) -> None:
+        """Ask a node to take a role. Raises what it refuses it with, and NodeLost."""
+        await self._client.call(node, "POST /role", pack(ChangeRole(role, rest_s)), ROLE_S, None, None)
 
     async def open(self) -> None:
         """Read the registry once and begin to follow it; token streams open in the background. Never fails: without

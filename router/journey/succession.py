@@ -49,6 +49,8 @@ class Succession:
         attempt = self._race.leader
         placement = None
         if attempt is not None and attempt.job.attempt == number and attempt.decoding:
+            if attempt.decode_node and not attempt.decode_node.drains:
+                return False  # it stays after all
             placement = self._course.onward(attempt.placement, self._unfit, reuse)
         if attempt is None or placement is None:
             self._unfit.clear()

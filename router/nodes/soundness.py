@@ -37,7 +37,9 @@ def is_sound(lease: NodeLease) -> bool:
         and all(map(_is_rate, _RATES(lease.rates)))
         and isinstance(lease.pulse, Pulse)
         and all(map(_is_rate, _PULSE(lease.pulse)))
-        and type(lease.leaving) is bool
+        and type(lease.leaving) is type(lease.elastic) is bool
+        and _is_rate(lease.role_s)
+        and _is_rate(lease.pressure)
         and type(lease.sent) is tuple
         and all(map(_is_sent, lease.sent))
     )

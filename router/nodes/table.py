@@ -99,7 +99,7 @@ class NodeTable:
         return group
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Call `changed` after every poll that added or removed a node, or changed its state or its adapters."""
+        """Call `changed` after every poll that added or removed a node, or changed its role, state or adapters."""
         self._listeners.append(changed)
 
     def suspect(self, entry: NodeEntry) -> None:
@@ -184,8 +184,10 @@ class NodeTable:
         known = [entry.lease for entry in self.entries.values() if any(is_same(entry.lease, lease) for lease in odd)]
         return [lease for lease in leases if is_sound(lease)] + known
 
-    def _states(self) -> dict[NodeKey, tuple[str, tuple[AdapterName, ...]]]:
-        return {key: (entry.lease.state, entry.lease.adapters) for key, entry in self.entries.items()}
+    def _states(self) -> dict[NodeKey, tuple[str, str, tuple[AdapterName, ...]]]:
+        """What is told when it changes, of each node."""
+        leases = {key: entry.lease for key, entry in self.entries.items()}
+        return {key: (lease.role, lease.state, lease.adapters) for key, lease in leases.items()}
 
     def _notice_emptiness(self, empty: bool) -> None:
         if empty and not self._empty:

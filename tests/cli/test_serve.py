@@ -320,3 +320,13 @@ def test_the_program_is_the_console_script_where_there_is_one(tmp_path, monkeypa
     assert kvferry_program("router") == [str(tmp_path / "python"), "-m", "cli.main", "router"]
     (tmp_path / "kvferry").touch()
     assert kvferry_program("router") == [str(tmp_path / "kvferry"), "router"]
+
+
+def test_nodes_that_change_their_roles_are_all_told_so_and_none_gives_way() -> None:
+    """A process cannot take its priority back when it is to decode."""
+    settings = ServeSettings(redis_url="redis://127.0.0.1:1/0", elastic=True, elastic_rest=5.0)
+    seats = [Seat("cpu"), Seat("cpu")]
+    commands = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand])
+    assert all("--elastic" in command.argv for command in commands)
+    assert ["--elastic-rest" in command.argv for command in commands] == [True, False, False]
+    assert {command.niceness for command in commands} == {0}

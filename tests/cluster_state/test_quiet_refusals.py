@@ -16,7 +16,8 @@ from cluster_state.redis_store import RedisStore
 from model_files.naming import ModelName
 from node.membership import Membership
 from protocol.lease import NodeLease
-from protocol.metrics import RouterMetrics, WorkerMetrics
+from protocol.metrics import RouterMetrics
+from protocol.worker_metrics import WorkerMetrics
 from router.nodes.group import NodeGroup
 from router.nodes.table import NodeTable
 

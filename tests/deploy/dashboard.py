@@ -10,7 +10,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from protocol.metrics import RouterMetrics, WorkerMetrics
+from protocol.metrics import RouterMetrics
+from protocol.worker_metrics import WorkerMetrics
 from tests.deploy.binaries import ROOT
 from tests.deploy.prometheus import query
 

@@ -15,7 +15,7 @@ from cli.main import kvferry
 from cli.options import ENV_PREFIX, variable
 from cluster_state import redis_url
 from process.http import make_app, serve_metrics
-from protocol.metrics import WorkerMetrics
+from protocol.worker_metrics import WorkerMetrics
 from tests.deploy.dockerfile import read_dockerfile
 from tests.deploy.installations import INSTALLATIONS
 from tests.deploy.manifests import (

@@ -6,8 +6,8 @@ import pytest
 
 from node.accounts import audit
 from protocol.messages import TokenDelta
-from protocol.metrics import WorkerMetrics
 from protocol.reuse import Reuse
+from protocol.worker_metrics import WorkerMetrics
 
 
 def violations(reuse: Reuse | None, prompt_len: int | None = None) -> float:

@@ -16,7 +16,7 @@ from cluster_state.memory_store import MemoryStore
 from node import membership
 from node.membership import Membership
 from protocol.lease import NodeLease
-from protocol.metrics import WorkerMetrics
+from protocol.worker_metrics import WorkerMetrics
 
 LEASE = NodeLease("d1", "decode", 1, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 SOON_S = 0.3
@@ -106,3 +106,42 @@ async def test_a_newer_process_of_its_name_is_relief() -> None:
         assert await left(ends) == [False]
         await store.announce(replace(LEASE, epoch=2))
         await until(ends.done)
+
+
+async def test_a_node_steps_back_only_while_another_does_its_work_and_nobody_else_leaves() -> None:
+    store = MemoryStore()
+    async with member(store) as node:
+        assert "the last decode node" in await node.step_back(0.0)
+        (own,) = await store.nodes()
+        assert not own.leaving, "it works on, and all may count on it"
+        async with member(store, node_id="d2"):
+            await store.announce(replace(LEASE, node_id="p1", role="prefill", leaving=True))
+            assert "another node changes its role" in await node.step_back(0.0)
+            await store.announce(replace(LEASE, node_id="p1", role="prefill", state="draining"))
+            assert "another node changes its role" in await node.step_back(0.0)
+            await store.announce(replace(LEASE, node_id="p1", role="prefill", role_s=4.0))
+            assert "less than 30 s ago" in await node.step_back(30.0)
+            assert await node.step_back(3.0) == ""
+            (own,) = [lease for lease in await store.nodes() if lease.node_id == "d1"]
+            assert own.leaving
+            assert await node.spared()
+            assert "about to end" in await node.step_back(0.0)
+            node.stay()
+        assert not await node.spared()
+
+
+async def test_of_two_that_step_back_at_once_not_both_do() -> None:
+    store = MemoryStore()
+    async with member(store) as one, member(store, node_id="d2") as other, member(store, node_id="d3"):
+        answers = await asyncio.gather(one.step_back(0.0), other.step_back(0.0))
+        assert any(answers)
+
+
+async def test_nobody_steps_back_without_a_registry() -> None:
+    store = MemoryStore()
+    async with member(store) as node, member(store, node_id="d2"):
+        store.available = False
+        assert await node.step_back(0.0)
+        assert not await node.spared()
+        store.available = True
+        assert await node.step_back(0.0) == ""

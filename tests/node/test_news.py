@@ -8,7 +8,7 @@ from engine.events import Admitted, BlocksChanged, Computed, Event, Stepped
 from node.news import News
 from node.rates import RateMeter
 from protocol.lease import Rates
-from protocol.metrics import WorkerMetrics
+from protocol.worker_metrics import WorkerMetrics
 
 EVENTS: list[Event] = [
     Computed(1, ((0, 7),)),

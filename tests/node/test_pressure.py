@@ -19,8 +19,8 @@ from node.pressure import SLOWER, WAIT_S, decode_pressure, latency_share, prefil
 from node.rates import RateMeter
 from protocol.lease import Load, Rates
 from protocol.messages import Job
-from protocol.metrics import WorkerMetrics
 from protocol.settings import WorkerSettings
+from protocol.worker_metrics import WorkerMetrics
 
 PROMPT = 40
 
@@ -126,7 +126,7 @@ def test_a_prompt_that_finds_no_blocks_does_and_one_that_is_preempted_waits_anew
 
 def gauges(role: str, load: Load, meter: RateMeter, waits_s: float = 0.0) -> Any:
     metrics = WorkerMetrics(role)
-    set_scaling_gauges(metrics.scaling, WorkerSettings(role=role, itl_target_ms=50), load, meter, waits_s)
+    set_scaling_gauges(metrics.scaling, role, WorkerSettings(role=role, itl_target_ms=50), load, meter, waits_s)
     return lambda name: metrics.registry.get_sample_value(f"kvferry_{name}", {"role": role})
 
 

@@ -23,11 +23,11 @@ from node.tier_opening import OpenTiers
 from prefill_worker.service import PrefillService
 from process.http import make_app
 from protocol.messages import FirstToken, Job, PrefillRequest, TokenDelta
-from protocol.metrics import WorkerMetrics
 from protocol.reuse import Reuse
 from protocol.sampling import SamplingParams
 from protocol.wire import FrameReader, pack
 from protocol.work import Generate
+from protocol.worker_metrics import WorkerMetrics
 
 
 class Engine:
@@ -56,7 +56,7 @@ def service_on(app: FastAPI, engine: Engine) -> PrefillService:
         app=app,
         engine=engine,
         dock=Dock(LoopbackNetwork().link("here:1"), PoolMemory(torch.zeros(2, 4))),
-        require_ready=lambda: None,
+        require=lambda role: None,
         tiers=OpenTiers(),
         call_soon=lambda call: call(),
     )

@@ -20,6 +20,7 @@ from protocol.errors import (
     NodeDied,
     Overloaded,
     Retryable,
+    RoleKept,
     from_body,
 )
 
@@ -53,7 +54,7 @@ def test_an_error_arrives_as_the_class_that_was_sent(cls: type[KvferryError]) ->
 
 def test_what_another_attempt_cannot_help() -> None:
     hopeless = {cls for cls in CLASSES if not cls.retryable}
-    assert hopeless == {ConfigError, ModelFailed, GrammarFailed, FatalRequest, DeadlineExceeded} | {
+    assert hopeless == {ConfigError, ModelFailed, GrammarFailed, FatalRequest, RoleKept, DeadlineExceeded} | {
         cls for cls in CLASSES if issubclass(cls, InvalidRequest)
     }
 

@@ -7,7 +7,8 @@ import subprocess
 import pytest
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
-from protocol.metrics import RouterMetrics, WorkerMetrics
+from protocol.metrics import RouterMetrics
+from protocol.worker_metrics import WorkerMetrics
 from tests.deploy.binaries import need, promtool_binary
 from tests.deploy.dashboard import serving_router
 
@@ -87,3 +88,18 @@ def test_promtool_finds_no_lint(metrics: Metrics) -> None:
     page = generate_latest(metrics.registry)
     checked = subprocess.run([binary, "check", "metrics"], input=page, capture_output=True, timeout=60)
     assert checked.returncode == 0, checked.stderr.decode()
+
+
+def test_what_is_counted_stays_in_its_role_and_gauges_go_with_the_node() -> None:
+    metrics = WorkerMetrics("prefill")
+    read = metrics.registry.get_sample_value
+    metrics.evictions.inc(3)
+    metrics.requests_waiting.set(5)
+    metrics.count_as("decode")
+    metrics.evictions.inc(4)
+    evicted = "kvferry_kv_blocks_evicted_total"
+    assert [read(evicted, {"role": role}) for role in ("prefill", "decode")] == [3, 4]
+    assert [read("kvferry_requests_waiting", {"role": role}) for role in ("prefill", "decode")] == [None, 0]
+    metrics.count_as("prefill")
+    metrics.evictions.inc()
+    assert [read(evicted, {"role": role}) for role in ("prefill", "decode")] == [4, 4]

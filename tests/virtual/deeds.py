@@ -46,6 +46,12 @@ class Deeds:
             node.leaving = True
             node.process.task(leave())
 
+    def _role(self, fault: Fault) -> None:
+        """The node is asked to take the other role."""
+        node = self.nodes[fault.where % len(self.nodes)]
+        if node.ready and not node.leaving and node.process.state is not State.DEAD:
+            node.process.task(node.change_role())
+
     def _ended(self, node: Any, at: int, for_s: float) -> None:
         node.kill()
         self.loop.call_later(for_s, self.restart, at)

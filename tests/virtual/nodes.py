@@ -4,6 +4,7 @@ joins with threads, a UCX link and an HTTP server, is joined here without them."
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from virtual.links import LateLink, VirtualLink
 from virtual.registry import Reached
 from virtual.server import Routes, Served
 
-from decode_worker.service import DecodeService
+from elastic_worker.service import ElasticService
 from engine.engine import Engine
 from engine.loop import EngineLoop
 from kv_transfer.dock import Dock
@@ -24,21 +25,31 @@ from node.membership import Membership, new_epoch
 from node.news import News
 from node.outflow import Outflow
 from node.rates import RateMeter
+from node.roles import RoleChange, Roles
 from node.service import Base
 from node.streams import RouterStreams
 from node.tier_opening import OpenTiers
-from prefill_worker.service import PrefillService
 from process.awake import LoopClock
 from process.http import read_message
-from protocol.errors import Draining
+from protocol.errors import Draining, RoleKept
 from protocol.lease import NodeLease, Rates
 from protocol.messages import CancelRequest, Pulse
-from protocol.metrics import WorkerMetrics
+from protocol.roles import ChangeRole
 from protocol.settings import WorkerSettings
+from protocol.worker_metrics import WorkerMetrics
 
-SERVICES: dict[str, Any] = {"prefill": PrefillService, "decode": DecodeService}
-METRICS = {role: WorkerMetrics(role) for role in SERVICES}
 BLOCK_BYTES = 16
+
+
+class CountedTogether(WorkerMetrics):
+    """Of all nodes that began in a role, whatever role they have since."""
+
+    def count_as(self, role: str) -> None:
+        if not hasattr(self, "role"):
+            super().count_as(role)
+
+
+METRICS = {role: CountedTogether(role) for role in ("prefill", "decode")}
 
 
 class PumpedEngine(EngineLoop):
@@ -107,18 +118,24 @@ class VirtualNode:
         parts = SimpleNamespace(
             fingerprint=FINGERPRINT, layout=SimpleNamespace(block_bytes=BLOCK_BYTES, block_size=BLOCK_SIZE)
         )
-        self.service = SERVICES[self.role](
+        self.roles = Roles(self.role, self.role)
+        self.metrics = METRICS[self.role]
+        self.service = ElasticService(
             Base(
-                settings=WorkerSettings(role=self.role), epoch=self.epoch, app=routes, metrics=METRICS[self.role],
+                settings=WorkerSettings(role=self.role), epoch=self.epoch, app=routes, metrics=self.metrics,
                 parts=parts, engine=self.loop_engine, dock=self.dock, rates=self.rates, outflow=Outflow(),
                 streams=self.streams, tiers=OpenTiers(),
-                require_ready=self.require_ready, call_soon=self.call_soon,
+                require_ready=self.require_ready, roles=self.roles, call_soon=self.call_soon,
             )
         )  # fmt: skip
         self.dock.start()
         routes.post("/attempts/cancel")(self._post_cancel)
-        self.membership = Membership(self.store, self.lease, self.engine.pool.findable, METRICS[self.role])
-        news = News(self.service, METRICS[self.role], self.rates, self.membership.note, self.call_soon)
+        self.membership = Membership(self.store, self.lease, self.engine.pool.findable, self.metrics)
+        news = News(self.service, self.metrics, self.rates, self.membership.note, self.call_soon)
+        self.role_change = RoleChange(
+            self.roles, self.loop_engine, self.membership, self.metrics, elastic=True, call_soon=self.call_soon,
+            drains=self._drains, busy=self._busy, within_s=30.0,
+        )  # fmt: skip
         clock.start()
         world.wires.listen(process, "10.0.0.1", self.port, lambda: Served(process, routes))
 
@@ -134,10 +151,10 @@ class VirtualNode:
 
     def lease(self) -> NodeLease:
         return NodeLease(
-            self.name, self.role, self.epoch, "draining" if self.draining else "ready",
+            self.name, self.roles.now, self.epoch, "draining" if self.draining else "ready",
             f"http://10.0.0.1:{self.port}", self.inner.address,
             FINGERPRINT, INFO.name, 200, self.engine.config.block_size, BLOCK_BYTES, self.loop_engine.load,
-            self.rates.rates, max_num_seqs=self.shape.seqs,
+            self.rates.rates, max_num_seqs=self.shape.seqs, elastic=True, role_s=self.roles.role_s,
         )  # fmt: skip
 
     def require_ready(self) -> None:
@@ -146,14 +163,27 @@ class VirtualNode:
 
     async def drain(self) -> None:
         """As `node.loaded` does it, with all the time in the world: until nothing is under way here."""
+        await self.role_change.stop()
         await self.membership.relief(lambda: not self.world.healed and self.streams.followed)
         self.draining = True
         await self.membership.announce()
-        while self.loop_engine.busy or self.service.busy():  # noqa: ASYNC110
+        while self._busy():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        if self.role == "decode" and self.engine.moving:
+        if self.engine.moving:
             self.world.blame(f"{self.process.name}: blocks of moves are held by nobody")
         await self.membership.leave()
+
+    def _busy(self) -> bool:
+        return self.loop_engine.busy or self.service.busy()
+
+    def _drains(self, drains: bool) -> None:
+        self.draining = drains
+
+    async def change_role(self) -> None:
+        """If it may."""
+        other = "decode" if self.roles.now == "prefill" else "prefill"
+        with contextlib.suppress(RoleKept):
+            await self.role_change.begin(ChangeRole(other))
 
     def kill(self) -> None:
         self.process.kill()
@@ -176,14 +206,10 @@ class VirtualNode:
             "copies sent": engine.copies._lent, "copies landing": engine.copies._landing,
             "held blocks": engine.pool.num_blocks - engine.pool.available,
         }  # fmt: skip
-        if self.role == "prefill":
-            tables |= {
-                "answers": service._answers, "offers": service._ships._offers,
-                "transfers": list(service._ships.sender.transfers._all),
-            }  # fmt: skip
-        else:
-            tables |= {
-                "transfers": list(service._grants.receiver.transfers._all), "departures": service._departures._open,
-                "moves": engine.moving._open, "offers": list(service._departures.sender.transfers._all),
-            }  # fmt: skip
+        tables |= {
+            "answers": service.prefill._answers, "offers": service.prefill._ships._offers,
+            "departures": service.decode._departures._open, "moves": engine.moving._open,
+            "sent": list(service.endpoints.sender.transfers._all),
+            "received": list(service.endpoints.arrivals.receiver.transfers._all),
+        }  # fmt: skip
         return [f"{self.process.name}: {what}: {left}" for what, left in tables.items() if left]

@@ -11,6 +11,8 @@ LEAVES_S = (0.005, 2.0)
 """Clients that leave do so at once, or in the middle."""
 LONGEST = 55
 """Tokens of a prompt and its output: what the smallest pool holds."""
+CHANGING = 0.25
+"""Share of plans in which roles change."""
 MOVING = 0.2
 """Share of plans that are about streams which move."""
 
@@ -71,13 +73,13 @@ class Plan:
 
     @property
     def gentle(self) -> bool:
-        """Whether no more goes wrong than that nodes drain."""
-        return all(fault.kind == "drain" for fault in self.faults) and not (self.corrupt or self.drop)
+        """Whether no more goes wrong than that nodes drain, and change their roles."""
+        return all(fault.kind in ("drain", "role") for fault in self.faults) and not (self.corrupt or self.drop)
 
 
 KINDS = {
     "kill": 4, "freeze": 3, "kill_router": 1, "freeze_router": 1, "cut_link": 3, "cut_wire": 3, "registry_away": 1,
-    "flush": 1, "slow_turn": 2, "drain": 4,
+    "flush": 1, "slow_turn": 2, "drain": 4, "role": 0,
 }  # fmt: skip
 
 
@@ -95,7 +97,7 @@ def make_plan(seed: int) -> Plan:
         tuple(sorted((_fault(rng) for _ in range(faults)), key=lambda fault: fault.at_s)),
         rng.choice([0.0, 0.0, 0.1, 0.5]), rng.choice([0.0, 0.0, 0.0, 0.1]), rng.choice([0.0] * 9 + [0.05]),
     )  # fmt: skip
-    return _moving(plan, rng) if rng.random() < MOVING else plan
+    return _changing(_moving(plan, rng) if rng.random() < MOVING else plan)
 
 
 def _moving(plan: Plan, rng: random.Random) -> Plan:
@@ -112,6 +114,15 @@ def _moving(plan: Plan, rng: random.Random) -> Plan:
     )
     faults = tuple(sorted((*plan.faults, *drains), key=lambda fault: fault.at_s))
     return replace(plan, decodes=decodes, shape=shape, clients=clients, faults=faults)
+
+
+def _changing(plan: Plan) -> Plan:
+    """Nodes are asked to change their roles, beside whatever else is planned."""
+    rng = random.Random(f"roles {plan.seed}")
+    if rng.random() >= CHANGING:
+        return plan
+    changes = [Fault(rng.random() * rng.choice([0.3, 3.0, 8.0]), "role", rng.randrange(1000), 0.05) for _ in range(4)]
+    return replace(plan, faults=tuple(sorted((*plan.faults, *changes), key=lambda fault: fault.at_s)))
 
 
 def _clients(rng: random.Random, routers: int) -> tuple[Asked, ...]:

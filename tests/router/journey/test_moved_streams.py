@@ -259,3 +259,19 @@ async def test_no_stream_moves_to_a_node_that_cannot_read_its_blocks() -> None:
         assert await tokens == expected(PROMPT, MOST)
         assert bench.rungs() == {}
         assert not at.moves
+
+
+async def test_a_node_that_stays_after_all_keeps_its_streams() -> None:
+    """As one does that was to change its role, and could not."""
+    async with Bench(workers()) as bench:
+        at, _, tokens = await begun(bench)
+        at.move_refusals = [TransferFailed("cut")] * MOST
+        await drain(bench, at)
+        await until(lambda: len(at.moves) > 1)
+        at.lease = replace(at.lease, state="ready")
+        await bench.store.announce(at.lease)
+        await until(lambda: not any(entry.drains for entry in bench.nodes.entries.values()))
+        await asyncio.sleep(0.1)
+        moves, at.move_refusals = len(at.moves), []
+        assert await tokens == expected(PROMPT, MOST)
+        assert len(at.moves) == moves

@@ -346,3 +346,18 @@ async def test_nodes_of_another_wire_version_are_named_once_counted_and_not_used
     await table.poll(lease_of("d1", "decode"), lease_of("d2", "decode", 2))
     assert count("kvferry_nodes", {"role": "decode", "state": "incompatible", "model_name": ""}) == 0
     assert ("d2", 2) in table.entries
+
+
+async def test_a_node_that_takes_the_other_role_is_the_same_node_in_the_other_pool() -> None:
+    table = Table(P1, D1)
+    await table.refresh()
+    entry = table[P1]
+    entry.opened()
+    assert table.group.room.total == Part(prefills=1)
+    await table.poll(replace(P1, role="decode"), D1)
+    assert table[P1] is entry
+    assert table.changes == 2
+    assert (table.count("prefill", "ready"), table.count("decode", "ready")) == (0, 2)
+    assert (table.group.room.total.prefills, table.group.room.total.decodes) == (0, 1)
+    await table.poll(P1, D1)
+    assert (table.group.room.total.prefills, table.group.room.total.decodes) == (1, 0)

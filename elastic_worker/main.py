@@ -1,0 +1,13 @@
+"""Entry point of `kvferry prefill --elastic` and `kvferry decode --elastic`."""
+
+from __future__ import annotations
+
+from elastic_worker.service import ElasticService
+from node.serve import serve_node
+from protocol.settings import WorkerSettings
+
+
+async def serve_elastic(settings: WorkerSettings) -> None:
+    """Run a node, in the role of its settings at first, until SIGTERM or SIGINT. Raises ConfigError when it cannot
+    start."""
+    await serve_node(settings, ElasticService)

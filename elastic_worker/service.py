@@ -1,0 +1,47 @@
+"""Both roles over one engine, one link and one pool: each half hears only what was made while its role was the node's.
+
+A role changes only when nothing of it is under way (`node.roles`), so the half that is out of work knows of nothing.
+What a node does in either role, to keep copies, fetch, read tiers, give others what they ask for, goes on all the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from decode_worker.service import DecodeService
+from engine.events import Event
+from node.endpoints import Endpoints
+from node.service import Base, Service
+from prefill_worker.service import PrefillService
+from protocol.messages import CancelRequest
+
+
+class ElasticService:
+    """Implements node.service.Service."""
+
+    def __init__(self, base: Base) -> None:
+        self._roles, self.endpoints = base.roles, Endpoints(base)
+        self.prefill = PrefillService(base, self.endpoints)
+        self.decode = DecodeService(base, self.endpoints)
+        self._halves: dict[str, Service] = {"prefill": self.prefill, "decode": self.decode}
+
+    def to_link(self, events: Sequence[Event]) -> None:
+        self._halves[self._roles.computing].to_link(events)
+
+    def to_routers(self, events: Sequence[Event]) -> None:
+        self._halves[self._roles.now].to_routers(events)
+
+    def cancel(self, cancel: CancelRequest) -> None:
+        for half in self._halves.values():
+            half.cancel(cancel)
+
+    def busy(self) -> bool:
+        return any(half.busy() for half in self._halves.values())
+
+    def router_lost(self, router_id: str) -> None:
+        for half in self._halves.values():
+            half.router_lost(router_id)
+
+    def stop(self) -> None:
+        for half in self._halves.values():
+            half.stop()
