@@ -11,8 +11,7 @@ from typing import Literal, TextIO
 from cli import preflight
 from cli.seats import UNKNOWN, gpus, needs_of, require_memory, take_seats
 from model_files.needs import ModelNeeds
-from model_files.refusals import require_runnable
-from model_files.source import ModelSource, read_facts, resolve
+from model_files.source import ModelSource, resolve
 from process.address import host_port
 from process.limits import available_cores
 from protocol.errors import ConfigError, reason
@@ -96,12 +95,10 @@ def threads(settings: ServeSettings) -> Result:
 
 
 def model(settings: ServeSettings) -> Result:
-    found = []
-    for source in _sources(settings):
-        require_runnable(source)
-        facts = read_facts(source)
-        found.append(f"{source.name}, {facts.architecture}, {facts.max_model_len} tokens, {source.path}")
-    return Result("ok", "model", "; ".join(found))
+    """Each can run: how, and what memory it takes."""
+    from cli.models import told
+
+    return Result("ok", "model", "; ".join(told(settings, source) for source in _sources(settings)))
 
 
 def memory(settings: ServeSettings) -> Result:
@@ -203,13 +200,14 @@ def all_checks(settings: ServeSettings, checks: Iterable[tuple[str, Check]] = CH
 
 
 def report(results: Iterable[Result], stream: TextIO | None = None) -> int:
-    """Print a line per result as it comes. Returns the exit status: 1 if any failed."""
-    failed = 0
+    """Print a line per result as it comes. Returns the exit status: 2 if the model cannot run, else 1 if any failed."""
+    failed = set()
     for result in results:
-        failed += result.level == "fail"
+        if result.level == "fail":
+            failed.add(result.name)
         remedy = f" -> {result.remedy}" if result.remedy else ""
         print(f"{result.level:<4} {result.name:<12} {result.found}{remedy}", file=stream, flush=True)
-    return 1 if failed else 0
+    return 2 if "model" in failed else 1 if failed else 0
 
 
 def _sources(settings: ServeSettings) -> list[ModelSource]:

@@ -23,8 +23,9 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Neighbouring rows of a weight as stored. kind: a ggml block type (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K or
-    Q6_K); BF16; or INT8, bfloat16 rows that are to be quantised per channel. data: uint8 [rows, bytes of a row]."""
+    """Neighbouring rows of a weight as stored. kind: a ggml block type (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K to
+    Q6_K, IQ4_NL or IQ4_XS); BF16; INT8, bfloat16 rows that are to be quantised per channel; or CODES, rows that were: a
+    float32 scale, then int8. data: uint8 [rows, bytes of a row]."""
 
     kind: str
     data: torch.Tensor

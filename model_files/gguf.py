@@ -7,9 +7,10 @@ decodes the same header in tens of milliseconds, so that a router can afford it.
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -18,27 +19,31 @@ from protocol.errors import ConfigError
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
     """shape is outermost first (rows of a matrix = output features); type is ggml's number of the quantisation; offset
-    is in bytes from the start of the file."""
+    is in bytes from the start of its file, the one of that number in `GGUFFile.parts`."""
 
     name: str
     shape: tuple[int, ...]
     type: int
     offset: int
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """metadata values are Python scalars, strings, lists and `Strings`; tensors by name, in file order."""
+    """metadata values are Python scalars, strings, lists and `Strings`, of a split file those of its first part;
+    tensors by name, in file order."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
+    parts: tuple[Path, ...]
 
     @property
     def architecture(self) -> str:
@@ -50,18 +55,48 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Parse the header. Raises ConfigError: unreadable, no GGUF, versions other than 2 and 3, big-endian, truncated, or
-    one part of a split file."""
+    """Parse the header, and those of all parts where `path` is any part of a split file. Raises ConfigError:
+    unreadable, no GGUF, versions other than 2 and 3, big-endian, truncated, or a part that is not there."""
+    parts = gguf_parts(path)
+    headers = [_read(part) for part in parts]
+    first, count = headers[0], headers[0].metadata.get("split.count", 1)
+    if count != len(parts) and count > 1:
+        raise ConfigError(
+            f"{path} is one of {count} parts of a split GGUF; name them as llama-gguf-split does, "
+            f"{path.stem}-00001-of-{count:05}.gguf and so on",
+            param="model",
+        )
+    tensors = {
+        name: replace(tensor, part=index)
+        for index, header in enumerate(headers)
+        for name, tensor in header.tensors.items()
+    }
+    return replace(first, path=path, tensors=tensors, parts=parts)
+
+
+def gguf_parts(path: Path) -> tuple[Path, ...]:
+    """The files of a GGUF of which `path` is one, in order."""
+    named = _PART.fullmatch(path.name)
+    if named is None:
+        return (path,)
+    count = int(named[3])
+    return tuple(path.with_name(f"{named[1]}-{index:05}-of-{named[3]}.gguf") for index in range(1, count + 1))
+
+
+def gguf_stem(path: Path) -> str:
+    """What the file is called, without the number of its part."""
+    named = _PART.fullmatch(path.name)
+    return path.stem if named is None else named[1]
+
+
+def _read(path: Path) -> GGUFFile:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            header = _Cursor(data).header(path)
+            return _Cursor(data).header(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", param="model") from error
     except (struct.error, ValueError, KeyError, IndexError, OverflowError, MemoryError) as error:
         raise ConfigError(f"{path} is not a whole GGUF file ({error}); download it again", param="model") from error
-    if header.metadata.get("split.count", 0) > 1:
-        raise ConfigError(f"{path} is one part of a split GGUF; join it with llama-gguf-split --merge", param="model")
-    return header
 
 
 class Strings(Sequence[str]):
@@ -122,7 +157,7 @@ class _Cursor:
         alignment = int(metadata.get("general.alignment", 32))
         start = -(-self._at // alignment) * alignment
         tensors = {name: GGUFTensor(name, shape, kind, start + offset) for name, shape, kind, offset in infos}
-        return GGUFFile(path, metadata, tensors)
+        return GGUFFile(path, metadata, tensors, (path,))
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from(form, self._data, self._at)

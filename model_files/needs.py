@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from model_files.encoders import is_encoder
 from model_files.gguf import GGUFFile, read_gguf
+from model_files.headers import Tensor, safetensors_header, weights_of
 from model_files.multimodal import is_multimodal, is_text, text_config
 from model_files.naming import naming
+from model_files.quantisation import quantisation
 from model_files.source import ModelSource, read_facts, read_json, weight_files
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 
-_STORED = {2: 18 / 32, 3: 20 / 32, 6: 22 / 32, 7: 24 / 32, 8: 34 / 32, 12: 144 / 256, 13: 176 / 256, 14: 210 / 256}
-"""Bytes a weight of the block formats that run as they are stored, on a CPU: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K,
-Q6_K. (The package `gguf` knows them too, but takes half a second to import.)"""
+_HALVES, _MINIMA = 2 / 32, 2 / 32
+_STORED = {
+    2: 4 / 8 + _HALVES,
+    3: 4 / 8 + _HALVES + _MINIMA,
+    6: 5 / 8 + _HALVES,
+    7: 5 / 8 + _HALVES + _MINIMA,
+    8: 8 / 8 + _HALVES,
+    10: 4 / 8 + 2 * (_HALVES + _MINIMA),
+    11: 4 / 8 + 2 * _HALVES,
+    12: 4 / 8 + _HALVES + _MINIMA,
+    13: 5 / 8 + _HALVES + _MINIMA,
+    14: 6 / 8 + 2 * _HALVES,
+    20: 8 / 8 + _HALVES,
+    23: 8 / 8 + _HALVES,
+}
+"""Bytes a weight of the block formats in the forms in which they run on a CPU (kernels/cpu/native/forms.h): Q4_0, Q4_1,
+Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "token_embd.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _ATTENTION_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
-_LONGEST_HEADER = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +54,6 @@ class Count:
     def bytes(self, itemsize: float, as_stored: bool) -> float:
         """In memory: block formats as they are stored, or all in `itemsize` bytes a weight."""
         return self.stored_bytes + itemsize * self.plain if as_stored else itemsize * self.weights
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    name: str
-    shape: tuple[int, ...]
-    stored_bytes: float | None = None
-    """Of a block format; None: it runs in the number format of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,23 +145,11 @@ def _gated_decoder(
 def _hf_needs(source: ModelSource) -> ModelNeeds:
     config = read_json(source.path / "config.json")
     files = [file for file in weight_files(source.path) if file.suffix == ".safetensors"]
-    tensors = [tensor for file in files for tensor in _safetensors(file)]
+    entries = {name: entry for file in files for name, entry in safetensors_header(file).items()}
+    tensors = list(weights_of(entries, quantisation(config)))
     if is_multimodal(config):
         tensors = [tensor for tensor in tensors if is_text(tensor.name)]
     return config_needs(config, tensors, read_facts(source).max_model_len)
-
-
-def _safetensors(path: Path) -> Iterator[Tensor]:
-    """From the header: https://huggingface.co/docs/safetensors."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(length, _LONGEST_HEADER)))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                yield Tensor(name, tuple(entry["shape"]))
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"cannot read the header of {path}; download it again", param="model") from error
 
 
 def gguf_needs(file: GGUFFile) -> ModelNeeds:

@@ -7,6 +7,7 @@ from typing import Any
 from model_files.encoders import is_encoder
 from model_files.gguf import read_gguf
 from model_files.multimodal import TEXT_SERVED, is_multimodal, text_config
+from model_files.quantisation import quantisation
 from model_files.source import ModelSource, read_json, resolve, unweighted
 from protocol.errors import ConfigError
 
@@ -15,6 +16,7 @@ _CHUNKED = "its layers attend in chunks, which no kernel here does"
 _ENCODER = "it is an encoder and a decoder; decoders alone are served"
 _DECODER_HEAD = "it is a decoder with a classification head; such heads are served on encoders alone"
 _COMPOSITE = "it is multimodal; of those the text of Gemma 3, Mistral 3 and Qwen-VL alone is served"
+_QUANTISED_ENCODER = "it is an encoder whose weights are quantised; quantised decoders alone are served"
 
 
 def resolve_runnable(model: str, load_format: str = "auto") -> ModelSource:
@@ -49,7 +51,15 @@ def _config_reason(config: dict[str, Any]) -> str | None:
         return _LATENT
     if is_multimodal(config) and config.get("model_type") not in TEXT_SERVED:
         return _COMPOSITE
-    return None
+    return _quantised_reason(config)
+
+
+def _quantised_reason(config: dict[str, Any]) -> str | None:
+    try:
+        found = quantisation(config)
+    except ConfigError as error:
+        return error.message
+    return _QUANTISED_ENCODER if found is not None and is_encoder(config) else None
 
 
 def _classifies(config: dict[str, Any]) -> bool:

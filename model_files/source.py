@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from model_files.download import download
 from model_files.encoders import encoder_length, is_encoder
-from model_files.gguf import GGUFFile, read_gguf
+from model_files.gguf import GGUFFile, gguf_parts, gguf_stem, read_gguf
 from model_files.length import context_length
 from model_files.multimodal import text_config
 from protocol.errors import ConfigError, reason
@@ -135,7 +135,7 @@ def _resolve_path(model: str, path: Path, weights: bool) -> ModelSource:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigError(f"{model} is a file but no .gguf; name a model directory or a .gguf file", param="model")
-        return _gguf_source(path, path.stem, weights)
+        return _gguf_source(path, gguf_stem(path), weights)
     if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
         return _directory_source(_download(model, weights), model, weights)
     raise ConfigError(f"no such model: {model} (a directory, a .gguf file, a hub id, or smollm2)", param="model")
@@ -157,7 +157,7 @@ def _gguf_source(path: Path, name: str, weights: bool) -> ModelSource:
 
 def _directory_source(path: Path, name: str, weights: bool) -> ModelSource:
     if not (path / "config.json").is_file():
-        files = sorted(path.glob("*.gguf"))
+        files = sorted({gguf_parts(file)[0] for file in path.glob("*.gguf")})
         if len(files) == 1:
             return _gguf_source(files[0], name, weights)
         remedy = f"name one of its {len(files)} .gguf files" if files else "name a model's own directory"
@@ -187,8 +187,10 @@ def _hf_revision(path: Path, files: Iterable[Path]) -> str:
 
 
 def _gguf_revision(path: Path) -> str:
-    digest = hashlib.sha256(f"gguf\0{path.stat().st_size}\0".encode())
-    _digest_samples(digest, path, _GGUF_EDGE)
+    digest = hashlib.sha256(b"gguf")
+    for part in gguf_parts(path):
+        digest.update(f"\0{part.stat().st_size}\0".encode())
+        _digest_samples(digest, part, _GGUF_EDGE)
     return digest.hexdigest()[:32]
 
 

@@ -155,7 +155,7 @@ class WorkerSettings(CommonSettings):
     kv_cache_dtype: str = setting("auto", "number format of K and V; auto: that of --dtype", choices=("auto", "int8"))
     quantization: str = setting(
         "auto",
-        "dense layers; auto: as stored where a GGUF has block formats, none: in --dtype, int8: quantised per channel",
+        "dense layers; auto: in a GGUF's or checkpoint's own codes, none: in --dtype, int8: quantised per channel",
         choices=("auto", "none", "int8"),
     )
     threads: int = setting(0, "compute threads on the CPU; 0: all cores", least=0)

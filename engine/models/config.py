@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.models.families import FAMILIES, LLAMA, Family
 from engine.models.rope_config import ROPE_KINDS, SLIDING, RopeConfig, parse_rope, rope_dicts, rope_kind
+from model_files.quantisation import quantisation
 from protocol.errors import ConfigError
 
 SILU, GELU = ("silu", "swish"), ("gelu", "gelu_pytorch_tanh")
@@ -92,7 +93,7 @@ def unsupported(config: dict[str, Any]) -> str | None:
     """Why our decoder cannot run this config.json (transformers may still); None: it can."""
     if config.get("model_type") not in FAMILIES:
         return f"architecture {config.get('model_type')!r} is not one of {', '.join(FAMILIES)}"
-    if config.get("quantization_config"):
+    if config.get("quantization_config") and quantisation(config) is None:
         return f"quantisation {config['quantization_config'].get('quant_method', 'unnamed')!r} of the checkpoint"
     family = FAMILIES[config["model_type"]]
     act = config.get("hidden_activation") or config.get("hidden_act", "")

@@ -12,16 +12,21 @@ import torch
 
 from protocol.errors import ConfigError
 
-F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, BF16 = 0, 1, 2, 3, 6, 7, 8, 12, 13, 14, 30
+F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, BF16 = 0, 1, 2, 3, 6, 7, 8, 30
+Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = 10, 11, 12, 13, 14, 20, 23
 BLOCKS = {
     Q4_0: "Q4_0",
     Q4_1: "Q4_1",
     Q5_0: "Q5_0",
     Q5_1: "Q5_1",
     Q8_0: "Q8_0",
+    Q2_K: "Q2_K",
+    Q3_K: "Q3_K",
     Q4_K: "Q4_K",
     Q5_K: "Q5_K",
     Q6_K: "Q6_K",
+    IQ4_NL: "IQ4_NL",
+    IQ4_XS: "IQ4_XS",
 }
 PLAIN = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
 _PIECE = 16 * 1024
@@ -60,8 +65,8 @@ def _format(kind: int) -> tuple[int, int, Callable[[torch.Tensor, torch.Tensor],
 
         known = {int(item): item.name for item in GGMLQuantizationType}
         raise ConfigError(
-            f"GGUF tensor type {known.get(kind, kind)} is not supported; use F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, "
-            "Q5_1, Q4_K, Q5_K or Q6_K",
+            f"GGUF tensor type {known.get(kind, kind)} is not supported; F32, F16, BF16, {', '.join(BLOCKS.values())} "
+            "are",
             param="model",
         )
     return found
@@ -142,13 +147,54 @@ def _q6_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(values.mul_(scales[..., None]).flatten(1))
 
 
+def _pairs(packed: torch.Tensor) -> torch.Tensor:
+    """64 bytes of pairs of bits to float32 [n, 16, 16]: byte l of each 32 has those of inputs l, 32 + l, ..."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    return ((packed.view(-1, 2, 1, 32) >> shifts) & 3).view(-1, 16, 16).float()
+
+
+def _q2_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    scales, mins = (blocks[:, :16] & 15) * _half(blocks, 80), (blocks[:, :16] >> 4) * _half(blocks, 82)
+    values = _pairs(blocks[:, 16:80].contiguous())
+    out.copy_(values.mul_(scales[..., None]).sub_(mins[..., None]).flatten(1))
+
+
+def _q3_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    low = _nibbles(blocks[:, 96:104]).flatten(1)
+    high = (blocks[:, None, 104:108] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]) & 3
+    scales = low.add_(high.flatten(1), alpha=16).sub_(32).mul_(_half(blocks, 108))
+    thirds = (blocks[:, None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
+    values = _pairs(blocks[:, 32:96].contiguous()).add_(thirds.view(-1, 16, 16), alpha=4).sub_(4)
+    out.copy_(values.mul_(scales[..., None]).flatten(1))
+
+
+_IQ4 = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.float32)
+"""What the sixteen codes of IQ4 stand for."""
+
+
+def _iq4_nl(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(_IQ4[_nibbles(blocks[:, 2:]).flatten(1).long()].mul_(_half(blocks, 0)))
+
+
+def _iq4_xs(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+    high = ((blocks[:, 2:4, None] >> shifts) & 3).flatten(1)
+    scales = _nibbles(blocks[:, 4:8, None]).flatten(1).add_(high, alpha=16).sub_(32).mul_(_half(blocks, 0))
+    values = _IQ4[_nibbles(blocks[:, 8:].view(-1, 8, 16)).flatten(2).long()]
+    out.copy_(values.mul_(scales[..., None]).flatten(1))
+
+
 _FORMATS: dict[int, tuple[int, int, Callable[[torch.Tensor, torch.Tensor], None]]] = {
     Q4_0: (32, 18, _q4_0),
     Q4_1: (32, 20, _q4_1),
     Q5_0: (32, 22, _q5_0),
     Q5_1: (32, 24, _q5_1),
     Q8_0: (32, 34, _q8_0),
+    Q2_K: (256, 84, _q2_k),
+    Q3_K: (256, 110, _q3_k),
     Q4_K: (256, 144, _q4_k),
     Q5_K: (256, 176, _q5_k),
     Q6_K: (256, 210, _q6_k),
+    IQ4_NL: (32, 18, _iq4_nl),
+    IQ4_XS: (256, 136, _iq4_xs),
 }

@@ -7,7 +7,7 @@ answers to that name; here that is our own. So the probe is made to answer false
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from engine.models.base import Halfway, Model, ModelInfo, Wanted, always
 from engine.models.hf_attention import PagedAttention, Seat, ShapeProbe, seated_attention, take_seats
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
+from model_files.gguf import gguf_parts
 from model_files.length import steady_length
+from model_files.quantisation import quantisation
 from model_files.source import ModelSource, read_facts, read_json
 from protocol.errors import ConfigError
 
@@ -38,6 +40,22 @@ def transformers_module() -> Any:
 
 def _not_available(*_: Any, **__: Any) -> bool:
     return False
+
+
+def language_models() -> Container[str]:
+    """Architectures that it has a causal language model of."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found: dict[str, str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return found
+
+
+def gguf_architectures() -> Container[str]:
+    """Those of which it reads GGUF files."""
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    found: list[str] = GGUF_SUPPORTED_ARCHITECTURES
+    return found
 
 
 class HFModel(Model):
@@ -80,6 +98,13 @@ def load_hf(
 ) -> HFModel:
     """Load through AutoModelForCausalLM and prove on two tokens that attention and logits go our way. Raises
     ConfigError with transformers' reason, or naming what of the model is not supported."""
+    if source.kind == "gguf" and len(gguf_parts(source.path)) > 1:
+        raise ConfigError(f"{source.name} is a split GGUF; transformers reads whole ones alone", param="model")
+    if source.kind != "gguf" and (stored := quantisation(read_json(source.path / "config.json"))) is not None:
+        raise ConfigError(
+            f"checkpoints of {stored.method} run on our own decoder alone, and this architecture runs on transformers",
+            param="model",
+        )
     length = read_facts(source).max_model_len
     if source.kind != "gguf":
         length = min(length, steady_length(read_json(source.path / "config.json")))

@@ -10,16 +10,18 @@ import torch
 from engine.models.base import Model, ModelInfo
 from engine.models.config import DecoderConfig, parse_config, unsupported
 from engine.models.decoder import Decoder
+from engine.models.directory import open_directory
 from engine.models.dummy_weights import DummyWeights
 from engine.models.families import FAMILIES
 from engine.models.gguf_config import gguf_family, parse_gguf
 from engine.models.heap import trim_heap
 from engine.models.parameters import ParameterLoader, Progress
 from engine.models.rope import rope_tables, stretched
-from engine.models.weights import GGUFWeights, Weights, open_directory
+from engine.models.weights import GGUFWeights, Weights
 from kernels.ops import Ops
 from model_files.gguf import read_gguf
 from model_files.multimodal import is_multimodal, text_config
+from model_files.quantisation import quantisation
 from model_files.refusals import require_runnable
 from model_files.source import ModelSource, gguf_facts, read_facts, read_json
 from protocol.errors import ConfigError, reason
@@ -42,11 +44,11 @@ def load_model(
     progress: Progress | None = None,
 ) -> Model:
     """The model of `source` in `dtype` (None: `auto_dtype`). impl: kvferry (own decoder), transformers, or auto (own
-    decoder where it supports the architecture). quantization: auto (block formats of a GGUF run as stored where the
-    operations can, in bfloat16), none, or int8 (dense layers quantised per channel). load_format: auto, or dummy:
-    weights that are made, for our own decoder. max_model_len: no sequence will be longer (tokens; 0: the model's own
-    limit, which `info` tells in any case). progress receives the loaded fraction, 0 to 1. Raises ConfigError naming
-    what is missing or unsupported, whatever else was raised on the way."""
+    decoder where it supports the architecture). quantization: auto (block formats of a GGUF and codes of a quantised
+    checkpoint run as stored where the operations can, in bfloat16), none, or int8 (dense layers quantised per channel).
+    load_format: auto, or dummy: weights that are made, for our own decoder. max_model_len: no sequence will be longer
+    (tokens; 0: the model's own limit, which `info` tells in any case). progress receives the loaded fraction, 0 to 1.
+    Raises ConfigError naming what is missing or unsupported, whatever else was raised on the way."""
     if impl not in IMPLEMENTATIONS:
         raise ConfigError(f"model_impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}", param="model_impl")
     require_runnable(source)
@@ -137,7 +139,7 @@ def _open_directory(source: ModelSource, must: bool, dummy: bool) -> Opened | No
     parsed = parse_config(config)
     if dummy:
         return Opened(parsed, DummyWeights(parsed), length)
-    weights = open_directory(source.path)
+    weights = open_directory(source.path, quantisation(whole))
     if multimodal:
         parsed = replace(parsed, tie_embeddings=not weights.holds("lm_head.weight"))
     return Opened(parsed, weights, length)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +12,6 @@ import torch
 from engine.models.dequantise import BLOCKS, dequantise, stored_bytes
 from kernels.step import StoredRows
 from model_files.gguf import GGUFFile, GGUFTensor
-from model_files.multimodal import text_name
-from model_files.source import weight_files
 from protocol.errors import ConfigError
 
 _GGUF_TOP = {
@@ -62,69 +59,11 @@ class Weights(Protocol):
         """The tensor as stored, if that is a block format; else None. Raises ConfigError as `read`."""
 
 
-def open_directory(path: Path) -> SafetensorsWeights | TorchWeights:
-    """Weights of a directory in Hugging Face's layout: safetensors, or pytorch_model*.bin. Of a multimodal checkpoint
-    the text's are called as in one of text alone."""
-    files = weight_files(path)
-    if files and files[0].suffix == ".safetensors":
-        return SafetensorsWeights(files)
-    return TorchWeights(files)
-
-
 class PlainWeights:
-    """Files without block formats."""
+    """Tensors without block formats."""
 
     def stored(self, name: str, shape: tuple[int, int]) -> StoredRows | None:
         return None
-
-
-class SafetensorsWeights(PlainWeights):
-    """Memory-mapped .safetensors files; every shard's own header tells what it holds."""
-
-    def __init__(self, files: list[Path]):
-        from safetensors import SafetensorError, safe_open
-
-        self._handles: dict[str, tuple[Any, str]] = {}
-        for file in files:
-            try:
-                handle: Any = safe_open(file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"cannot read {file}: {error}; download it again", param="model") from error
-            self._handles.update({text_name(name): (handle, name) for name in handle.keys()})  # noqa: SIM118
-
-    def holds(self, name: str) -> bool:
-        return name in self._handles
-
-    def read(self, name: str, out: torch.Tensor) -> None:
-        if name not in self._handles:
-            raise _missing(name)
-        handle, stored = self._handles[name]
-        tensor: torch.Tensor = handle.get_tensor(stored)
-        _check_shape(name, tuple(tensor.shape), tuple(out.shape))
-        out.copy_(tensor)
-
-
-class TorchWeights(PlainWeights):
-    """pytorch_model*.bin files, read without running code from them."""
-
-    def __init__(self, files: list[Path]):
-        self._tensors: dict[str, torch.Tensor] = {}
-        for file in files:
-            try:
-                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-                self._tensors.update({text_name(name): tensor for name, tensor in tensors.items()})
-            except (OSError, RuntimeError, ValueError, EOFError) as error:
-                reason = next(iter(str(error).splitlines()), type(error).__name__)
-                raise ConfigError(f"cannot read {file}: {reason}", param="model") from error
-
-    def holds(self, name: str) -> bool:
-        return name in self._tensors
-
-    def read(self, name: str, out: torch.Tensor) -> None:
-        if name not in self._tensors:
-            raise _missing(name)
-        _check_shape(name, tuple(self._tensors[name].shape), tuple(out.shape))
-        out.copy_(self._tensors[name])
 
 
 class GGUFWeights:
@@ -153,10 +92,10 @@ class GGUFWeights:
         stored, expert = _gguf_name(name)
         tensor = self._file.tensors.get(stored)
         if tensor is None:
-            raise _missing(f"{stored} ({name})")
+            raise missing(f"{stored} ({name})")
         if expert is not None:
             tensor = _part(tensor, expert)
-        _check_shape(stored, tensor.shape, shape)
+        check_shape(stored, tensor.shape, shape)
         return tensor
 
     def _ordered(self, name: str, tensor: GGUFTensor) -> torch.Tensor:
@@ -182,14 +121,15 @@ class GGUFWeights:
             self._buffer = torch.empty(length, dtype=torch.uint8)
         found = self._buffer[:length]
         target: Any = found.numpy()
+        path = self._file.parts[tensor.part]
         try:
-            with self._file.path.open("rb") as file:
+            with path.open("rb") as file:
                 file.seek(tensor.offset)
                 read = file.readinto(target)
         except OSError as error:
-            raise ConfigError(f"cannot read {self._file.path}: {error.strerror or error}", param="model") from error
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}", param="model") from error
         if read != length:
-            raise ConfigError(f"{self._file.path} ends inside {tensor.name}; download it again", param="model")
+            raise ConfigError(f"{path} ends inside {tensor.name}; download it again", param="model")
         return found
 
 
@@ -219,10 +159,10 @@ def _part(tensor: GGUFTensor, index: int) -> GGUFTensor:
     return replace(tensor, shape=tuple(shape), offset=offset)
 
 
-def _missing(name: str) -> ConfigError:
+def missing(name: str) -> ConfigError:
     return ConfigError(f"the model's files lack the tensor {name}", param="model")
 
 
-def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if found != wanted:
         raise ConfigError(f"tensor {name} has shape {found}, the config says {wanted}", param="model")

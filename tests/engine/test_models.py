@@ -168,7 +168,7 @@ def test_progress_rises_to_one(llama):
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "rope scaling 'proportional'"),
         ({"rope_parameters": {"full_attention": {}}}, "differ between layers"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantisation 'awq'"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantisation 'mxfp4'"),
         ({"num_hidden_layers": 4}, "lack the tensor model.layers.3"),
         ({"intermediate_size": 95}, r"gate_proj.weight has shape \(96, 64\)"),
         ({"max_position_embeddings": None}, "max_position_embeddings"),

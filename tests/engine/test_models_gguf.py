@@ -23,6 +23,10 @@ HALVES = {
     Kind.Q4_K: [0, 2],
     Kind.Q5_K: [0, 2],
     Kind.Q6_K: [208],
+    Kind.Q2_K: [80, 82],
+    Kind.Q3_K: [108],
+    Kind.IQ4_NL: [0],
+    Kind.IQ4_XS: [0],
 }
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -84,11 +88,12 @@ def gguf_tensors(model) -> dict[str, np.ndarray]:
     return found
 
 
-def write_gguf(path, directory, architecture, *, kind=Kind.F32, extra=None, fields=None):
-    """A GGUF of a model directory: matrices in `kind` where their rows divide into its blocks, vectors in F32."""
+def write_gguf(path, directory, architecture, *, kind=Kind.F32, extra=None, fields=None, part_tensors=0):
+    """A GGUF of a model directory: matrices in `kind` where their rows divide into its blocks, vectors in F32.
+    part_tensors: how many one file holds; 0: all."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config = model.config
-    writer = gguf.GGUFWriter(str(path), architecture)
+    writer = gguf.GGUFWriter(str(path), architecture, split_max_tensors=part_tensors)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -154,9 +159,29 @@ def test_plain_types(kind):
     assert stored_bytes(kind, 48) == stored.size
 
 
+def test_a_split_file_is_read_by_any_of_its_parts(tmp_path):
+    save_tiny(family("LlamaConfig"), tmp_path / "hf")
+    whole = load(write_gguf(tmp_path / "whole.gguf", tmp_path / "hf", "llama"))
+    (tmp_path / "parts").mkdir()
+    write_gguf(tmp_path / "parts" / "m.gguf", tmp_path / "hf", "llama", part_tensors=12)
+    first, second, third = sorted((tmp_path / "parts").glob("*.gguf"))
+    assert first.name == "m-00001-of-00003.gguf"
+    sources = [resolve(str(each)) for each in (first, third, tmp_path / "parts")]
+    assert [each.name for each in sources] == ["m", "m", "parts"]
+    assert len({each.revision for each in sources}) == 1
+    assert sources[0].revision != resolve(str(tmp_path / "whole.gguf")).revision
+    tokens = tokens_for(40)
+    assert torch.equal(chunked_logits(load(third), tokens, [40]), chunked_logits(whole, tokens, [40]))
+    second.write_bytes(second.read_bytes() + b"changed")
+    assert resolve(str(first)).revision != sources[0].revision
+    second.unlink()
+    with pytest.raises(ConfigError, match=r"m-00002-of-00003\.gguf: No such file"):
+        resolve(str(first))
+
+
 def test_unsupported_type_is_named():
-    with pytest.raises(ConfigError, match="Q3_K is not supported"):
-        stored_bytes(Kind.Q3_K, 256)
+    with pytest.raises(ConfigError, match="IQ2_XS is not supported"):
+        stored_bytes(Kind.IQ2_XS, 256)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +232,9 @@ def test_quantised_file_equals_its_dequantised_weights(kind, tmp_path):
     same_logits(quantised, tmp_path / "rounded")
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in HALVES if gguf.GGML_QUANT_SIZES[kind][0] == 256], ids=lambda kind: kind.name
+)
 def test_k_quants_in_a_file(kind, tmp_path):
     """The package cannot quantise these, so the blocks are made of random bytes with small scales."""
     save_tiny(family("LlamaConfig", intermediate_size=256), tmp_path / "hf")

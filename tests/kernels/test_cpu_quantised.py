@@ -23,8 +23,12 @@ HALVES = {
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
     "Q6_K": [208],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "IQ4_NL": [0],
+    "IQ4_XS": [0],
 }
-KINDS = [*HALVES, "INT8"]
+KINDS = [*HALVES, "INT8", "CODES"]
 COLUMNS = 512
 EPSILON = 2.0**-8
 
@@ -42,6 +46,11 @@ def stored(kind: str, rows: int, seed: int = 0) -> tuple[StoredRows, torch.Tenso
             scale = values.abs().amax(1, keepdim=True) / 127
             values = (values / scale).round() * scale
         return StoredRows(kind, weight.view(torch.uint8)), values
+    if kind == "CODES":
+        codes = torch.randint(-128, 128, (rows, COLUMNS), generator=torch.Generator().manual_seed(seed)).to(torch.int8)
+        scales = 0.01 * noise(rows, 1, seed=seed)
+        data = torch.cat((scales.view(torch.uint8), codes.view(torch.uint8)), 1)
+        return StoredRows(kind, data), codes.double() * scales.double()
     rng = np.random.default_rng(seed)
     size, block_bytes = gguf.GGML_QUANT_SIZES[Kind[kind]]
     raw = rng.integers(0, 256, (rows * COLUMNS // size, block_bytes), dtype=np.uint8)
@@ -131,7 +140,7 @@ def test_formats_mix_within_one_layer(name: str) -> None:
 
 def test_what_is_not_packed_is_declined() -> None:
     ops = CpuOps(1)
-    assert ops.packed([StoredRows("Q2_K", torch.zeros(32, 84, dtype=torch.uint8))], 256) is None
+    assert ops.packed([StoredRows("IQ2_XS", torch.zeros(32, 74, dtype=torch.uint8))], 256) is None
     assert ops.packed([StoredRows("INT8", noise(32, 40).bfloat16().view(torch.uint8))], 40) is None
     first, second = stored("Q8_0", 33)[0], stored("Q8_0", 32)[0]
     assert ops.packed([first, second], COLUMNS) is None

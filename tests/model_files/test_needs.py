@@ -73,10 +73,11 @@ def test_the_demo_model_is_counted_as_it_is_stored():
 
 def test_of_a_gguf_mixture_a_token_meets_some_experts():
     shapes = {"token_embd.weight": (10, 64), "blk.0.ffn_up_exps.weight": (8, 48, 64), "blk.0.attn_q.weight": (64, 64)}
+    path = Path("a.gguf")
     tensors = {name: GGUFTensor(name, shape, 8, 0) for name, shape in shapes.items()}
     values = {"embedding_length": 64, "block_count": 1, "attention.head_count": 4, "expert_count": 8}
     metadata = {f"qwen3moe.{name}": value for name, value in (values | {"expert_used_count": 2}).items()}
-    needs = gguf_needs(GGUFFile(Path("a.gguf"), metadata | {"general.architecture": "qwen3moe"}, tensors))
+    needs = gguf_needs(GGUFFile(path, metadata | {"general.architecture": "qwen3moe"}, tensors, (path,)))
     assert needs.dense.active == 64 * 64 + 2 * 48 * 64
     assert needs.dense.weights == 64 * 64 + 8 * 48 * 64
 
@@ -99,14 +100,27 @@ def test_what_cannot_be_told_is_refused(tmp_path):
         model_needs(resolve(str(tmp_path)))
 
 
-def test_the_block_formats_are_as_large_as_their_library_says():
+def test_the_block_formats_take_what_their_forms_take():
+    """Small blocks as much as in their files; the others more, for scales of their own and codes of whole bits."""
     import gguf
 
     from model_files.needs import _STORED
 
-    names = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
-    sizes = {kind: size / per for kind, (per, size) in gguf.GGML_QUANT_SIZES.items() if kind.name in names}
-    assert sizes == _STORED
+    sizes = {gguf.GGMLQuantizationType(kind).name: size for kind, size in _STORED.items()}
+    small = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
+    for kind, (per, size) in gguf.GGML_QUANT_SIZES.items():
+        if kind.name in small:
+            assert sizes.pop(kind.name) == size / per
+    halves = 2 / 32  # a float16 for 32 inputs
+    assert sizes == {
+        "Q2_K": 4 / 8 + 4 * halves,
+        "Q3_K": 4 / 8 + 2 * halves,
+        "Q4_K": 4 / 8 + 2 * halves,
+        "Q5_K": 5 / 8 + 2 * halves,
+        "Q6_K": 6 / 8 + 2 * halves,
+        "IQ4_NL": 1 + halves,
+        "IQ4_XS": 1 + halves,
+    }
 
 
 def test_an_encoder_keeps_nothing_between_steps() -> None:

@@ -131,14 +131,14 @@ def test_broken_gguf_is_one_line(tmp_path, keep):
     assert "\n" not in caught.value.message
 
 
-def test_split_gguf_is_refused(tmp_path):
+def test_a_part_of_a_gguf_under_another_name_is_refused(tmp_path):
     writer = GGUFWriter(str(tmp_path / "a.gguf"), "llama")
     writer.add_uint16("split.count", 2)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match="--merge"):
+    with pytest.raises(ConfigError, match="one of 2 parts of a split GGUF"):
         resolve(str(tmp_path / "a.gguf"))
 
 

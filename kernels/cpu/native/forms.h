@@ -16,7 +16,7 @@ namespace kvferry {
 
 constexpr int kPanel = 32;  // outputs of one panel of a packed weight
 
-enum class Form : uint8_t { bf16, int8, q8, q4, q4_min, q5, q5_min, q6 };
+enum class Form : uint8_t { bf16, int8, q8, q4, q4_min, q4_half, q4_half_min, q5, q5_min, q6 };
 
 template <int Bits, int Group, int Offset>
 struct Codes {
@@ -38,6 +38,8 @@ struct Int8 : Codes<8, 32, 128> {
 using Q8 = Codes<8, 32, 128>;
 using Q4 = Codes<4, 32, 8>;
 using Q4Min = Codes<4, 32, 0>;
+using Q4Half = Codes<4, 16, 8>;
+using Q4HalfMin = Codes<4, 16, 0>;
 using Q5 = Codes<5, 32, 16>;
 using Q5Min = Codes<5, 32, 0>;
 using Q6 = Codes<6, 16, 32>;
@@ -50,6 +52,8 @@ inline void with_codes(Form form, Visit visit) {
     case Form::q8: return visit(Q8{});
     case Form::q4: return visit(Q4{});
     case Form::q4_min: return visit(Q4Min{});
+    case Form::q4_half: return visit(Q4Half{});
+    case Form::q4_half_min: return visit(Q4HalfMin{});
     case Form::q5: return visit(Q5{});
     case Form::q5_min: return visit(Q5Min{});
     default: return visit(Q6{});

@@ -149,6 +149,68 @@ struct Q6_K {
   }
 };
 
+// Sixteen scales (low halves) and minima (high halves), then pairs of bits: byte l of each 32 has inputs l, 32 + l, ...
+struct Q2_K {
+  static constexpr int size = 256, bytes = 84;
+  static constexpr Form form = Form::q4_half_min;
+  static void read(const uint8_t* block, const RowCodes& out) {
+    const float d = half_at(block + 80), minimum = half_at(block + 82);
+    for (int i = 0; i < 16; ++i) {
+      out.scales[i] = d * static_cast<float>(block[i] & 15);
+      out.minima[i] = -minimum * static_cast<float>(block[i] >> 4);
+    }
+    for (int i = 0; i < 256; ++i) out.codes[i] = block[16 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
+  }
+};
+
+// Third bits, pairs of bits as above, and 6-bit scales: halves of eight bytes, then pairs of bits in four.
+struct Q3_K {
+  static constexpr int size = 256, bytes = 110;
+  static constexpr Form form = Form::q4_half;
+  static void read(const uint8_t* block, const RowCodes& out) {
+    const uint8_t* packed = block + 96;
+    const float d = half_at(block + 108);
+    for (int i = 0; i < 16; ++i) {
+      const int low = packed[i % 8] >> (i / 8 * 4) & 15, high = packed[8 + i % 4] >> (i / 4 * 2) & 3;
+      out.scales[i] = d * static_cast<float>((low | high << 4) - 32);
+    }
+    for (int i = 0; i < 256; ++i) {
+      const int low = block[32 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3, third = block[i % 32] >> (i / 32) & 1;
+      out.codes[i] = static_cast<uint8_t>((low | third << 2) + 4);
+    }
+  }
+};
+
+// What the sixteen codes of IQ4 stand for, as codes of eight bits.
+constexpr uint8_t kIQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+inline void read_iq4(const uint8_t* halves, uint8_t* codes) {
+  for (int i = 0; i < 16; ++i) codes[i] = kIQ4[halves[i] & 15], codes[16 + i] = kIQ4[halves[i] >> 4];
+}
+
+struct IQ4_NL {
+  static constexpr int size = 32, bytes = 18;
+  static constexpr Form form = Form::q8;
+  static void read(const uint8_t* block, const RowCodes& out) {
+    out.scales[0] = half_at(block);
+    read_iq4(block + 2, out.codes);
+  }
+};
+
+// Eight 6-bit scales: pairs of upper bits in two bytes, halves in four.
+struct IQ4_XS {
+  static constexpr int size = 256, bytes = 136;
+  static constexpr Form form = Form::q8;
+  static void read(const uint8_t* block, const RowCodes& out) {
+    const float d = half_at(block);
+    for (int i = 0; i < 8; ++i) {
+      const int low = block[4 + i / 2] >> (i % 2 * 4) & 15, high = block[2 + i / 4] >> (i % 4 * 2) & 3;
+      out.scales[i] = d * static_cast<float>((low | high << 4) - 32);
+      read_iq4(block + 8 + 16 * i, out.codes + 32 * i);
+    }
+  }
+};
+
 // Calls visit(B{}) with the format of that name; false if there is none.
 template <class Visit>
 inline bool with_blocks(const std::string& kind, Visit visit) {
@@ -160,6 +222,10 @@ inline bool with_blocks(const std::string& kind, Visit visit) {
   else if (kind == "Q4_K") visit(Q4_K{});
   else if (kind == "Q5_K") visit(Q5_K{});
   else if (kind == "Q6_K") visit(Q6_K{});
+  else if (kind == "Q2_K") visit(Q2_K{});
+  else if (kind == "Q3_K") visit(Q3_K{});
+  else if (kind == "IQ4_NL") visit(IQ4_NL{});
+  else if (kind == "IQ4_XS") visit(IQ4_XS{});
   else return false;
   return true;
 }

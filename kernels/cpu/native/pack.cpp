@@ -14,7 +14,7 @@ float bf16_at(const uint8_t* from, int64_t index) {
 }
 
 Form form_of(const std::string& kind) {
-  Form form = kind == "INT8" ? Form::int8 : Form::bf16;
+  Form form = kind == "INT8" || kind == "CODES" ? Form::int8 : Form::bf16;
   with_blocks(kind, [&](auto blocks) { form = blocks.form; });
   return form;
 }
@@ -27,6 +27,12 @@ void read_int8(const uint8_t* row, int64_t in, const RowCodes& out) {
   const float inverse = peak > 0 ? 127.0f / peak : 0.0f;
   for (int64_t i = 0; i < in; ++i)
     out.codes[i] = static_cast<uint8_t>(128 + static_cast<int>(std::nearbyintf(bf16_at(row, i) * inverse)));
+}
+
+// A float32 scale and signed codes, as they are.
+void read_signed(const uint8_t* row, int64_t in, const RowCodes& out) {
+  std::memcpy(out.scales, row, 4);
+  for (int64_t i = 0; i < in; ++i) out.codes[i] = row[4 + i] ^ 0x80;
 }
 
 template <class C>
@@ -65,7 +71,8 @@ void pack_row(const PackTask& t, const StoredRows& part, const uint8_t* row, int
     return;
   }
   RowCodes out{codes.data(), scales.data(), scales.data() + t.in / 16};
-  if (panel.form == Form::int8) read_int8(row, t.in, out);
+  if (part.kind == "INT8") read_int8(row, t.in, out);
+  if (part.kind == "CODES") read_signed(row, t.in, out);
   with_blocks(part.kind, [&](auto blocks) {
     with_codes(panel.form, [&](auto form) {
       const int groups = blocks.size / form.group;
@@ -99,6 +106,7 @@ int64_t row_bytes(const std::string& kind, int64_t in) {
   int64_t bytes = -1;
   if (kind == "BF16" && in % 2 == 0) bytes = 2 * in;
   if (kind == "INT8" && in % 32 == 0) bytes = 2 * in;
+  if (kind == "CODES" && in % 32 == 0) bytes = 4 + in;
   with_blocks(kind, [&](auto blocks) {
     if (in % blocks.size == 0) bytes = in / blocks.size * blocks.bytes;
   });

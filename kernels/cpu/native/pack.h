@@ -10,8 +10,8 @@
 
 namespace kvferry {
 
-// Neighbouring rows of a weight stored alike: "BF16", "INT8" (bfloat16 rows to be quantised per channel) or a ggml block
-// type, "Q8_0" and so on; rows: [count][row_bytes(kind, in)].
+// Neighbouring rows of a weight stored alike: "BF16", "INT8" (bfloat16 rows to be quantised per channel), "CODES" (rows
+// that were: a float32 scale, then int8) or a ggml block type, "Q8_0" and so on; rows: [count][row_bytes(kind, in)].
 struct StoredRows {
   std::string kind;
   const uint8_t* data;

@@ -139,6 +139,14 @@ KVF_INLINE void group_sums(const Quantised& x, int64_t row, const uint8_t* group
   }
 }
 
+// Of what row of x has in a group: the sum of its values, as they are quantised.
+template <class C>
+KVF_INLINE float weighed_sum(const Quantised& x, int64_t row, int64_t index) {
+  const int64_t run = (row * x.in + index * C::group) / kRun;
+  if constexpr (C::group == kRun) return x.weighed_sums[run];
+  return x.scales[run] * static_cast<float>(x.half_sums[row * (x.in / C::group) + index]);
+}
+
 // What turns a group's integer sums into numbers, for kLanes outputs from `at` on.
 template <class C>
 struct GroupScale {
@@ -153,7 +161,7 @@ struct GroupScale {
   KVF_INLINE void add(const Quantised& x, int64_t row, int64_t index, Ints sums, float* out) const {
     const int64_t run = (row * x.in + index * C::group) / kRun;
     Floats total = load(out) + to_floats(sums) * (scale * x.scales[run]);
-    if constexpr (C::minimum) total = total + minimum * x.weighed_sums[run];
+    if constexpr (C::minimum) total = total + minimum * weighed_sum<C>(x, row, index);
     store(out, total);
   }
 };

@@ -1,0 +1,87 @@
+"""Weights of a directory in Hugging Face's layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.models.quantised import QuantisedWeights
+from engine.models.weights import PlainWeights, check_shape, missing
+from model_files.multimodal import text_name
+from model_files.quantisation import Quantisation
+from model_files.source import weight_files
+from protocol.errors import ConfigError
+
+
+def open_directory(path: Path, quantised: Quantisation | None = None) -> FileWeights | QuantisedWeights:
+    """Its safetensors, or else its pytorch_model*.bin; quantised: how, where its config says so. Of a multimodal
+    checkpoint the text's tensors are called as in one of text alone."""
+    files = weight_files(path)
+    safe = files and files[0].suffix == ".safetensors"
+    tensors = SafetensorsWeights(files) if safe else TorchWeights(files)
+    return tensors if quantised is None else QuantisedWeights(tensors, quantised)
+
+
+class FileWeights(PlainWeights):
+    """Files of whole tensors."""
+
+    def find(self, name: str) -> torch.Tensor | None:
+        """The tensor as stored; None: there is none of that name."""
+        raise NotImplementedError
+
+    def holds(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        tensor = self.find(name)
+        if tensor is None:
+            raise missing(name)
+        check_shape(name, tuple(tensor.shape), tuple(out.shape))
+        out.copy_(tensor)
+
+
+class SafetensorsWeights(FileWeights):
+    """Memory-mapped .safetensors files; every shard's own header tells what it holds."""
+
+    def __init__(self, files: list[Path]):
+        from safetensors import SafetensorError, safe_open
+
+        self._handles: dict[str, tuple[Any, str]] = {}
+        for file in files:
+            try:
+                handle: Any = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"cannot read {file}: {error}; download it again", param="model") from error
+            self._handles.update({text_name(name): (handle, name) for name in handle.keys()})  # noqa: SIM118
+
+    def find(self, name: str) -> torch.Tensor | None:
+        if name not in self._handles:
+            return None
+        handle, stored = self._handles[name]
+        tensor: torch.Tensor = handle.get_tensor(stored)
+        return tensor
+
+    def holds(self, name: str) -> bool:
+        return name in self._handles
+
+
+class TorchWeights(FileWeights):
+    """pytorch_model*.bin files, read without running code from them."""
+
+    def __init__(self, files: list[Path]):
+        self._tensors: dict[str, torch.Tensor] = {}
+        for file in files:
+            try:
+                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                self._tensors.update({text_name(name): tensor for name, tensor in tensors.items()})
+            except (OSError, RuntimeError, ValueError, EOFError) as error:
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                raise ConfigError(f"cannot read {file}: {reason}", param="model") from error
+
+    def find(self, name: str) -> torch.Tensor | None:
+        return self._tensors.get(name)
+
+    def holds(self, name: str) -> bool:
+        return name in self._tensors

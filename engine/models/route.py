@@ -1,0 +1,76 @@
+"""Which way a model would run here, by its config and headers: no weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.models.config import parse_config, unsupported
+from engine.models.dequantise import BLOCKS, PLAIN, stored_bytes
+from engine.models.families import FAMILIES
+from engine.models.gguf_config import gguf_family, parse_gguf
+from engine.models.hf import gguf_architectures, language_models
+from model_files.encoders import is_encoder
+from model_files.gguf import GGUFFile, gguf_parts, read_gguf
+from model_files.multimodal import is_multimodal, text_config
+from model_files.quantisation import quantisation
+from model_files.source import ModelSource, read_json
+from protocol.errors import ConfigError
+
+OWN, TRANSFORMERS, ENCODER = "our own decoder", "transformers' modules around our attention", "transformers' encoder"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """formats: of the weights, as they are stored."""
+
+    family: str
+    path: str
+    formats: str
+
+
+def route_of(source: ModelSource, impl: str = "auto") -> Route:
+    """impl: as in `load_model`. Raises ConfigError: it cannot run, and why."""
+    return _gguf(read_gguf(source.path), impl) if source.kind == "gguf" else _directory(source, impl)
+
+
+def _directory(source: ModelSource, impl: str) -> Route:
+    whole = read_json(source.path / "config.json")
+    config, family, stored = text_config(whole), str(whole.get("model_type", "")), quantisation(whole)
+    formats = (
+        str(config.get("dtype") or config.get("torch_dtype") or "float32") if stored is None else stored.describe()
+    )
+    if is_encoder(whole):
+        return Route(family, ENCODER, formats)
+    reason = unsupported(config)
+    if impl != "transformers" and (reason is None or impl == "kvferry" or is_multimodal(whole)):
+        parse_config(config)
+        return Route(family, OWN, formats)
+    if stored is not None:
+        raise ConfigError(
+            f"checkpoints of {stored.method} run on our own decoder alone: {reason or impl}", param="model"
+        )
+    _require_known(str(config.get("model_type") or family))
+    return Route(family, TRANSFORMERS, formats)
+
+
+def _require_known(kind: str) -> None:
+    if kind not in language_models():
+        raise ConfigError(
+            f"neither our own decoder nor transformers knows a language model of architecture {kind!r}", param="model"
+        )
+
+
+def _gguf(file: GGUFFile, impl: str) -> Route:
+    kinds = sorted({tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1})
+    for kind in kinds:
+        stored_bytes(kind, 256)
+    formats = "GGUF of " + " and ".join(BLOCKS.get(kind) or str(PLAIN[kind]).removeprefix("torch.") for kind in kinds)
+    family = FAMILIES.get(gguf_family(file))
+    if impl != "transformers" and ((family is not None and family.gguf) or impl == "kvferry"):
+        parse_gguf(file)
+        return Route(file.architecture, OWN, formats)
+    if len(gguf_parts(file.path)) > 1:
+        raise ConfigError("split GGUF files run on our own decoder alone", param="model")
+    if file.architecture not in gguf_architectures():
+        raise ConfigError(f"no reader here knows GGUF files of architecture {file.architecture!r}", param="model")
+    return Route(file.architecture, TRANSFORMERS, formats)

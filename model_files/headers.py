@@ -1,0 +1,87 @@
+"""Which tensors a checkpoint holds, by the headers of its safetensors, and what memory their weights take."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_files.quantisation import AWQ, Quantisation
+from protocol.errors import ConfigError
+
+_LONGEST_HEADER = 1 << 28
+_RUN = 32
+_BESIDE = ("qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape",
+           "weight_g_idx", "input_scale", "input_zero_point")  # fmt: skip
+"""Parts of a quantised layer beside its codes."""
+Entry = tuple[str, tuple[int, ...]]
+"""Number format as the header calls it, and shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    name: str
+    shape: tuple[int, ...]
+    stored_bytes: float | None = None
+    """Of what runs in a form of few bits; None: it runs in the number format of the model."""
+
+
+def safetensors_header(path: Path) -> dict[str, Entry]:
+    """https://huggingface.co/docs/safetensors. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, _LONGEST_HEADER)))
+        return {
+            name: (str(entry["dtype"]), tuple(entry["shape"]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"cannot read the header of {path}; download it again", param="model") from error
+
+
+def weights_of(entries: Mapping[str, Entry], quantised: Quantisation | None) -> Iterator[Tensor]:
+    """Of a quantised checkpoint, each layer as one weight [out, in]."""
+    for name, (dtype, shape) in entries.items():
+        layer, _, part = name.rpartition(".")
+        if quantised is None:
+            yield Tensor(name, shape)
+        elif part in ("qweight", "weight_packed"):
+            outputs, inputs, bits = _sizes(entries, layer, part, shape, quantised)
+            size = _form_bytes(bits, outputs, inputs, quantised, whole=not quantised.group)
+            yield Tensor(f"{layer}.weight", (outputs, inputs), size)
+        elif part == "weight" and len(shape) == 2 and dtype in ("I8", "F8_E4M3", "F8_E5M2"):
+            whole = dtype == "I8" and math.prod(entries.get(f"{layer}.weight_scale", ("", ()))[1]) in (1, shape[0])
+            yield Tensor(name, shape, _form_bytes(8, *shape, quantised, whole))
+        elif part not in _BESIDE:
+            yield Tensor(name, shape)
+
+
+def _sizes(
+    entries: Mapping[str, Entry], layer: str, part: str, shape: tuple[int, ...], quantised: Quantisation
+) -> tuple[int, int, int]:
+    """Outputs, inputs and bits of a code, of a layer of words of 32 bits."""
+    if quantised.method == AWQ:
+        return 8 * shape[1], shape[0], 4
+    if part == "qweight":
+        zeros = entries.get(f"{layer}.qzeros", ("", (0, 0)))[1]
+        bits = 32 * zeros[1] // shape[1] or quantised.bits
+        return shape[1], 32 * shape[0] // bits, bits
+    groups = entries.get(f"{layer}.weight_scale", ("", (0, 0)))[1][1]
+    inputs = quantised.group * groups or 32 * shape[1] // quantised.bits
+    return shape[0], inputs, 32 * shape[1] // inputs
+
+
+def _form_bytes(bits: int, outputs: int, inputs: int, quantised: Quantisation, whole: bool) -> float | None:
+    """Of the form that `engine.models.codes` finds. whole: an output has one scale."""
+    if inputs % _RUN:
+        return None
+    if whole and bits == 8 and quantised.symmetric:
+        return outputs * (inputs + 4.0)
+    odd = quantised.ordered or quantised.group % _RUN or bits == 8
+    size = 8 if odd else 5 if bits == 4 and not quantised.symmetric else 4
+    return outputs * inputs * (size / 8 + 2 / _RUN)

@@ -1,0 +1,119 @@
+"""What the doctor says of models of which nothing but headers is read."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, quants
+from safetensors.torch import save_file
+
+from cli import doctor
+from cli.doctor import Result, all_checks, report
+from protocol.settings import ServeSettings
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+
+
+def directory(path, **changes):
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(128, 64, dtype=torch.bfloat16),
+        "model.layers.0.mlp.down_proj.qweight": torch.zeros(8, 64, dtype=torch.int32),
+        "model.layers.0.mlp.down_proj.qzeros": torch.zeros(2, 8, dtype=torch.int32),
+        "model.layers.0.mlp.down_proj.scales": torch.zeros(2, 64, dtype=torch.float16),
+    }
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(QWEN3 | changes))
+    return str(path)
+
+
+def told(model: str, **settings) -> Result:
+    (result,) = all_checks(ServeSettings(model=(model,), device="cpu", **settings), [("model", doctor.model)])
+    return result
+
+
+def test_family_path_formats_and_memory(tmp_path, monkeypatch):
+    weights = 64 * 64 * 18 // 32 + 2 * 128 * 64
+    room = types.SimpleNamespace(available=weights + 1000 * 128 + 5)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: room)
+    found = told(directory(tmp_path, quantization_config=GPTQ))
+    assert found.level == "ok"
+    assert "Qwen3ForCausalLM on our own decoder, gptq of 4 bits, groups of 32; " in found.found
+    assert "KV 0.1 MiB for 1,000 tokens" in found.found
+    assert "its longest sequence of 4096 tokens; memory here holds KV of 1,000 tokens beside its weights" in found.found
+    longer = told(str(tmp_path), max_model_len=512)
+    assert "sequence of 512 tokens" in longer.found
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt_neox"}, "on transformers' modules around our attention, bfloat16"),
+        ({"hidden_act": "relu"}, "on transformers' modules around our attention"),
+        ({"dtype": "float16"}, "on our own decoder, float16"),
+    ],
+)
+def test_the_path_is_told(changes, words, tmp_path):
+    assert words in told(directory(tmp_path, **changes)).found
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quantization_config": GPTQ | {"bits": 7}}, "'gptq', and 7 bits is not supported"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'"),
+        ({"quantization_config": GPTQ, "model_type": "gpt_neox"}, "gptq run on our own decoder alone"),
+        ({"model_type": "martian"}, "neither our own decoder nor transformers knows"),
+        ({"kv_lora_rank": 64}, "MLA"),
+    ],
+)
+def test_what_cannot_run_is_one_line_and_status_2(changes, words, tmp_path, capsys):
+    settings = ServeSettings(model=(directory(tmp_path, **changes),), device="cpu")
+    assert report(all_checks(settings, [("model", doctor.model), ("threads", doctor.threads)])) == 2
+    line, _ = capsys.readouterr().out.splitlines()
+    assert line.startswith("fail model")
+    assert words in line
+
+
+@pytest.mark.parametrize(("kind", "level"), [("Q4_0", "ok"), ("IQ2_XS", "fail")])
+def test_formats_of_a_gguf(kind, level, tmp_path):
+    path = tmp_path / "m.gguf"
+    writer = GGUFWriter(str(path), "qwen3")
+    for name, value in {
+        "block_count": 1,
+        "context_length": 512,
+        "embedding_length": 256,
+        "feed_forward_length": 256,
+    }.items():
+        writer.add_uint32(f"qwen3.{name}", value)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    stored = GGMLQuantizationType[kind]
+    blocks = np.zeros(quants.quant_shape_to_byte_shape((128, 256), stored), dtype=np.uint8)
+    writer.add_tensor("token_embd.weight", blocks, raw_dtype=stored)
+    writer.add_tensor("blk.0.ffn_down.weight", np.zeros((256, 256), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = told(str(path))
+    assert found.level == level
+    words = "our own decoder, GGUF of float32 and Q4_0" if level == "ok" else "GGUF tensor type IQ2_XS is not supported"
+    assert words in found.found
