@@ -66,7 +66,7 @@ class Ship:
     peer: Peer
     ends: float
     sender: NodeName
-    patience: Patience
+    patience: Patience = Patience()
     state: ShipState = ShipState.OFFERED
     unanswered: bool = True
     blocks: Outgoing | None = None
