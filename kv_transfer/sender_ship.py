@@ -28,6 +28,9 @@ class Patience(NamedTuple):
     stall_s: float = STALL_TIMEOUT_S
 
 
+USUAL = Patience()
+
+
 class ShipState(StrEnum):
     """RUNNING: blocks are posted; DRAINING: everything was posted, the acknowledgement is awaited; QUIET: no send
     touches memory any more."""
@@ -66,7 +69,7 @@ class Ship:
     peer: Peer
     ends: float
     sender: NodeName
-    patience: Patience = Patience()
+    patience: Patience = USUAL
     state: ShipState = ShipState.OFFERED
     unanswered: bool = True
     blocks: Outgoing | None = None
