@@ -74,7 +74,7 @@ class Pool:
             bound = Bound(self.max_model_len, body.prompt_field, body.truncate_prompt_tokens is not None)
             encoded = iter(await self.encoder.encode(texts, bound, add_special_tokens=body.marks_texts()))
         else:
-            encoded = iter([self.text.encode(text, add_special_tokens=body.marks_texts()) for text in texts])
+            encoded = iter([self.encoder.short(text, add_special_tokens=body.marks_texts()) for text in texts])
         bad_words = bad_word_ids(body.bad_words, self.text) if body.bad_words else ()
         specs: list[RequestSpec] = []
         for name, prompt in zip(request_names(call, len(prompts)), prompts, strict=True):

@@ -17,6 +17,7 @@ from router.text.lanes import SHORT, Lanes
 from router.text.memo import Memo
 from router.text.reach import reach_of
 from router.text.text_model import TextModel
+from router.text.words import Words
 
 T = TypeVar("T")
 
@@ -54,7 +55,13 @@ class Encoder:
         self._text, self._most = text, most
         self._reach = reach_of(text.tokenizer.library)
         self._lanes = Lanes()
-        self._memo = Memo(text.tokenizer.library, partial(text.encode_all, add_special_tokens=False))
+        encode = partial(text.encode_all, add_special_tokens=False)
+        self._memo, self._words = Memo(text.tokenizer.library, encode), Words(text.tokenizer.library, encode)
+
+    def short(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text shorter than LONG_CHARS, on the event loop."""
+        encode = self._words.ids if self._words.apart else self._text.encode
+        return encode(text, add_special_tokens=add_special_tokens)
 
     async def encode(self, texts: Sequence[str], bound: Bound, *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text. Raises ContextLengthExceeded for one that certainly has more than `bound.tokens`;
@@ -63,7 +70,7 @@ class Encoder:
             self._check_length(text, bound)
         encode = partial(self._text.encode, add_special_tokens=add_special_tokens)
         if sum(map(len, texts)) < LONG_CHARS:
-            return [encode(text) for text in texts]
+            return [self.short(text, add_special_tokens=add_special_tokens) for text in texts]
         remembered = partial(self._memo.ids, add_special_tokens=add_special_tokens)
         found: list[list[int]] = []
         tokens, all_chars = 0, sum(map(len, texts))

@@ -2,9 +2,9 @@
 
 A long text is cut where its tokens cannot depend on the other side, its parts are remembered. Cuts are found from the
 text's beginning on, so texts that begin alike have parts in common. A part may be cut from the next one between a
-letter and a space that a letter follows, of ASCII: no known pattern looks across it, no normaliser composes across it,
-and pairs are merged within words only. Which tokenizers that holds for is asked once (`cuts`); all others encode whole
-texts, as does a text with an added token that spans such a place.
+character that is no space and a space that a letter follows, of ASCII: no known pattern looks across it, no normaliser
+composes across it, and pairs are merged within words only. Which tokenizers that holds for is asked once (`cuts`); all
+others encode whole texts, as does a text with an added token that spans such a place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEAST_CHARS = 2 * PART_CHARS
 """A shorter text is encoded as a whole, in a millisecond or two."""
 MOST_BYTES = 2**26
 """Of the parts that are remembered of one model and their ids, the last used."""
-_CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])", re.ASCII)
+CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z])", re.ASCII)
 _CASELESS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
 _REST = "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 PATTERNS = frozenset(
@@ -97,7 +97,7 @@ def cuts(tokenizer: Tokenizer) -> bool:
         and not model.dropout
         and not (model.unk_token and model.fuse_unk)
         and not any(token.lstrip or token.rstrip or token.single_word for token in added)
-        and not any(_CUT.search(normalize("NFC", token.content) + "a") for token in added)
+        and not any(CUT.search(normalize("NFC", token.content) + "a") for token in added)
         and all(step["type"] == "NFC" for step in _steps(tokenizer.normalizer, "normalizers"))
         and _splits(_steps(tokenizer.pre_tokenizer, "pretokenizers"))
         and tokenizer.truncation is None
@@ -141,7 +141,7 @@ def _splits(steps: Sequence[dict[str, Any]]) -> bool:
 
 def _parts(text: str) -> Iterator[str]:
     begin = 0
-    while cut := _CUT.search(text, begin + PART_CHARS):
+    while cut := CUT.search(text, begin + PART_CHARS):
         yield text[begin : cut.start()]
         begin = cut.start()
     yield text[begin:]
