@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from cli.door import GivenUp, complain, set_threads, set_up_traces, worker_threads
+from cli.door import GivenUp, complain, set_encoding, set_threads, set_up_traces, worker_threads
 from cli.options import SERVE_FIXED, settings_options
 from cli.simulate import plan, simulate
 from process.log import set_up_log
@@ -64,6 +64,7 @@ def router(settings: RouterSettings) -> None:
         asyncio.run(serve_routers(settings))
         return
     set_up_traces("router")
+    set_encoding()
     from router.main import serve_router
 
     _run(serve_router(settings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from cli.door import complain, set_threads, worker_threads
+from cli.door import complain, set_encoding, set_threads, worker_threads
 from process.limits import available_cores
 from process.log import set_up_log
 
@@ -24,6 +24,15 @@ def test_thread_variables_are_set(no_thread_variables, monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY")
     set_threads(2)
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_texts_are_encoded_where_they_are_unless_an_operator_says_otherwise(monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    set_encoding()
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    set_encoding()
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
 def test_complaints_are_one_line(capsys):
