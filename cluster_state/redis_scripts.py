@@ -104,14 +104,14 @@ end
 return found
 """
 
-# KEYS: prefix of rows. ARGV: hashes; if the store is asked for, too: its name, the hashes that stand for its groups.
-# Answers id, epoch, length of each node that holds the first block; whose epochs live is for who asks to know, since a
-# thousand of them would cost more to send than the search.
+# KEYS: prefix of rows. ARGV: the name of the store; then for each question the hashes, and those that stand for the
+# store's groups, none unless it is asked for. Answers to each id, epoch, length of each node that holds the first
+# block; whose epochs live is for who asks to know, since a thousand of them would cost more to send than the search.
 # The search of each node is that of `cluster_state.prefixes.longest`, with positions counted from 1; nodes whose
 # next question is the same position are asked together.
 LONGEST_PREFIX = """
-local call, sub, prefix, answer = redis.call, string.sub, KEYS[1], {}
-local hashes, epochs
+local call, sub, prefix, answers = redis.call, string.sub, KEYS[1], {}
+local hashes, epochs, answer
 local function key(i) return prefix .. sub(hashes, 16 * i - 15, 16 * i) end
 local function ask(ids, i)
   local holding, others = {}, {}
@@ -145,20 +145,24 @@ local function search(ids)
   end
   bisect(ids, low, math.min(high, count + 1))
 end
-local ids = {}
-hashes, epochs = ARGV[1], {}
-local first = call('HGETALL', key(1))
-for at = 1, #first, 2 do
-  ids[#ids + 1] = first[at]
-  epochs[first[at]] = first[at + 1]
+local store = ARGV[1]
+for at = 2, #ARGV, 2 do
+  local ids = {}
+  hashes, epochs, answer = ARGV[at], {}, {}
+  local first = call('HGETALL', key(1))
+  for place = 1, #first, 2 do
+    ids[#ids + 1] = first[place]
+    epochs[first[place]] = first[place + 1]
+  end
+  search(ids)
+  hashes = ARGV[at + 1]
+  if hashes ~= '' then
+    epochs[store] = call('HGET', key(1), store)
+    if epochs[store] then search({store}) end
+  end
+  answers[#answers + 1] = answer
 end
-search(ids)
-if ARGV[2] then
-  hashes = ARGV[3]
-  epochs[ARGV[2]] = call('HGET', key(1), ARGV[2])
-  if epochs[ARGV[2]] then search({ARGV[2]}) end
-end
-return answer
+return answers
 """
 
 # Every command of the scripts, here and in `redis_responses`, with arguments that change nothing that anybody uses: the

@@ -9,9 +9,9 @@ kvferry:<cluster>:b:<16 bytes>  hash  node id, or another name of `index` → ep
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from cluster_state import redis_client, redis_scripts
@@ -20,7 +20,7 @@ from cluster_state.redis_check import checked
 from cluster_state.redis_client import LONGEST, Script, answered, sensible
 from cluster_state.redis_url import shown
 from cluster_state.registry import LEASE_S, Announced
-from protocol.errors import RegistryUnavailable
+from cluster_state.together import Question, Together
 from protocol.layout import STORE_GROUP
 from protocol.lease import Foreign, NodeLease, sealed, unsealed
 from protocol.wire import WireError
@@ -58,7 +58,7 @@ class RedisStore:
         prefix = self._prefix
         self._members, self._leases, self._rows = prefix + "nodes", prefix + "node:", prefix + "b:"
         self._epochs = prefix + "epoch:"
-        self._lookup_s = lookup_s
+        self._lookups = Together(self._longest_prefixes, lookup_s)
         self._told_unreadable = False
         self._lease_ms, self._row_ttl_ms = int(lease_s * 1000), int(row_ttl_s * 1000)
         self._client, self._limit_s = redis_client.connected(url, timeout_s, password_file), LONGEST * timeout_s
@@ -139,10 +139,8 @@ class RedisStore:
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         if not hashes or not nodes:
             return {}
-        args: list[Any] = [b"".join(hashes)]
-        if ON_STORE in nodes and len(hashes) >= STORE_GROUP:
-            args += [ON_STORE, b"".join(store_hashes(hashes))]
-        answer = await self._cancellable(self._longest.run([self._rows], args))
+        stored = store_hashes(hashes) if ON_STORE in nodes and len(hashes) >= STORE_GROUP else ()
+        answer = await self._lookups.ask((b"".join(hashes), b"".join(stored)))
         with sensible():
             told = zip(answer[::3], answer[1::3], answer[2::3], strict=True)
             found = ((node.decode(), epoch.decode(), int(length)) for node, epoch, length in told)
@@ -151,15 +149,6 @@ class RedisStore:
             held[ON_STORE] *= STORE_GROUP
         return held
 
-    async def _cancellable(self, lookup: Coroutine[Any, Any, Any]) -> Any:
-        """Await a lookup in a task of its own. The client library waits with `asyncio.wait_for`, which before Python
-        3.12 swallows a cancellation that comes as the wait ends: a request whose client had left ran on to its last
-        token. A lookup that nobody waits for any more ends in its time, since breaking it off costs its connection."""
-        task = asyncio.ensure_future(lookup)
-        late = asyncio.get_running_loop().call_later(self._lookup_s, task.cancel)
-        task.add_done_callback(lambda _: late.cancel())
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        done, _ = await asyncio.wait((task,), timeout=self._lookup_s)
-        if not done or task.cancelled():
-            raise RegistryUnavailable(f"no answer from Redis within {self._lookup_s} s")
-        return task.result()
+    async def _longest_prefixes(self, questions: Sequence[Question]) -> Any:
+        """One answer for each: of hashes, and of those that stand for the store's groups."""
+        return await self._longest.run([self._rows], [ON_STORE, *chain.from_iterable(questions)])
