@@ -6,10 +6,12 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 HASH_BYTES = 16
 
 
+@lru_cache(maxsize=1024)
 def root_hash(fingerprint: str, namespace: str = "", adapter: str = "") -> bytes:
     """Parent of a sequence's first block: covers model revision, KV layout, the tenant's namespace, and the id of the
     adapter, if there is one."""

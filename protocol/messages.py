@@ -143,9 +143,11 @@ class MoveRequest:
 
 
 @message(20)
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenDelta:
-    """New output tokens of one attempt. `index` is the place of the first of them among the request's output tokens
+    """Not to be changed; made for every token, and to make a frozen one takes four times as long.
+
+    New output tokens of one attempt. `index` is the place of the first of them among the request's output tokens
     (0 = first output token of the whole request, whatever attempt). finish_reason: None, stop, length, or
     closed: what its grammar asks for is complete, and was ended before max_tokens would have cut it.
     `vector` (float32, little-endian) is the whole answer of work that generates nothing: no tokens come with it.

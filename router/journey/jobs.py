@@ -40,8 +40,14 @@ def hashes(spec: RequestSpec, token_ids: tuple[int, ...], lease: NodeLease) -> l
 
 
 def output(delta: TokenDelta) -> Output:
-    told = (delta.logprobs, delta.finish_reason, delta.stop_token, delta.prompt_logprobs, delta.vector)
-    return Output(delta.token_ids, *told)
+    return Output(
+        delta.token_ids,
+        delta.logprobs,
+        delta.finish_reason,
+        delta.stop_token,
+        delta.prompt_logprobs,
+        delta.vector,
+    )
 
 
 def _later(work: Work) -> Work:

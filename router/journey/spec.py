@@ -48,9 +48,11 @@ class RequestSpec:
         return self.work.params
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Output:
-    """Next output tokens of a request, each exactly once and in order, whatever attempts and nodes they came from.
+    """Not frozen for the sake of speed, like TokenDelta.
+
+    Next output tokens of a request, each exactly once and in order, whatever attempts and nodes they came from.
     finish_reason (stop, length, closed) comes with the last Output; `stop_token` is the ending token if one was drawn
     and is then the last of token_ids. `prompt_logprobs` come with the first Output when asked for; `vector` (float32,
     little-endian) is the one Output of work that generates nothing."""
