@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -65,11 +65,13 @@ class Door:
             trace=_traceparent(headers),
         )
 
-        async def stamped(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.id.encode())]
-                await self._settle(scope, message["status"], call)
+        async def begun(message: Message) -> None:
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.id.encode())]
+            await self._settle(scope, message["status"], call)
             await send(message)
+
+        def stamped(message: Message) -> Awaitable[None]:
+            return begun(message) if message["type"] == "http.response.start" else send(message)
 
         REQUEST.set(call.id)
         if tenant is None and path not in OPEN_PATHS:

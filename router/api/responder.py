@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,8 +34,8 @@ class Responder:
         self._failing = failing
         await self._start(200, _EVENTS, {**_STREAM_HEADERS, **headers})
 
-    async def write(self, data: bytes, *, more: bool = True) -> None:
-        await self.send({"type": "http.response.body", "body": data, "more_body": more})
+    def write(self, data: bytes, *, more: bool = True) -> Awaitable[None]:
+        return self.send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def whole(self, status: int, value: Any, headers: Mapping[str, str]) -> None:
         await self.json(status, dump(value), headers)

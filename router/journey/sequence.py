@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from protocol.messages import TokenDelta
@@ -20,11 +20,14 @@ class Sequence:
     def restart(self) -> None:
         self._early.clear()
 
-    def push(self, delta: TokenDelta) -> Iterator[TokenDelta]:
-        """Take a delta; yield those that are now due, trimmed to begin where the last one ended."""
+    def push(self, delta: TokenDelta) -> Iterable[TokenDelta]:
+        """Take a delta. Those that are now due, trimmed to begin where the last one ended: to be looked at at once, for
+        each is handed out as it is looked at."""
         if delta.index == len(self.tokens) and not self._early and not self.finished:
-            yield self._take(delta)
-            return
+            return (self._take(delta),)
+        return self._due(delta)
+
+    def _due(self, delta: TokenDelta) -> Iterator[TokenDelta]:
         known = self._early.get(delta.index)
         if known is None or _worth(known) < _worth(delta):
             self._early[delta.index] = delta
