@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 from api_parts import EOS, Api, FakeCluster, demo_text, error_of, events, ids_of, logprob_of, outputs_for, says
@@ -145,9 +146,9 @@ async def test_many_short_prompts_together_are_encoded_off_the_loop() -> None:
     threads: set[int] = set()
 
     class Watched(TextModel):
-        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        def encode_all(self, texts: Any, *, add_special_tokens: bool = True) -> list[list[int]]:
             threads.add(threading.get_ident())
-            return demo_text().encode(text, add_special_tokens=add_special_tokens)
+            return demo_text().encode_all(texts, add_special_tokens=add_special_tokens)
 
     demo = demo_text()
     text = Watched(demo.called, demo.tokenizer, demo.template, demo.facts)
