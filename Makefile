@@ -5,6 +5,7 @@
 # make fuzz      damaged and changed model files, ten thousand of them: each is read, or refused in plain words
 # make fuzz-api  ten thousand hostile requests and as many damaged messages: make fuzz-api SEED=7
 # make test-avx512  the CPU kernels' tests with AVX-512, BF16, VNNI and AMX emulated, on a processor without them
+# make test-arm  the same on an emulated ARM processor, compiled for it: make test-arm CPU=cortex-a76
 # make test-asan, make test-tsan  the CPU kernels' tests under GCC's sanitizers: of addresses and undefined behaviour, of threads
 # make simulate-protocol  the protocol on a virtual clock, schedules by their seeds: make simulate-protocol SEEDS=100000 FIRST=0
 # make chaos     real processes under load and a seeded plan of faults: make chaos MINUTES=20 SEED=1 NETWORK=1 (cuts; root)
@@ -73,7 +74,7 @@ FIRST   ?= 0
 CHAOS   := PYTHONPATH=tests $(BIN)/python -m chaos --seed $(SEED) $(if $(NETWORK),--network)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients test-schemas fuzz fuzz-api test-avx512 test-asan test-tsan simulate-protocol chaos soak \
+.PHONY: help serve test test-clients test-schemas fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
   redis-faults lint docs bench bench-accuracy bench-grammars \
   bench-router bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-embed \
   bench-gpu wheelhouse images lock test-deploy test-images clean FORCE
@@ -121,6 +122,10 @@ endef
 test-avx512: $(VENV)/test.done
 	$(call built,avx512,KVFERRY_EMULATED=$(CURDIR)/tests/kernels/avx512.h)
 	$(VENV)/avx512/bin/python -P -m pytest -k "avx512 or amx or avx_vnni or packed" $(EMULATED_TESTS)
+
+# Debian's g++-aarch64-linux-gnu, qemu-user-static and mmdebstrap; ten minutes. CPU: a processor that QEMU knows.
+test-arm: $(VENV)/test.done
+	CPU=$(or $(CPU),max) PYTHON=$(BIN)/python FOLDER=$(VENV)/arm64 tests/kernels/arm64.sh $(NATIVE_TESTS) $(PYTEST_ARGS)
 
 # Python is not built with the sanitizers, so their runtimes come first; it leaks by design. Six minutes to compile.
 sanitized = LD_PRELOAD="$$(g++ -print-file-name=lib$(1).so) $$(g++ -print-file-name=libstdc++.so)" $(2) \

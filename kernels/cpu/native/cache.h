@@ -25,7 +25,10 @@ KVF_INLINE void quantise(const T* x, int64_t dim, int8_t* to) {
   Floats most{};
   for (int64_t d = 0; d < whole; d += kLanes) most = larger(larger(load(x + d), -load(x + d)), most);
   float highest = largest(most);
-  for (int64_t d = whole; d < dim; ++d) highest = __builtin_fmaxf(__builtin_fabsf(load_one(x + d)), highest);
+  for (int64_t d = whole; d < dim; ++d) {  // no fmaxf: GCC 12 fails on such a reduction for ARM
+    const float size = __builtin_fabsf(load_one(x + d));
+    highest = size > highest ? size : highest;
+  }
   const float scale = __builtin_fmaxf(highest / 127.0f, FLT_MIN);
   for (int64_t d = 0; d < whole; d += kLanes) {
     const Bytes rounded = __builtin_convertvector(reinterpret_cast<Ints>(load(x + d) / scale + kRound), Bytes);

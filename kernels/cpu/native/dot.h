@@ -33,6 +33,32 @@ struct Dot {
   static KVF_INLINE Ints drain(Part part) { return part; }
 };
 
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+
+template <int Bits>
+struct Dot {
+  using Part = Ints;
+  static constexpr int kSteps = 8, kOffset = 0;
+  static KVF_INLINE void add(Part& part, Words codes, Words x) {
+    part = (Ints)vusdotq_s32((int32x4_t)part, (uint8x16_t)codes, (int8x16_t)x);
+  }
+  static KVF_INLINE Ints drain(Part part) { return part; }
+};
+
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+// Both sides are signed: codes of eight bits are taken 128 lower.
+template <int Bits>
+struct Dot {
+  using Part = Ints;
+  static constexpr int kSteps = 8, kOffset = Bits == 8 ? 128 : 0;
+  static KVF_INLINE void add(Part& part, Words codes, Words x) {
+    if constexpr (Bits == 8) codes ^= 0x80808080u;
+    part = (Ints)vdotq_s32((int32x4_t)part, (int8x16_t)codes, (int8x16_t)x);
+  }
+  static KVF_INLINE Ints drain(Part part) { return part; }
+};
+
 #elif defined(KVF_DOT_VECTOR)
 
 // Sums of two products fit 16 bits; of how many more depends on the codes: (2^Bits - 1) * 127 * 2 a step.
@@ -98,6 +124,8 @@ KVF_INLINE Floats load_half(const uint8_t* from) {
   return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #elif defined(__F16C__)
   return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__aarch64__)
+  return (Floats)vcvt_f32_f16(load_as<float16x4_t>(from));
 #else
   const Words bits = __builtin_convertvector(load_as<Halves>(from), Words);
   const Floats size = reinterpret_cast<Floats>((bits & 0x7fffu) << 13) * 0x1p112f;

@@ -11,6 +11,11 @@
 #include <cerrno>
 #endif
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace kvferry {
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -48,6 +53,18 @@ bool has_avx_vnni() {
 }
 #else
 bool has_avx_vnni() { return false; }
+#endif
+
+#if defined(__aarch64__) && defined(__linux__)
+bool has_arm_dotprod() { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
+
+bool has_arm_bf16() {
+  constexpr unsigned long kBoth = HWCAP2_BF16 | HWCAP2_I8MM;
+  return has_arm_dotprod() && (getauxval(AT_HWCAP2) & kBoth) == kBoth;
+}
+#else
+bool has_arm_dotprod() { return false; }
+bool has_arm_bf16() { return false; }
 #endif
 
 }  // namespace kvferry

@@ -10,4 +10,8 @@ bool tiles_permitted();
 // Whether the processor adds products of bytes without AVX-512.
 bool has_avx_vnni();
 
+// Whether the processor has ARM's dot products of bytes; whether it has the matrix products of bytes and of bfloat16, too.
+bool has_arm_dotprod();
+bool has_arm_bf16();
+
 }  // namespace kvferry

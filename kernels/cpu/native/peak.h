@@ -70,6 +70,8 @@ void run_multiply(void* argument, int, int, Barrier&) {
   for (int i = 0; i < kChains; ++i) chains[i] = splat(static_cast<float>(i));
 #if defined(__AVX512BF16__)
   __m512bh x = (__m512bh)_mm512_set1_epi16(0x3f80);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  bfloat16x8_t x = vreinterpretq_bf16_f32(vdupq_n_f32(1.0f));
 #else
   Floats x = splat(1.0f);
 #endif
@@ -79,6 +81,8 @@ void run_multiply(void* argument, int, int, Barrier&) {
     for (int i = 0; i < kChains; ++i)
 #if defined(__AVX512BF16__)
       chains[i] = (Floats)_mm512_dpbf16_ps((__m512)chains[i], x, x);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+      chains[i] = (Floats)vbfmmlaq_f32((float32x4_t)chains[i], x, x);
 #else
       chains[i] = chains[i] * x + x;
 #endif
@@ -88,6 +92,8 @@ void run_multiply(void* argument, int, int, Barrier&) {
 
 #if defined(__AVX512BF16__)
 constexpr int64_t kRoundWork = int64_t{kChains} * kLanes * 4;
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr int64_t kRoundWork = int64_t{kChains} * kLanes * 8;  // of a lane: four products and their sums
 #else
 constexpr int64_t kRoundWork = int64_t{kChains} * kLanes * 2;
 #endif

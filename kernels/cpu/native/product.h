@@ -13,6 +13,10 @@
 #include "tiles.h"
 #else
 
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include "bf16_arm.h"
+#endif
+
 namespace kvferry {
 namespace {
 
@@ -27,6 +31,7 @@ KVF_INLINE T word(const bf16* pair) {
 }
 
 #if defined(__AVX512BF16__)
+#define KVF_BF16_TILES
 
 constexpr int kTileRows = 12;
 
@@ -54,6 +59,12 @@ inline __attribute__((noinline)) void panel_tile(const bf16* x, int64_t step, co
     store(out + r * kPanel + kLanes, total[r][1]);
   }
 }
+
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define KVF_BF16_TILES
+#endif
+
+#if defined(KVF_BF16_TILES)
 
 using TileFunction = void (*)(const bf16*, int64_t, const uint8_t*, int64_t, float*);
 

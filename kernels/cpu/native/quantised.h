@@ -7,12 +7,16 @@
 #include "forms.h"
 #include "types.h"
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#include "i8mm_arm.h"
+#endif
+
 namespace kvferry {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int kCodeRows = 8;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__aarch64__)
 constexpr int kCodeRows = 4;
 #else
 constexpr int kCodeRows = 2;
@@ -117,6 +121,14 @@ KVF_INLINE void group_sums(const Quantised& x, int64_t row, const uint8_t* group
     upper_low = load_as<Words>(group + C::upper + lane * 4);
     upper_high = load_as<Words>(group + C::upper + 64 + lane * 4);
   }
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  if constexpr (Rows > 1) {
+    const auto unpacked = [&](int step, Words& low, Words& high) __attribute__((always_inline)) {
+      unpack<C>(group, step, lane, upper_low, upper_high, low, high);
+    };
+    return add_pairs<Rows, C::steps>(codes, x.in, unpacked, sums);
+  }
+#endif
 #pragma GCC unroll 8
   for (int first = 0; first < C::steps; first += kRuns) {
     typename D::Part part[Rows][2];

@@ -11,10 +11,11 @@ namespace kvferry {
 
 extern const Kernels kernels_portable;
 extern const Kernels kernels_avx2, kernels_avx_vnni, kernels_avx512, kernels_avx512_vnni, kernels_avx512_bf16, kernels_amx;
+extern const Kernels kernels_neon_bf16, kernels_neon_dotprod;
 
 // Calls add(kernels) with those for x86 that are compiled in and run here, best first.
 template <class Add>
-inline void add_x86(Add add) {
+inline void add_x86([[maybe_unused]] Add add) {
 #if defined(KVFERRY_EMULATED)
   const bool avx512 = true, vnni = true, bf16 = true, avx_vnni = true;
 #elif defined(KVFERRY_HAS_AVX2)
@@ -42,9 +43,21 @@ inline void add_x86(Add add) {
 #endif
 }
 
+// The same for ARM.
+template <class Add>
+inline void add_arm([[maybe_unused]] Add add) {
+#if defined(KVFERRY_HAS_NEON_BF16)
+  if (has_arm_bf16()) add(&kernels_neon_bf16);
+#endif
+#if defined(KVFERRY_HAS_NEON_DOTPROD)
+  if (has_arm_dotprod()) add(&kernels_neon_dotprod);
+#endif
+}
+
 inline std::vector<const Kernels*> runnable_kernels() {
   std::vector<const Kernels*> found;
   add_x86([&](const Kernels* kernels) { found.push_back(kernels); });
+  add_arm([&](const Kernels* kernels) { found.push_back(kernels); });
   found.push_back(&kernels_portable);
   return found;
 }

@@ -8,6 +8,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define KVF_INLINE inline __attribute__((always_inline))
@@ -148,6 +150,8 @@ KVF_INLINE bool any(Ints mask) {
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
 #elif defined(__AVX2__)
   return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#elif defined(__aarch64__)
+  return vmaxvq_u32((uint32x4_t)mask) != 0;
 #else
   return (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
 #endif
