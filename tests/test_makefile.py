@@ -50,7 +50,8 @@ def benched(home: Path, imports: str) -> list[str]:
         asks = f"case \"$2\" in *'{imports}'*) exit 0;; *import*) exit 1;; esac"
         python.write_text(f"#!/bin/sh\n{asks}\necho {name} $@\n")
         python.chmod(0o755)
-    command = ["make", f"PYTHON={home / 'own'}", f"VENV={home / 'venv'}", "bench-gpu", "MAKE=echo made", "ARGS=--tiny"]
+    command = ["make", "--no-print-directory", f"PYTHON={home / 'own'}", f"VENV={home / 'venv'}", "bench-gpu"]
+    command += ["MAKE=echo made", "ARGS=--tiny"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.splitlines()
 

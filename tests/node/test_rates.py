@@ -40,6 +40,9 @@ def test_mixed_small_and_empty_observations_teach_nothing() -> None:
     assert meter.rates == Rates(100.0, 1.0, 1.0)
 
 
+MODEL = SimpleNamespace(device=SimpleNamespace(type="cpu"), info=SimpleNamespace(name="tiny"))
+
+
 def warmed(monkeypatch: pytest.MonkeyPatch, budget: int, token_s: float, slow_turn: int = 0) -> tuple[Rates, list[int]]:
     """Rates and chunk lengths of a warm-up on an engine that takes `token_s` per token, and ten times that in its first
     turn and in `slow_turn`."""
@@ -53,7 +56,7 @@ def warmed(monkeypatch: pytest.MonkeyPatch, budget: int, token_s: float, slow_tu
     config = SimpleNamespace(
         block_size=16, max_model_len=100_000, limits=SimpleNamespace(max_num_batched_tokens=budget)
     )
-    pool, runner = SimpleNamespace(num_blocks=10_000), SimpleNamespace(run=run)
+    pool, runner = SimpleNamespace(num_blocks=10_000), SimpleNamespace(run=run, model=MODEL)
     rates = warm_up(cast(Engine, SimpleNamespace(config=config, pool=pool, runner=runner)))
     return rates, [count for count in chunks if count != 1]
 
@@ -87,7 +90,7 @@ def test_a_model_whose_first_step_fails_is_named() -> None:
         raise RuntimeError("no kernel for\nthis head dim")
 
     config = SimpleNamespace(block_size=16, max_model_len=100, limits=SimpleNamespace(max_num_batched_tokens=64))
-    runner = SimpleNamespace(run=run, model=SimpleNamespace(info=SimpleNamespace(name="tiny")))
+    runner = SimpleNamespace(run=run, model=MODEL)
     engine = SimpleNamespace(config=config, pool=SimpleNamespace(num_blocks=10), runner=runner)
     with pytest.raises(
         ConfigError, match=r"tiny cannot be run: its first step failed with RuntimeError: no kernel for$"

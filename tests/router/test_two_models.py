@@ -13,6 +13,7 @@ from api_parts import demo_text, error_of, events
 from fake_workers import Bench, FakeWorker, decode, prefill
 from waiting import until
 
+from cluster_state.index import owner
 from model_files.naming import ModelName
 from protocol.settings import RouterSettings
 from router.api.app import create_app
@@ -121,7 +122,7 @@ async def test_equal_prompts_of_two_models_have_different_blocks(house: House) -
     index = house.store.longest_prefix
 
     async def spy(hashes: Sequence[bytes], nodes: dict[str, int]) -> dict[str, int]:
-        asked.append(set(nodes))
+        asked.append({owner(name) for name in nodes})
         return {**(await index(hashes, nodes)), "p-m": len(hashes)}
 
     house.store.longest_prefix = spy  # type: ignore[method-assign]
