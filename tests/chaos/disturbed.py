@@ -61,15 +61,15 @@ def prepare_worker() -> None:
 
     import engine.loop
     import engine.runner
-    import node.loaded
+    import node.linking
 
-    real = node.loaded.UcxLink
+    real = node.linking.UcxLink
 
     def make_link(*args: Any, **options: Any) -> Any:
         PARTS.link = StormyLink(real(*args, **options), WEATHER)
         return PARTS.link
 
-    node.loaded.UcxLink = make_link  # type: ignore[assignment, misc]
+    node.linking.UcxLink = make_link  # type: ignore[assignment, misc]
     run, start = engine.runner.Runner.run, engine.loop.EngineLoop.start
 
     def paced(self: Any, slices: Any, *rest: Any) -> Any:

@@ -24,7 +24,7 @@ FOUND_BY = {
     "committed_before_the_last_block": 140,
     "copy_is_not_lent": 5,
     "copy_lands_at_once": 7,
-    "deadline_of_a_grant_ignored": 113,
+    "deadline_of_a_grant_ignored": 129,
     "fetch_that_failed_keeps_its_blocks": 31,
     "fetched_before_it_is_here": 2,
     "given_blocks_are_not_held": 2,
@@ -36,7 +36,7 @@ FOUND_BY = {
     "moving_blocks_not_held": 1,
     "nobody_is_cancelled": 313,
     "receives_are_never_filled": 7,
-    "ship_quiet_too_early": 34,
+    "ship_quiet_too_early": 104,
     "withdrawn_grant_runs": 2,
 }
 """A seed that finds it, where the first one does not: others do, too."""
