@@ -61,9 +61,9 @@ class Experts:
 @dataclass(frozen=True, slots=True)
 class LayerForm:
     """One layer; qkv is fused in that order of outputs. q_norm, k_norm [head_dim]: a norm of each head
-    before the rotation, [heads * head_dim]: one of all heads, or None. rotated: it applies the rotary embedding;
-    window: its sliding window, 0 for none. input_norm, post_norm: before attention and MLP; behind_attention,
-    behind_mlp: of what they add, before it is added; None: there is none."""
+    before the rotation, [heads, head_dim]: with weights of its own, [heads * head_dim]: one of all heads, or None.
+    rotated: it applies the rotary embedding; window: its sliding window, 0 for none. input_norm, post_norm: before
+    attention and MLP; behind_attention, behind_mlp: of what they add, before it is added; None: there is none."""
 
     input_norm: torch.Tensor | None
     qkv: Linear

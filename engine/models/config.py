@@ -58,7 +58,7 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm_eps: float
     tie_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -75,10 +75,10 @@ class DecoderConfig:
 
     @property
     def plain(self) -> bool:
-        """Whether its layers are those of Llama: one norm before each part, SiLU, one rotation, no caps."""
+        """Whether its layers are those of Llama: one RMS norm before each part, SiLU, one rotation, no caps."""
         family = self.family
-        own = (family.norm_behind, family.gelu, family.wide_qk_norm, family.capped, self.local_rope, self.experts)
-        return not any(own)
+        own = (family.norm_behind, family.gelu, family.wide_qk_norm, family.capped, family.centred)
+        return not any((*own, self.local_rope, self.experts))
 
     @property
     def q_size(self) -> int:
@@ -132,6 +132,7 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
     head_dim = config.get("head_dim") or family.head_dim or hidden_size // heads
     bias = bool(config.get("attention_bias", False))
     rotated = _rotated_layers(config, layers)
+    windows = _windows(config, rotated, family)
     rope, *local = [parse_rope(config, each, family, head_dim) for each in rope_dicts(config, family)]
     return DecoderConfig(
         model_type=config["model_type"],
@@ -142,16 +143,16 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        norm_eps=config.get("layer_norm_eps", 1e-5) if family.centred else config.get("rms_norm_eps", 1e-6),
         tie_embeddings=bool(config.get("tie_word_embeddings", family.tie_embeddings)),
         qkv_bias=family.qkv_bias or bias,
         o_bias=bias and family.o_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=family.qk_norm,
+        qk_norm=bool(config.get("use_qk_norm")) if family.own_qk_norm else family.qk_norm,
         rope=rope,
         local_rope=local[0] if local else None,
-        rotated=rotated,
-        windows=_windows(config, rotated, family),
+        rotated=tuple(window > 0 for window in windows) if family.windows_rotate else rotated,
+        windows=windows,
         family=family,
         factors=_factors(config, family, hidden_size),
         experts=_experts(config, family, layers),
@@ -180,7 +181,11 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> ExpertsConf
 def _factors(config: dict[str, Any], family: Family, hidden_size: int) -> Factors:
     if not family.factors:
         scalar = config.get("query_pre_attn_scalar") or 0
-        return Factors(embedding=hidden_size**0.5 if family.embedding_root else 1.0, attention=scalar and scalar**-0.5)
+        return Factors(
+            embedding=hidden_size**0.5 if family.embedding_root else 1.0,
+            attention=scalar and scalar**-0.5,
+            logits=float(config.get("logit_scale", family.logit_scale)),
+        )
     return Factors(
         embedding=float(config.get("embedding_multiplier", 1.0)),
         attention=float(config.get("attention_multiplier", 1.0)),

@@ -14,6 +14,7 @@ from kernels.experts import mixture
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
 from kernels.step import DecoderForm, Experts, Linear, NextLogits
+from kernels.variants import gelu_mul, layer_norm
 
 
 class Decoder(Model):
@@ -55,7 +56,7 @@ class Decoder(Model):
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            eps=config.rms_norm_eps,
+            eps=config.norm_eps,
             scale=self._scale,
         )
 
@@ -79,19 +80,20 @@ class Decoder(Model):
         wanted: Wanted = always,
         halfway: Halfway | None = None,
     ) -> torch.Tensor:
-        ops, eps = self.ops, self.config.rms_norm_eps
         layers = self.parameters.layers
         if halfway is None:
             residual = self.parameters.embedding.rows(token_ids)
-            first_norm = layers[0].input_norm
-            halfway = Halfway(0, residual if first_norm is None else ops.rms_norm(residual, first_norm, eps), residual)
+            halfway = Halfway(0, self._normed(residual, layers[0].input_norm), residual)
         first, x, residual = halfway.layer, halfway.x, halfway.residual
         for index, layer in enumerate(layers[first:], first):
             if index > first and not wanted():
                 raise Unwanted(Halfway(index, x, residual))
-            x = self._attention(index, x, kv[:, index], plan)
-            x, residual = self._added(x, residual, layer.behind_attention, layer.post_norm)
-            x = self._mlp(index, x, plan)
+            attended = self._attention(index, x, kv[:, index], plan)
+            if self.config.family.parallel:
+                x = attended + self._mlp(index, x, plan)
+            else:
+                x, residual = self._added(attended, residual, layer.behind_attention, layer.post_norm)
+                x = self._mlp(index, x, plan)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else self.parameters.norm
             x, residual = self._added(x, residual, layer.behind_mlp, following)
         return x
@@ -101,13 +103,11 @@ class Decoder(Model):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What attention or MLP put out, added to the residual behind one norm and read on before another: what is read
         on, and the new residual."""
-        eps = self.config.rms_norm_eps
-        if behind is not None:
-            x = self.ops.rms_norm(x, behind, eps)
-        if before is not None:
-            return self.ops.add_rms_norm(x, residual, before, eps)
+        x = self._normed(x, behind)
+        if before is not None and not self.config.family.centred:
+            return self.ops.add_rms_norm(x, residual, before, self.config.norm_eps)
         residual = residual + x
-        return residual, residual
+        return self._normed(residual, before), residual
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits, cap = self.parameters.head(hidden, torch.float32), self.config.caps.logits
@@ -155,10 +155,6 @@ class Decoder(Model):
         return self._dense(mlp.down, index, "down", inner, plan)
 
     def _normed(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
-        return x if norm is None else self.ops.rms_norm(x, norm, self.config.rms_norm_eps)
-
-
-def gelu_mul(x: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) * up of gate and up [T, 2 * inner] side by side, by tanh."""
-    gate, up = x.chunk(2, dim=-1)
-    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+        if norm is None:
+            return x
+        return (layer_norm if self.config.family.centred else self.ops.rms_norm)(x, norm, self.config.norm_eps)

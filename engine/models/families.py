@@ -26,6 +26,7 @@ class Family:
     gguf_permuted   q and k rows of those are reordered for interleaved rotation
     fused, fused_mlp    checkpoints hold the tensors that we lay under each other as one: both, or gate_up_proj alone
     interleaved     rotation pairs neighbours: rows of q and k are reordered as they are read
+    windows_rotate  layers with a window rotate, and they alone
     partial         the share of a head that rotates, unless the config tells
     o_bias          a bias of attention is one of its output, too
     names_behind    with norms behind: what those before the MLP, behind attention and behind the MLP are called
@@ -33,9 +34,13 @@ class Family:
     pattern         it is every layer's but each so manyth, unless layer_types tells; 0: the config tells otherwise
     factors         its config has factors of embedding, attention, layers and logits
     embedding_root  embeddings are multiplied with the root of their size
+    logit_scale     what logits are multiplied with, unless the config tells
     norm_offset     what is added to the weights of norms
+    centred         norms subtract the mean: layer norms without a bias
+    parallel        attention and MLP read one norm, the first, and are added together
     norm_before, norm_behind   each of attention and MLP has a norm before it, behind it (before the residual is added)
     wide_qk_norm    the norms of q and k go over all heads together
+    own_qk_norm     each head has weights of its own there
     gelu            the gate is GELU by tanh instead of SiLU
     capped          scores of attention and logits have soft caps
     two_ropes       layers with a window rotate by parameters of their own
@@ -52,6 +57,7 @@ class Family:
     fused: bool = False
     fused_mlp: bool = False
     interleaved: bool = False
+    windows_rotate: bool = False
     partial: float = 1.0
     o_bias: bool = True
     names_behind: tuple[str, str, str] = (
@@ -63,10 +69,14 @@ class Family:
     pattern: int = 0
     factors: bool = False
     embedding_root: bool = False
+    logit_scale: float = 1.0
     norm_offset: float = 0.0
+    centred: bool = False
+    parallel: bool = False
     norm_before: bool = True
     norm_behind: bool = False
     wide_qk_norm: bool = False
+    own_qk_norm: bool = False
     gelu: bool = False
     capped: bool = False
     two_ropes: bool = False
@@ -97,6 +107,14 @@ FAMILIES = {
         names_behind=("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
     ),
     "granite": Family(gguf=False, factors=True),
+    "cohere": Family(
+        theta=500000.0, tie_embeddings=True, interleaved=True, logit_scale=0.0625, centred=True, parallel=True,
+        own_qk_norm=True,
+    ),
+    "cohere2": Family(
+        tie_embeddings=True, interleaved=True, windows_rotate=True, pattern=4, logit_scale=0.0625, centred=True,
+        parallel=True,
+    ),
     "gemma": Family(
         gguf=False, tie_embeddings=True, head_dim=256, embedding_root=True, norm_offset=1.0, gelu=True
     ),

@@ -16,7 +16,7 @@ def gguf_family(file: GGUFFile) -> str:
     """The model_type of the file's architecture, which may be none of our families."""
     if file.architecture == "llama" and file.get("expert_count"):
         return "mixtral"
-    return {"qwen3moe": "qwen3_moe"}.get(file.architecture, file.architecture)
+    return {"qwen3moe": "qwen3_moe", "command-r": "cohere"}.get(file.architecture, file.architecture)
 
 
 def parse_gguf(file: GGUFFile) -> DecoderConfig:
@@ -51,6 +51,9 @@ def _gguf_as_hf(file: GGUFFile) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         "head_dim": file.get("attention.key_length"),
         "rms_norm_eps": file.get("attention.layer_norm_rms_epsilon"),
+        "layer_norm_eps": file.get("attention.layer_norm_epsilon"),
+        "logit_scale": file.get("logit_scale"),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         "max_position_embeddings": file.get("context_length"),
         "rope_theta": file.get("rope.freq_base"),
         "rope_scaling": _gguf_rope(file),

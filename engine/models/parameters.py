@@ -83,16 +83,15 @@ class ParameterLoader:
             qkv = [("self_attn.qkv_proj", config.q_size + 2 * kv)]
         added = config.factors.residual
         before, behind = config.family.norm_before, config.family.norm_behind
-        q_rows, k_rows = (config.q_size, kv) if config.family.wide_qk_norm else (config.head_dim,) * 2
         before_mlp, behind_attention, behind_mlp = config.family.names_behind
         before_mlp = before_mlp if behind else "post_attention_layernorm"
         return LayerForm(
             input_norm=self._norm(f"{prefix}.input_layernorm", hidden) if before else None,
             qkv=self._dense(prefix, qkv, hidden, config.qkv_bias),
-            q_norm=self._norm(f"{prefix}.self_attn.q_norm", q_rows) if config.qk_norm else None,
-            k_norm=self._norm(f"{prefix}.self_attn.k_norm", k_rows) if config.qk_norm else None,
+            q_norm=self._norm_of_heads(f"{prefix}.self_attn.q_norm", config.num_heads) if config.qk_norm else None,
+            k_norm=self._norm_of_heads(f"{prefix}.self_attn.k_norm", config.num_kv_heads) if config.qk_norm else None,
             o=self._dense(prefix, [("self_attn.o_proj", hidden)], config.q_size, config.o_bias, added),
-            post_norm=self._norm(f"{prefix}.{before_mlp}", hidden) if before else None,
+            post_norm=self._norm(f"{prefix}.{before_mlp}", hidden) if before and not config.family.parallel else None,
             mlp=self._mlp(index, prefix),
             rotated=config.rotated[index],
             window=config.windows[index],
@@ -136,8 +135,8 @@ class ParameterLoader:
     ) -> Linear:
         """The layer in the form that `quantization` names, where the operations run it; else in the decoder's dtype."""
         if self._quantization == "auto" and factor == 1.0:
-            stored = [self._weights.stored(name, (rows, columns)) for name, rows in parts]
-            kept = [rows for rows in stored if rows is not None]
+            stored = [(name, self._weights.stored(name, (rows, columns))) for name, rows in parts]
+            kept = [self._reordered(name, rows) for name, rows in stored if rows is not None]
             if len(kept) == len(parts) and (packed := self._packed(kept, columns, bias)) is not None:
                 return packed
         weight = self._stack(parts, columns, factor)
@@ -160,6 +159,15 @@ class ParameterLoader:
             out = ((out.float() + offset) * factor).to(self._dtype)
         return out
 
+    def _norm_of_heads(self, name: str, heads: int) -> torch.Tensor:
+        family, dim = self._config.family, self._config.head_dim
+        if not family.own_qk_norm:
+            return self._norm(name, heads * dim if family.wide_qk_norm else dim)
+        out = self._stack([(f"{name}.weight", heads)], dim)
+        if family.interleaved:
+            half_split(out.view(-1), dim, self._config.rope.dim)
+        return out
+
     def _stack(self, parts: list[tuple[str, int]], columns: int | None, factor: float = 1.0) -> torch.Tensor:
         """Tensors of (name, rows) laid under each other: [sum of rows, columns], or one-dimensional. factor: what they
         are multiplied with in place of what comes out of them."""
@@ -168,7 +176,15 @@ class ParameterLoader:
         start = 0
         for name, rows in parts:
             self._weights.read(name, part := out[start : start + rows])
-            if self._config.family.interleaved and any(each in name for each in ROTATED):
-                half_split(part, self._config.head_dim, self._config.rope.dim)
+            self._reorder(name, part)
             start += rows
         return out if factor == 1.0 else out.mul_(factor)
+
+    def _reordered(self, name: str, rows: StoredRows) -> StoredRows:
+        self._reorder(name, rows.data)
+        return rows
+
+    def _reorder(self, name: str, rows: torch.Tensor) -> None:
+        """Those of q and k, in place, where the family's rotation pairs neighbours."""
+        if self._config.family.interleaved and any(each in name for each in ROTATED):
+            half_split(rows, self._config.head_dim, self._config.rope.dim)

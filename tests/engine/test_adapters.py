@@ -13,6 +13,7 @@ from adapter_files import ATTENTION, merge, save_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     BLOCK,
+    COHERE,
     GEMMA2,
     GEMMA3,
     GRANITE,
@@ -55,6 +56,8 @@ FAMILIES = {
     "phi3": lambda: family("Phi3Config", pad_token_id=0, sliding_window=None),
     "gemma2": lambda: family("Gemma2Config", num_hidden_layers=4, **GEMMA2),
     "glm4": lambda: family("Glm4Config", head_dim=16, pad_token_id=0),
+    "cohere": lambda: family("CohereConfig", use_qk_norm=True, **COHERE),
+    "cohere2": lambda: family("Cohere2Config", num_hidden_layers=4, sliding_window=9, **COHERE),
     "mixtral": lambda: family("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
 }
 

@@ -66,6 +66,18 @@ def test_old_spelling_of_rope_settings(name, tmp_path):
     torch.testing.assert_close(chunked_logits(load(tmp_path), tokens, [40]), wanted)
 
 
+def test_windows_of_cohere_2_as_the_hub_spells_them(tmp_path):
+    """A pattern in place of a list of layers; layers without a window do not rotate."""
+    save_tiny(OURS["cohere2"](), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["layer_types"]
+    for pattern in (4, 2):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window_pattern": pattern}))
+        model = load(tmp_path)
+        assert model.config.windows == ((9, 9, 9, 0) if pattern == 4 else (9, 0, 9, 0))
+        expect_equal_logits(model, lambda tokens: oracle_logits(tmp_path, tokens))
+
+
 def test_longrope_within_the_original_length_has_the_short_factors(tmp_path):
     config = family("Phi3Config", pad_token_id=0, rope_parameters=LONGROPE, original_max_position_embeddings=64)
     save_tiny(config, tmp_path)

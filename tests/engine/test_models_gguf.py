@@ -8,6 +8,7 @@ from tiny_models import BLOCK, LLAMA3, OURS, Cache, chunked_logits, family, save
 
 from engine.models import load_model
 from engine.models.dequantise import dequantise, stored_bytes
+from kernels.cpu import CpuOps, instruction_set
 from kernels.reference import ReferenceOps
 from model_files.source import resolve
 from protocol.errors import ConfigError
@@ -100,7 +101,11 @@ def write_gguf(path, directory, architecture, *, kind=Kind.F32, extra=None, fiel
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "layer_norm_eps"):
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_logit_scale(config.logit_scale)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
@@ -209,6 +214,24 @@ def test_experts(architecture, name, tmp_path):
     save_tiny(config, tmp_path / "hf")
     path = write_gguf(tmp_path / "a.gguf", tmp_path / "hf", architecture, fields=experts_of(config))
     same_logits(load(path), tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "fields"),
+    [("command-r", "cohere-plus", {}), ("cohere2", "cohere2", {"attention.sliding_window": 9})],
+)
+def test_neighbours_that_rotate_together(architecture, name, fields, tmp_path):
+    """As plain tensors and, where the kernels run them, in codes as stored."""
+    save_tiny(OURS[name](), tmp_path / "hf")
+    same_logits(load(write_gguf(tmp_path / "a.gguf", tmp_path / "hf", architecture, fields=fields)), tmp_path / "hf")
+    if instruction_set() is None:
+        return
+    path = write_gguf(tmp_path / "q.gguf", tmp_path / "hf", architecture, fields=fields, kind=Kind.Q8_0)
+    model = load_model(resolve(str(path)), device=CPU, dtype=torch.bfloat16, ops=CpuOps(1), quantization="auto")
+    assert model.info.revision.endswith("+Q8_0")
+    tokens = tokens_for(40)
+    found = [chunked_logits(each, tokens, [23, 17]).flatten() for each in (model, load(tmp_path / "hf"))]
+    assert torch.corrcoef(torch.stack(found))[0, 1] > 0.999
 
 
 def test_a_file_with_too_few_experts_is_named(tmp_path):

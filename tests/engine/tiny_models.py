@@ -56,6 +56,7 @@ GRANITE = {
     "residual_multiplier": 0.3,
     "logits_scaling": 0.7,
 }
+COHERE = {"logit_scale": 0.25, "tie_word_embeddings": True, "pad_token_id": 0, "layer_norm_eps": 1e-3}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
@@ -117,6 +118,15 @@ OURS = {
         },
     ),
     "glm4": lambda: family("Glm4Config", head_dim=16, pad_token_id=0, attention_bias=True),
+    "cohere": lambda: family("CohereConfig", logit_scale=0.25, tie_word_embeddings=True, pad_token_id=0),
+    "cohere-plus": lambda: family("CohereConfig", use_qk_norm=True, attention_bias=True, **COHERE),
+    "cohere2": lambda: family("Cohere2Config", num_hidden_layers=4, sliding_window=9, **COHERE),
+    "cohere2-pattern": lambda: family(
+        "Cohere2Config",
+        sliding_window=11,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        **COHERE,
+    ),
     "granite": lambda: family("GraniteConfig", tie_word_embeddings=True, **GRANITE),
     "granite-biased": lambda: family("GraniteConfig", attention_bias=True, mlp_bias=True, **GRANITE),
     "qwen3-moe": lambda: family("Qwen3MoeConfig", head_dim=16, norm_topk_prob=True, **EXPERTS),
