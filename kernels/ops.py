@@ -74,10 +74,12 @@ class Ops(Protocol):
         scale: float,
         window: int = 0,
         cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of q [T, heads, dim] over the cached K/V of each sequence; grouped heads share a K/V head;
         window > 0: only the last `window` positions, the token's own included; cap > 0: a score s becomes
-        cap * tanh(s / cap). Returns [T, heads, dim]."""
+        cap * tanh(s / cap); sinks, float32 [heads]: a score of each head that takes its share of the weights and brings
+        no value. Returns [T, heads, dim]."""
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()

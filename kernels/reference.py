@@ -72,14 +72,15 @@ class ReferenceOps(TorchShared):
         scale: float,
         window: int = 0,
         cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         groups = self._prepared(plan, kv_layer).groups(window, q.dtype)
         memory = block_rows(kv_layer)
         if len(groups) == 1:
-            return _attend(q, memory, kv_layer, groups[0], scale, cap)
+            return _attend(q, memory, kv_layer, groups[0], scale, cap, sinks)
         out = torch.empty_like(q)
         for group in groups:
-            out[group.tokens] = _attend(q[group.tokens], memory, kv_layer, group, scale, cap)
+            out[group.tokens] = _attend(q[group.tokens], memory, kv_layer, group, scale, cap, sinks)
         return out
 
 
@@ -92,7 +93,13 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def _attend(
-    q: torch.Tensor, memory: torch.Tensor, kv_layer: torch.Tensor, group: AttentionGroup, scale: float, cap: float
+    q: torch.Tensor,
+    memory: torch.Tensor,
+    kv_layer: torch.Tensor,
+    group: AttentionGroup,
+    scale: float,
+    cap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of the group's queries q [n, heads, dim]; returns [n, heads, dim]. Heads that share a K/V head are the
     queries (decode) or the heads (prefill) of one SDPA batch entry, so K/V is never repeated."""
@@ -103,24 +110,37 @@ def _attend(
         gathered.view(-1, width).index_fill_(0, group.unseen, 0)
     kv = gathered.view(2, group.count, kv_heads, -1, width)[:, :, :, : group.length]
     k, v = (dequantise(kv, q.dtype) if kv.dtype == torch.int8 else kv).unbind(0)
+    sinks = None if sinks is None else sinks.view(kv_heads, -1, 1)
     if group.count == n and not group.causal:
-        out = _weighed(q.view(n, kv_heads, -1, dim), k, v, group, scale, cap)
+        out = _weighed(q.view(n, kv_heads, -1, dim), k, v, group, scale, cap, sinks)
         return out.reshape(n, heads, dim)
     k, v = (x.transpose(0, 1).expand(-1, heads // kv_heads, -1, -1) for x in (k, v))
     q = q.transpose(0, 1).view(kv_heads, -1, n, dim)
-    out = _weighed(q, k, v, group, scale, cap)
+    out = _weighed(q, k, v, group, scale, cap, None if sinks is None else sinks[..., None])
     return out.reshape(heads, n, dim).transpose(0, 1)
 
 
 def _weighed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: AttentionGroup, scale: float, cap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: AttentionGroup,
+    scale: float,
+    cap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of q [.., queries, dim] over k and v [.., positions, dim], as the group's mask lets it see."""
-    if not cap:
+    """Attention of q [.., queries, dim] over k and v [.., positions, dim], as the group's mask lets it see; sinks: of
+    a shape that scores [.., queries, positions] but for the last spread."""
+    if not cap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=group.causal, scale=scale)
-    scores = (q.float() @ k.float().transpose(-1, -2)).mul_(scale / cap).tanh_().mul_(cap)
+    scores = (q.float() @ k.float().transpose(-1, -2)).mul_(scale)
+    if cap:
+        scores.div_(cap).tanh_().mul_(cap)
     if group.causal:
         scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1), float("-inf"))
     elif group.mask is not None:
         scores += group.mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1).softmax(-1)[..., :-1]
+        return (scores @ v.float()).to(q.dtype)
     return (scores.softmax(-1) @ v.float()).to(q.dtype)

@@ -63,7 +63,8 @@ class LayerForm:
     """One layer; qkv is fused in that order of outputs. q_norm, k_norm [head_dim]: a norm of each head
     before the rotation, [heads, head_dim]: with weights of its own, [heads * head_dim]: one of all heads, or None.
     rotated: it applies the rotary embedding; window: its sliding window, 0 for none. input_norm, post_norm: before
-    attention and MLP; behind_attention, behind_mlp: of what they add, before it is added; None: there is none."""
+    attention and MLP; behind_attention, behind_mlp: of what they add, before it is added; sinks: see
+    Ops.paged_attention; None: there is none."""
 
     input_norm: torch.Tensor | None
     qkv: Linear
@@ -76,6 +77,7 @@ class LayerForm:
     window: int
     behind_attention: torch.Tensor | None = None
     behind_mlp: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

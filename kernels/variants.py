@@ -17,3 +17,11 @@ def gelu_mul(x: torch.Tensor) -> torch.Tensor:
     """gelu(gate) * up of gate and up [T, 2 * inner] side by side, by tanh."""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def clamped_swiglu(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """gate * sigmoid(alpha * gate) * (up + 1) of gate and up [T, 2 * inner] side by side, the gate clamped to at most
+    `limit`, up to both sides of zero. In float32, rounded once."""
+    gate, up = x.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(x.dtype)

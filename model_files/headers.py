@@ -17,6 +17,8 @@ _RUN = 32
 _BESIDE = ("qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape",
            "weight_g_idx", "input_scale", "input_zero_point")  # fmt: skip
 """Parts of a quantised layer beside its codes."""
+_BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
+"""Endings of experts in MXFP4: codes of 32 inputs in 16 bytes [experts, outputs, runs, 16], and their scales."""
 Entry = tuple[str, tuple[int, ...]]
 """Number format as the header calls it, and shape."""
 
@@ -45,10 +47,17 @@ def safetensors_header(path: Path) -> dict[str, Entry]:
 
 
 def weights_of(entries: Mapping[str, Entry], quantised: Quantisation | None) -> Iterator[Tensor]:
-    """Of a quantised checkpoint, each layer as one weight [out, in]."""
+    """Of a quantised checkpoint, each layer as one weight [out, in], each stack as one of them all."""
     for name, (dtype, shape) in entries.items():
         layer, _, part = name.rpartition(".")
-        if quantised is None:
+        stack = name.removesuffix(_BLOCKS)
+        if f"{stack}{_BLOCK_SCALES}" in entries and stack != name:
+            *outer, runs, half = shape
+            whole = (*outer, 2 * runs * half)
+            yield Tensor(stack, whole, math.prod(whole) * (5 / 8 + 2 / _RUN))
+        elif f"{name.removesuffix(_BLOCK_SCALES)}{_BLOCKS}" in entries:
+            continue
+        elif quantised is None:
             yield Tensor(name, shape)
         elif part in ("qweight", "weight_packed"):
             outputs, inputs, bits = _sizes(entries, layer, part, shape, quantised)

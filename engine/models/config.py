@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.models.families import FAMILIES, LLAMA, Family
-from engine.models.rope_config import ROPE_KINDS, SLIDING, RopeConfig, parse_rope, rope_dicts, rope_kind
+from engine.models.rope_config import ROPE_KINDS, RopeConfig, parse_rope, rope_dicts, rope_kind
+from engine.models.windows import rotations_and_windows
 from model_files.quantisation import quantisation
 from protocol.errors import ConfigError
 
@@ -36,13 +37,15 @@ class Caps:
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """count experts of width `size`, of which a token passes through `chosen`; layers[i]: layer i has them, in place of
-    its MLP. renormalised: see `kernels.step.Experts`."""
+    its MLP. renormalised: see `kernels.step.Experts`. clamp: alpha and limit of `kernels.variants.clamped_swiglu`, or
+    None."""
 
     count: int
     chosen: int
     size: int
     renormalised: bool
     layers: tuple[bool, ...]
+    clamp: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class DecoderConfig:
     def plain(self) -> bool:
         """Whether its layers are those of Llama: one RMS norm before each part, SiLU, one rotation, no caps."""
         family = self.family
-        own = (family.norm_behind, family.gelu, family.wide_qk_norm, family.capped, family.centred)
+        own = (family.norm_behind, family.gelu, family.wide_qk_norm, family.capped, family.centred, family.sinks)
         return not any((*own, self.local_rope, self.experts))
 
     @property
@@ -93,9 +96,9 @@ def unsupported(config: dict[str, Any]) -> str | None:
     """Why our decoder cannot run this config.json (transformers may still); None: it can."""
     if config.get("model_type") not in FAMILIES:
         return f"architecture {config.get('model_type')!r} is not one of {', '.join(FAMILIES)}"
-    if config.get("quantization_config") and quantisation(config) is None:
-        return f"quantisation {config['quantization_config'].get('quant_method', 'unnamed')!r} of the checkpoint"
     family = FAMILIES[config["model_type"]]
+    if (stored := config.get("quantization_config")) and (quantisation(config) is None) != family.stacked:
+        return f"quantisation {stored.get('quant_method', 'unnamed')!r} of a checkpoint of {config['model_type']}"
     act = config.get("hidden_activation") or config.get("hidden_act", "")
     if act not in ("", *(GELU if family.gelu else SILU)):
         return f"activation {act!r}"
@@ -130,9 +133,8 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
         _whole(config, name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size")
     )
     head_dim = config.get("head_dim") or family.head_dim or hidden_size // heads
-    bias = bool(config.get("attention_bias", False))
-    rotated = _rotated_layers(config, layers)
-    windows = _windows(config, rotated, family)
+    bias = bool(config.get("attention_bias", family.attention_bias))
+    rotated, windows = rotations_and_windows(config, layers, family)
     rope, *local = [parse_rope(config, each, family, head_dim) for each in rope_dicts(config, family)]
     return DecoderConfig(
         model_type=config["model_type"],
@@ -151,7 +153,7 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
         qk_norm=bool(config.get("use_qk_norm")) if family.own_qk_norm else family.qk_norm,
         rope=rope,
         local_rope=local[0] if local else None,
-        rotated=tuple(window > 0 for window in windows) if family.windows_rotate else rotated,
+        rotated=rotated,
         windows=windows,
         family=family,
         factors=_factors(config, family, hidden_size),
@@ -175,7 +177,12 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> ExpertsConf
         size=_whole(config, "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"),
         renormalised=bool(config.get("norm_topk_prob", family.experts.renormalised)),
         layers=tuple(i not in dense and (i + 1) % every == 0 for i in range(layers)),
+        clamp=_clamp(config) if family.experts.clamped else None,
     )
+
+
+def _clamp(config: dict[str, Any]) -> tuple[float, float]:
+    return float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))
 
 
 def _factors(config: dict[str, Any], family: Family, hidden_size: int) -> Factors:
@@ -207,33 +214,3 @@ def _whole(config: dict[str, Any], name: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise ConfigError(f"config.json: {name} must be a whole number of at least 1, got {value!r}", param="model")
     return value
-
-
-def _rotated_layers(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
-    if config["model_type"] != "smollm3":
-        return (True,) * layers
-    interval = config.get("no_rope_layer_interval", 4)
-    marks = config.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
-    return tuple(bool(mark) for mark in marks[:layers])
-
-
-def _windows(config: dict[str, Any], rotated: tuple[bool, ...], family: Family) -> tuple[int, ...]:
-    window, kind = config.get("sliding_window") or 0, config["model_type"]
-    full = (0,) * len(rotated)
-    if kind == "llama" or not window:
-        return full
-    if family.windowed:
-        return (window,) * len(rotated) if config.get("use_sliding_window", True) else full
-    if not family.pattern and not config.get("use_sliding_window", False):
-        return full
-    types = config.get("layer_types")
-    if types:
-        sliding = [layer == SLIDING for layer in types]
-    elif family.pattern:
-        pattern = config.get("sliding_window_pattern") or family.pattern
-        sliding = [(i + 1) % pattern != 0 for i in range(len(rotated))]
-    elif kind == "smollm3":
-        sliding = [not turns for turns in rotated]
-    else:
-        sliding = [i >= config.get("max_window_layers", 28) for i in range(len(rotated))]
-    return tuple(window if slides else 0 for slides in sliding)

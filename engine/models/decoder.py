@@ -4,17 +4,18 @@ experts in its place, with norms before and behind them, final norm."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted, always
 from engine.models.config import DecoderConfig
 from engine.models.parameters import Parameters
-from kernels.experts import mixture
+from kernels.experts import Activated, mixture
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
 from kernels.step import DecoderForm, Experts, Linear, NextLogits
-from kernels.variants import gelu_mul, layer_norm
+from kernels.variants import clamped_swiglu, gelu_mul, layer_norm
 
 
 class Decoder(Model):
@@ -39,7 +40,7 @@ class Decoder(Model):
         self.parameters = parameters
         self._rope, self._local = rope, local or rope
         self.ops = ops
-        self._activated = gelu_mul if config.family.gelu else ops.silu_mul
+        self._activated = _activation(config, ops)
         self._scale = config.factors.attention or config.head_dim**-0.5
         self._step = ops.record(self._form(), self._one_by_one) if config.plain else None
 
@@ -144,7 +145,7 @@ class Decoder(Model):
             q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
         cos, sin = (self._local if layer.window else self._rope) if layer.rotated else (None, None)
         q = ops.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
-        out = ops.paged_attention(q, kv_layer, plan, self._scale, layer.window, config.caps.attention)
+        out = ops.paged_attention(q, kv_layer, plan, self._scale, layer.window, config.caps.attention, layer.sinks)
         return self._dense(layer.o, index, "o", out.flatten(1), plan)
 
     def _mlp(self, index: int, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
@@ -158,3 +159,10 @@ class Decoder(Model):
         if norm is None:
             return x
         return (layer_norm if self.config.family.centred else self.ops.rms_norm)(x, norm, self.config.norm_eps)
+
+
+def _activation(config: DecoderConfig, ops: Ops) -> Activated:
+    if config.experts is not None and config.experts.clamp is not None:
+        alpha, limit = config.experts.clamp
+        return partial(clamped_swiglu, alpha=alpha, limit=limit)
+    return gelu_mul if config.family.gelu else ops.silu_mul

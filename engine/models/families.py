@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
     """What the tensors of a layer's experts are called behind the layer's name; renormalised: unless the config tells,
-    their weights are the softmax over the chosen ones."""
+    their weights are the softmax over the chosen ones; biased: router and experts have biases; clamped: their gate is
+    `kernels.variants.clamped_swiglu`; stacked: see `Family.stacked`."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
@@ -16,6 +17,9 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     renormalised: bool = False
+    biased: bool = False
+    clamped: bool = False
+    stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class Family:
     interleaved     rotation pairs neighbours: rows of q and k are reordered as they are read
     windows_rotate  layers with a window rotate, and they alone
     partial         the share of a head that rotates, unless the config tells
+    attention_bias  attention has biases, unless the config tells
     o_bias          a bias of attention is one of its output, too
     names_behind    with norms behind: what those before the MLP, behind attention and behind the MLP are called
     windowed        a sliding window in the config is every layer's
@@ -43,6 +48,7 @@ class Family:
     own_qk_norm     each head has weights of its own there
     gelu            the gate is GELU by tanh instead of SiLU
     capped          scores of attention and logits have soft caps
+    sinks           each head of attention has a sink, see `Ops.paged_attention`
     two_ropes       layers with a window rotate by parameters of their own
     experts         where layers hold experts: their names in a checkpoint; None: they hold none
     """
@@ -59,6 +65,7 @@ class Family:
     interleaved: bool = False
     windows_rotate: bool = False
     partial: float = 1.0
+    attention_bias: bool = False
     o_bias: bool = True
     names_behind: tuple[str, str, str] = (
         "pre_feedforward_layernorm",
@@ -79,8 +86,14 @@ class Family:
     own_qk_norm: bool = False
     gelu: bool = False
     capped: bool = False
+    sinks: bool = False
     two_ropes: bool = False
     experts: ExpertNames | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether checkpoints hold all experts of a layer in one tensor (`engine.models.stacked`)."""
+        return self.experts is not None and self.experts.stacked
 
 
 LLAMA = Family(gguf_permuted=True)
@@ -100,6 +113,10 @@ FAMILIES = {
         experts=ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2", renormalised=True),
     ),
     "olmoe": Family(qk_norm=True, wide_qk_norm=True, experts=ExpertNames()),
+    "gpt_oss": Family(
+        gguf=False, theta=150000.0, head_dim=64, attention_bias=True, pattern=2, sinks=True,
+        experts=ExpertNames(router="mlp.router", renormalised=True, biased=True, clamped=True, stacked=True),
+    ),
     "smollm3": Family(theta=2000000.0, tie_embeddings=True, gguf_permuted=True),
     "phi3": Family(gguf=False, fused=True, windowed=True),
     "glm4": Family(

@@ -10,13 +10,14 @@ import torch
 from engine.models.base import Model, ModelInfo
 from engine.models.config import DecoderConfig, parse_config, unsupported
 from engine.models.decoder import Decoder
-from engine.models.directory import open_directory
+from engine.models.directory import FileWeights, open_directory
 from engine.models.dummy_weights import DummyWeights
 from engine.models.families import FAMILIES
 from engine.models.gguf_config import gguf_family, parse_gguf
 from engine.models.heap import trim_heap
 from engine.models.parameters import ParameterLoader, Progress
 from engine.models.rope import rope_tables, stretched
+from engine.models.stacked import StackedWeights
 from engine.models.weights import GGUFWeights, Weights
 from kernels.ops import Ops
 from model_files.gguf import read_gguf
@@ -142,6 +143,8 @@ def _open_directory(source: ModelSource, must: bool, dummy: bool) -> Opened | No
     weights = open_directory(source.path, quantisation(whole))
     if multimodal:
         parsed = replace(parsed, tie_embeddings=not weights.holds("lm_head.weight"))
+    if parsed.family.stacked and isinstance(weights, FileWeights):
+        return Opened(parsed, StackedWeights(weights), length)
     return Opened(parsed, weights, length)
 
 

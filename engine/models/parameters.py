@@ -97,6 +97,7 @@ class ParameterLoader:
             window=config.windows[index],
             behind_attention=self._norm(f"{prefix}.{behind_attention}", hidden) if behind else None,
             behind_mlp=self._norm(f"{prefix}.{behind_mlp}", hidden) if behind else None,
+            sinks=self._sinks(prefix) if config.family.sinks else None,
         )
 
     def _mlp(self, index: int, prefix: str) -> Gated | Experts:
@@ -105,8 +106,9 @@ class ParameterLoader:
             parts = ("gate_up_proj",) if config.family.fused or config.family.fused_mlp else ("gate_proj", "up_proj")
             return self._gated(f"{prefix}.mlp", parts, "down_proj", config.intermediate_size)
         router = self._stack([(f"{prefix}.{names.router}.weight", experts.count)], config.hidden_size)
+        bias = self._stack([(f"{prefix}.{names.router}.bias", experts.count)], None) if names.biased else None
         return Experts(
-            router=self._ops.linear(router),
+            router=self._ops.linear(router, bias),
             each=tuple(
                 self._gated(f"{prefix}.{names.experts}.{each}", (names.gate, names.up), names.down, experts.size)
                 for each in range(experts.count)
@@ -117,7 +119,8 @@ class ParameterLoader:
 
     def _gated(self, prefix: str, parts: tuple[str, ...], down: str, inner: int) -> Gated:
         """parts: names of gate and up, or of both in one tensor; inner: the MLP's width."""
-        hidden, bias = self._config.hidden_size, self._config.mlp_bias
+        hidden, experts = self._config.hidden_size, self._config.family.experts
+        bias = self._config.mlp_bias if experts is None else experts.biased
         gate_up = [(part, 2 * inner // len(parts)) for part in parts]
         return Gated(
             gate_up=self._dense(prefix, gate_up, hidden, bias),
@@ -179,6 +182,11 @@ class ParameterLoader:
             self._reorder(name, part)
             start += rows
         return out if factor == 1.0 else out.mul_(factor)
+
+    def _sinks(self, prefix: str) -> torch.Tensor:
+        out = torch.empty(self._config.num_heads, dtype=torch.float32, device=self._device)
+        self._weights.read(f"{prefix}.self_attn.sinks", out)
+        return out
 
     def _reordered(self, name: str, rows: StoredRows) -> StoredRows:
         self._reorder(name, rows.data)

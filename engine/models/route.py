@@ -39,6 +39,8 @@ def _directory(source: ModelSource, impl: str) -> Route:
     formats = (
         str(config.get("dtype") or config.get("torch_dtype") or "float32") if stored is None else stored.describe()
     )
+    if not stored and whole.get("quantization_config"):
+        formats += f", experts in {whole['quantization_config']['quant_method']}"
     if is_encoder(whole):
         return Route(family, ENCODER, formats)
     reason = unsupported(config)

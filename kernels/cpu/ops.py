@@ -123,10 +123,11 @@ class CpuOps:
         scale: float,
         window: int = 0,
         cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         dim, decodes = q.shape[2], plan.num_decodes
-        if q.dtype not in _DTYPES or dim % _UNIT or dim > _MAX_HEAD_DIM or cap:
-            return self._reference.paged_attention(q, kv_layer, plan, scale, window, cap)
+        if q.dtype not in _DTYPES or dim % _UNIT or dim > _MAX_HEAD_DIM or cap or sinks is not None:
+            return self._reference.paged_attention(q, kv_layer, plan, scale, window, cap, sinks)
         q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype)
         if decodes:
             blocks = self._batch_invariant and q.dtype == torch.bfloat16 and dim % _PREFILL_UNIT == 0

@@ -108,13 +108,14 @@ class TritonOps(TorchShared):
         scale: float,
         window: int = 0,
         cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         launch = self._launch(q, kv_layer, plan, window)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.num_decodes:
-            decode(q, kv_layer, out, plan, scale, window, cap, launch.splits, launch.decode_tile)
+            decode(q, kv_layer, out, plan, scale, window, cap, sinks, launch.splits, launch.decode_tile)
         if launch.max_rows:
-            prefill(q, kv_layer, out, plan, scale, window, cap, launch.max_rows, launch.prefill_tile)
+            prefill(q, kv_layer, out, plan, scale, window, cap, sinks, launch.max_rows, launch.prefill_tile)
         return out
 
     def draw(

@@ -9,7 +9,7 @@ from kernels.plan import BatchPlan
 from kernels.triton.launch import Tile, power_of_two
 from kernels.triton.softmax import attend
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["stride_table", "splits"])
@@ -19,6 +19,7 @@ def decode_kernel(
     out,  # [num_seqs, heads, DIM], contiguous; written if not SPLIT
     partial,  # float32 [num_seqs, heads, splits, DIM], written if SPLIT
     partial_log,  # float32 [num_seqs, heads, splits]: log2 of the sum of weights, -inf of an empty part
+    sinks,  # float32 [heads], read if SINKS
     table,
     total_len,
     stride_q_token,
@@ -40,10 +41,12 @@ def decode_kernel(
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (sequence, K/V head, part): the heads of the group share each read of K and V."""
+    """Program (sequence, K/V head, part): the heads of the group share each read of K and V. The running softmax of
+    the first part begins with the sinks."""
     seq, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(total_len + seq)
     first = length * 0
@@ -63,6 +66,9 @@ def decode_kernel(
     acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
     top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
+    if SINKS:
+        top = tl.where(part == 0, tl.load(sinks + head, mask=rows < GROUP, other=0.0) * LOG2_E, top)
+        total = tl.where(part == 0, total + 1.0, total)
     position = tl.zeros([ROWS], dtype=tl.int32) + (length - 1)
     pages = kv + kv_head.to(tl.int64) * stride_head
     blocks = table + seq.to(tl.int64) * stride_table
@@ -106,6 +112,7 @@ def decode(
     scale: float,
     window: int,
     cap: float,
+    sinks: torch.Tensor | None,
     splits: int,
     tile: Tile,
 ) -> None:
@@ -118,11 +125,12 @@ def decode(
     partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
     partial_log = torch.empty(parts, dtype=torch.float32, device=q.device)
     decode_kernel[(count, kv_heads, splits)](
-        q, kv_layer, out, partial, partial_log, plan.block_table, plan.total_len,
+        q, kv_layer, out, partial, partial_log, out if sinks is None else sinks, plan.block_table, plan.total_len,
         q.stride(0), q.stride(1), *kv_layer.stride()[:4], plan.block_table.stride(0), heads, splits,
-        scale * LOG2_E, cap * LOG2_E,
+        scale * LOG2_E.value, cap * LOG2_E.value,
         GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
-        WINDOW=window, CAPPED=cap > 0, SPLIT=splits > 1, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        WINDOW=window, CAPPED=cap > 0, SINKS=sinks is not None, SPLIT=splits > 1,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:

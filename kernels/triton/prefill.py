@@ -16,6 +16,7 @@ def prefill_kernel(
     q,  # [T, heads, DIM]
     kv,
     out,  # [T, heads, DIM], contiguous
+    sinks,  # float32 [heads], read if SINKS: the running softmax begins with them
     table,
     query_start,
     total_len,
@@ -38,6 +39,7 @@ def prefill_kernel(
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (tile of rows, K/V head, sequence). Row r of a sequence is head r % GROUP of query token r // GROUP, so
@@ -67,6 +69,9 @@ def prefill_kernel(
     acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
     top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
+    if SINKS:
+        top = tl.load(sinks + head) * LOG2_E
+        total += 1.0
     pages = kv + kv_head.to(tl.int64) * stride_head
     blocks = table + seq.to(tl.int64) * stride_table
     if WINDOW == 0:
@@ -91,6 +96,7 @@ def prefill(
     scale: float,
     window: int,
     cap: float,
+    sinks: torch.Tensor | None,
     max_rows: int,
     tile: Tile,
 ) -> None:
@@ -99,10 +105,11 @@ def prefill(
     heads, dim = q.shape[1:]
     _, _, kv_heads, slots, _ = kv_layer.shape
     prefill_kernel[(triton.cdiv(max_rows, tile.rows), kv_heads, plan.num_seqs - plan.num_decodes)](
-        q, kv_layer, out, plan.block_table, plan.query_start, plan.total_len,
+        q, kv_layer, out, out if sinks is None else sinks, plan.block_table, plan.query_start, plan.total_len,
         q.stride(0), q.stride(1), *kv_layer.stride()[:4], plan.block_table.stride(0), plan.num_decodes, heads,
-        scale * LOG2_E, cap * LOG2_E,
+        scale * LOG2_E.value, cap * LOG2_E.value,
         GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
-        WINDOW=window, CAPPED=cap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        WINDOW=window, CAPPED=cap > 0, SINKS=sinks is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

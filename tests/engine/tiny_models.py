@@ -60,6 +60,16 @@ COHERE = {"logit_scale": 0.25, "tie_word_embeddings": True, "pad_token_id": 0, "
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+GPT_OSS = {
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 9,
+    "swiglu_limit": 1.5,
+    "pad_token_id": 0,
+    "rope_parameters": YARN | {"truncate": False},
+}
+
 
 def family(name: str, **settings):
     return getattr(transformers, name)(**(SHAPE | settings))
@@ -137,6 +147,12 @@ OURS = {
     "mixtral": lambda: family("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
     "mixtral-window": lambda: family("MixtralConfig", num_local_experts=3, num_experts_per_tok=3, sliding_window=11),
     "olmoe": lambda: family("OlmoeConfig", num_experts=6, num_experts_per_tok=3, pad_token_id=0),
+    "gpt-oss": lambda: family("GptOssConfig", num_hidden_layers=4, **GPT_OSS),
+    "gpt-oss-plain": lambda: family(
+        "GptOssConfig",
+        **GPT_OSS | {"attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
     "smollm3": lambda: family("SmolLM3Config", no_rope_layers=[1, 0, 1], pad_token_id=0, tie_word_embeddings=True),
     "smollm3-window": lambda: family(
         "SmolLM3Config", no_rope_layer_interval=2, use_sliding_window=True, sliding_window=9, pad_token_id=0
@@ -149,8 +165,8 @@ def save_tiny(config, path) -> None:
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.normal_(0.8, 0.2)
     model.save_pretrained(path)
 

@@ -103,7 +103,14 @@ def make_case(
     return Case(plan, pool, q, keys, values)
 
 
-def dense_attention(case: Case, scale: float, window: int = 0, cap: float = 0.0) -> torch.Tensor:
+def sinks_of(case: Case) -> torch.Tensor:
+    """float32 [heads]: some that take next to all, some that take next to nothing."""
+    return torch.linspace(-3.0, 4.0, case.q.shape[1])
+
+
+def dense_attention(
+    case: Case, scale: float, window: int = 0, cap: float = 0.0, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """float64 [T, heads, dim], one query token and head at a time."""
     out = torch.empty(case.q.shape, dtype=torch.float64)
     token = 0
@@ -115,7 +122,8 @@ def dense_attention(case: Case, scale: float, window: int = 0, cap: float = 0.0)
                 kv_head = head * kv_heads // case.q.shape[1]
                 seen = slice(oldest, position + 1)
                 scores = keys[seen, kv_head].double() @ case.q[token, head].double() * scale
-                weights = (cap * (scores / cap).tanh() if cap else scores).softmax(0)
+                weights = (cap * (scores / cap).tanh() if cap else scores).exp()
+                weights /= weights.sum() + (0.0 if sinks is None else sinks[head].double().exp())
                 out[token, head] = weights @ values[seen, kv_head].double()
             token += 1
     return out

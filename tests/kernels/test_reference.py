@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_batch import LAYER, Case, close, dense_attention, make_case, rope_table, rotate_complex
+from paged_batch import LAYER, Case, close, dense_attention, make_case, rope_table, rotate_complex, sinks_of
 
 from kernels.batch_index import BatchIndex, block_rows
 from kernels.reference import ReferenceOps
@@ -181,3 +181,15 @@ def test_soft_caps(dtype: torch.dtype, window: int, decodes: int) -> None:
     wanted = dense_attention(case, 0.25, window, 0.7)
     close(ReferenceOps().paged_attention(case.q, case.kv_layer, case.plan, 0.25, window, 0.7), wanted, dtype)
     assert (wanted - dense_attention(case, 0.25, window)).abs().max() > 0.05, "the cap must matter"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (16, 0.0), (0, 0.7)])
+@pytest.mark.parametrize("decodes", [3, 1])
+def test_sinks(dtype: torch.dtype, window: int, cap: float, decodes: int) -> None:
+    lens, totals = [1, 1, 1, 17, 5][3 - decodes :], [1, 16, 100, 17, 30][3 - decodes :]
+    case = make_case(lens, totals, decodes, heads=6, kv_heads=2, dtype=dtype)
+    sinks = sinks_of(case)
+    wanted = dense_attention(case, 0.25, window, cap, sinks)
+    close(ReferenceOps().paged_attention(case.q, case.kv_layer, case.plan, 0.25, window, cap, sinks), wanted, dtype)
+    assert (wanted - dense_attention(case, 0.25, window, cap)).abs().max() > 0.3, "sinks must matter"

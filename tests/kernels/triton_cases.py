@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from paged_batch import Case, close, dense_attention, make_case, rope_table
+from paged_batch import Case, close, dense_attention, make_case, rope_table, sinks_of
 from triton.runtime import interpreter
 from xxhash import xxh3_64_intdigest
 
@@ -40,9 +40,11 @@ def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "create_dot", widened)
 
 
-def attend(case: Case, window: int = 0, processors: int = 1, cap: float = 0.0) -> torch.Tensor:
-    moved = case.to(DEVICE)
-    return TritonOps(processors).paged_attention(moved.q, moved.kv_layer, moved.plan, 0.25, window, cap).cpu()
+def attend(
+    case: Case, window: int = 0, processors: int = 1, cap: float = 0.0, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    moved, sinks = case.to(DEVICE), None if sinks is None else sinks.to(DEVICE)
+    return TritonOps(processors).paged_attention(moved.q, moved.kv_layer, moved.plan, 0.25, window, cap, sinks).cpu()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,6 +55,15 @@ def test_soft_caps(dtype: torch.dtype, window: int, processors: int) -> None:
     wanted = dense_attention(case, 0.25, window, 0.7)
     assert (wanted - dense_attention(case, 0.25, window)).abs().max() > 0.05, "the cap must matter"
     close(attend(case, window, processors, 0.7), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (16, 0.0), (0, 0.7)])
+@pytest.mark.parametrize("processors", [1, 8])
+def test_sinks(dtype: torch.dtype, window: int, cap: float, processors: int) -> None:
+    case = make_case([1, 1, 1, 17, 5], [1, 16, 100, 17, 30], 3, heads=6, kv_heads=2, dtype=dtype)
+    sinks = sinks_of(case)
+    close(attend(case, window, processors, cap, sinks), dense_attention(case, 0.25, window, cap, sinks), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_batch import make_case, rope_table
+from paged_batch import make_case, rope_table, sinks_of
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -46,11 +46,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (512, 0.0), (512, 50.0)])
+@pytest.mark.parametrize("sunk", [False, True])
 def test_bfloat16_attention_uses_tensor_cores_and_wide_copies(
-    compiled: dict[str, Any], window: int, cap: float
+    compiled: dict[str, Any], window: int, cap: float, sunk: bool
 ) -> None:
     case = make_case([1, 1, 150], [1024, 30, 170], 2, heads=8, kv_heads=2, dim=128, dtype=torch.bfloat16)
-    TritonOps(132).paged_attention(case.q, case.kv_layer, case.plan, 0.1, window, cap)
+    sinks = sinks_of(case) if sunk else None
+    TritonOps(132).paged_attention(case.q, case.kv_layer, case.plan, 0.1, window, cap, sinks)
     assert set(compiled) == {"decode_kernel", "merge_kernel", "prefill_kernel"}
     assert "mma.sync" in compiled["decode_kernel"].asm["ptx"]
     assert "wgmma" in compiled["prefill_kernel"].asm["ptx"]

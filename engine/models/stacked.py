@@ -1,0 +1,81 @@
+"""Experts of checkpoints that hold all of a layer in one tensor: gpt-oss's, in plain numbers or in MXFP4.
+
+MXFP4 (Open Compute Project, Microscaling Formats 1.0): 32 inputs share a power of two, and each has one of sixteen
+values of four bits (e2m1). Twice these values are integers.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from engine.models.codes import RUN, Codes
+from engine.models.quantised import Tensors
+from engine.models.weights import check_shape, missing
+from kernels.step import StoredRows
+from protocol.errors import ConfigError
+
+_TENSOR = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+_BIAS = 127
+"""Of the exponents of MXFP4's scales."""
+
+
+class StackedWeights:
+    """`Weights`. Experts have the names that other checkpoints give them: model.layers.i.mlp.experts.e.gate_proj and
+    so on. Gate and up are one tensor in which their outputs take turns; plain weights lie inputs first."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def holds(self, name: str) -> bool:
+        return self._tensors.holds(name)
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        if (codes := self._codes(name, tuple(out.shape))) is not None:
+            codes.write(out)
+        elif (found := _TENSOR.fullmatch(name)) is None:
+            self._tensors.read(name, out)
+        elif found[4] == "bias":
+            self._copy(name, self._part(found, "_bias"), out)
+        else:
+            self._copy(name, self._part(found, "", outputs=-1).t(), out)
+
+    def stored(self, name: str, shape: tuple[int, int]) -> StoredRows | None:
+        codes = self._codes(name, shape)
+        return None if codes is None else codes.rows()
+
+    def _copy(self, name: str, part: torch.Tensor, out: torch.Tensor) -> None:
+        check_shape(name, tuple(part.shape), tuple(out.shape))
+        out.copy_(part)
+
+    def _codes(self, name: str, shape: tuple[int, ...]) -> Codes | None:
+        """Of an expert's weight in MXFP4: blocks [outputs, runs, 16] of bytes, the lower half of which comes first, and
+        scales [outputs, runs]; None: it is plain, or no expert's weight."""
+        found = _TENSOR.fullmatch(name)
+        if found is None or found[4] == "bias" or not self._tensors.holds(f"{_stack(found)}_blocks"):
+            return None
+        blocks, scales = self._part(found, "_blocks"), self._part(found, "_scales")
+        check_shape(name, (len(blocks), blocks[0].numel() * 2), shape)
+        check_shape(f"{_stack(found)}_scales", tuple(scales.shape), (shape[0], shape[1] // RUN))
+        halves = torch.stack((blocks & 15, blocks >> 4), -1).view(shape)
+        return Codes(_DOUBLED[halves.int()], torch.ldexp(torch.tensor(0.5), scales.int() - _BIAS))
+
+    def _part(self, found: re.Match[str], ending: str, outputs: int = 0) -> torch.Tensor:
+        """An expert's part of a stack; outputs: the dimension of what remains along which gate and up take turns."""
+        name, expert = _stack(found) + ending, int(found[2])
+        stack = self._tensors.find(name)
+        if stack is None:
+            raise missing(name)
+        if expert >= len(stack):
+            raise ConfigError(f"tensor {name} has {len(stack)} experts, the config says more", param="model")
+        part = stack[expert]
+        if found[3] == "down":
+            return part
+        turns = slice(0 if found[3] == "gate" else 1, None, 2)
+        return part[..., turns] if outputs else part[turns]
+
+
+def _stack(found: re.Match[str]) -> str:
+    return f"{found[1]}.{'down' if found[3] == 'down' else 'gate_up'}_proj"
