@@ -164,9 +164,9 @@ def pointwise(ops: Ops, shape: Shape, tokens: int) -> Iterator[Subject]:
     )
     wide = x.view(layers, tokens, 2 * hidden)
     yield Subject(
-        f"silu_mul {tokens} x {hidden}",
-        lambda layer: ops.silu_mul(wide[layer]),
-        lambda layer: plain.silu_mul(wide[layer]),
+        f"gate_mul {tokens} x {hidden}",
+        lambda layer: ops.gate_mul(wide[layer]),
+        lambda layer: plain.gate_mul(wide[layer]),
         layers,
         moved * 3 // 4,
     )

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from kernels.draw import NoiseKeys
+from kernels.gate import SILU, Gate
 from kernels.low_rank import LowRank
 from kernels.masking import Masks
 from kernels.plan import BatchPlan
@@ -49,8 +50,8 @@ class Ops(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(rms_norm(x + residual), x + residual)."""
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of [T, 2 * d], gate first; returns [T, d]."""
+    def gate_mul(self, gate_up: torch.Tensor, gate: Gate = SILU) -> torch.Tensor:
+        """The gate of gate and up [T, 2 * d], in this order, in float32, rounded once; returns [T, d]."""
 
     def rope_and_cache(
         self,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.batch_index import AttentionGroup, BatchIndex, block_rows
+from kernels.gate import SILU, Gate
 from kernels.int8_cache import dequantise, quantise
 from kernels.plan import BatchPlan
 from kernels.shared import TorchShared
@@ -38,9 +39,12 @@ class ReferenceOps(TorchShared):
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+    def gate_mul(self, gate_up: torch.Tensor, gate: Gate = SILU) -> torch.Tensor:
+        if gate == SILU:
+            return F.silu(gate_up[:, : gate_up.shape[1] // 2]) * gate_up[:, gate_up.shape[1] // 2 :]
+        g, up = gate_up.float().chunk(2, dim=-1)
+        g, up = g.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+        return (g * torch.sigmoid(gate.slope * g + gate.cubic * g**3) * (up + gate.offset)).to(gate_up.dtype)
 
     def rope_and_cache(
         self,

@@ -53,8 +53,8 @@ def weights_of(entries: Mapping[str, Entry], quantised: Quantisation | None) -> 
         stack = name.removesuffix(_BLOCKS)
         if f"{stack}{_BLOCK_SCALES}" in entries and stack != name:
             *outer, runs, half = shape
-            whole = (*outer, 2 * runs * half)
-            yield Tensor(stack, whole, math.prod(whole) * (5 / 8 + 2 / _RUN))
+            weights = (*outer, 2 * runs * half)
+            yield Tensor(stack, weights, math.prod(weights) * (5 / 8 + 2 / _RUN))
         elif f"{name.removesuffix(_BLOCK_SCALES)}{_BLOCKS}" in entries:
             continue
         elif quantised is None:

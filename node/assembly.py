@@ -169,8 +169,6 @@ def require_batch_invariance(model: Model) -> None:
         reason = "--dtype bfloat16"
     elif dim % 32 or dim > 512:
         reason = f"head dims that are multiples of 32 up to 512; the model's are {dim}"
-    elif model.config.caps.attention:
-        reason = "attention without a soft cap"
     elif not all(isinstance(linear, PackedLinear) for linear in model.dense_layers()):
         reason = "an even number of inputs of every dense layer"
     else:

@@ -8,6 +8,7 @@ from typing import Any
 from engine.models.families import FAMILIES, LLAMA, Family
 from engine.models.rope_config import ROPE_KINDS, RopeConfig, parse_rope, rope_dicts, rope_kind
 from engine.models.windows import rotations_and_windows
+from kernels.gate import Gate
 from model_files.quantisation import quantisation
 from protocol.errors import ConfigError
 
@@ -37,15 +38,14 @@ class Caps:
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """count experts of width `size`, of which a token passes through `chosen`; layers[i]: layer i has them, in place of
-    its MLP. renormalised: see `kernels.step.Experts`. clamp: alpha and limit of `kernels.variants.clamped_swiglu`, or
-    None."""
+    its MLP. renormalised: see `kernels.step.Experts`. gate: of their own, or None."""
 
     count: int
     chosen: int
     size: int
     renormalised: bool
     layers: tuple[bool, ...]
-    clamp: tuple[float, float] | None = None
+    gate: Gate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +177,14 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> ExpertsConf
         size=_whole(config, "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"),
         renormalised=bool(config.get("norm_topk_prob", family.experts.renormalised)),
         layers=tuple(i not in dense and (i + 1) % every == 0 for i in range(layers)),
-        clamp=_clamp(config) if family.experts.clamped else None,
+        gate=_clamped(config) if family.experts.clamped else None,
     )
 
 
-def _clamp(config: dict[str, Any]) -> tuple[float, float]:
-    return float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))
+def _clamped(config: dict[str, Any]) -> Gate:
+    """gpt-oss's."""
+    limit = float(config.get("swiglu_limit", 7.0))
+    return Gate(slope=float(config.get("swiglu_alpha", 1.702)), limit=limit, offset=1.0)
 
 
 def _factors(config: dict[str, Any], family: Family, hidden_size: int) -> Factors:

@@ -11,11 +11,12 @@ import torch
 from engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted, always
 from engine.models.config import DecoderConfig
 from engine.models.parameters import Parameters
-from kernels.experts import Activated, mixture
+from kernels.experts import mixture
+from kernels.gate import GELU, SILU, Gate
+from kernels.layer_norm import layer_norm
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
 from kernels.step import DecoderForm, Experts, Linear, NextLogits
-from kernels.variants import clamped_swiglu, gelu_mul, layer_norm
 
 
 class Decoder(Model):
@@ -40,7 +41,7 @@ class Decoder(Model):
         self.parameters = parameters
         self._rope, self._local = rope, local or rope
         self.ops = ops
-        self._activated = _activation(config, ops)
+        self._activated = partial(ops.gate_mul, gate=_gate(config))
         self._scale = config.factors.attention or config.head_dim**-0.5
         self._step = ops.record(self._form(), self._one_by_one) if config.plain else None
 
@@ -161,8 +162,7 @@ class Decoder(Model):
         return (layer_norm if self.config.family.centred else self.ops.rms_norm)(x, norm, self.config.norm_eps)
 
 
-def _activation(config: DecoderConfig, ops: Ops) -> Activated:
-    if config.experts is not None and config.experts.clamp is not None:
-        alpha, limit = config.experts.clamp
-        return partial(clamped_swiglu, alpha=alpha, limit=limit)
-    return gelu_mul if config.family.gelu else ops.silu_mul
+def _gate(config: DecoderConfig) -> Gate:
+    if config.experts is not None and config.experts.gate is not None:
+        return config.experts.gate
+    return GELU if config.family.gelu else SILU

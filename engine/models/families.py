@@ -8,8 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
     """What the tensors of a layer's experts are called behind the layer's name; renormalised: unless the config tells,
-    their weights are the softmax over the chosen ones; biased: router and experts have biases; clamped: their gate is
-    `kernels.variants.clamped_swiglu`; stacked: see `Family.stacked`."""
+    their weights are the softmax over the chosen ones; biased: router and experts have biases; clamped: their gate
+    and up have a limit; stacked: see `Family.stacked`."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"

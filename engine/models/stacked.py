@@ -18,8 +18,8 @@ from protocol.errors import ConfigError
 
 _TENSOR = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-_BIAS = 127
-"""Of the exponents of MXFP4's scales."""
+_MANTISSA = 23
+"""Bits of a float32 below its exponent, which counts from where MXFP4's scales do."""
 
 
 class StackedWeights:
@@ -60,7 +60,8 @@ class StackedWeights:
         check_shape(name, (len(blocks), blocks[0].numel() * 2), shape)
         check_shape(f"{_stack(found)}_scales", tuple(scales.shape), (shape[0], shape[1] // RUN))
         halves = torch.stack((blocks & 15, blocks >> 4), -1).view(shape)
-        return Codes(_DOUBLED[halves.int()], torch.ldexp(torch.tensor(0.5), scales.int() - _BIAS))
+        halved = (scales.int() - 1).clamp_(min=0) << _MANTISSA
+        return Codes(_DOUBLED[halves.int()], halved.view(torch.float32))
 
     def _part(self, found: re.Match[str], ending: str, outputs: int = 0) -> torch.Tensor:
         """An expert's part of a stack; outputs: the dimension of what remains along which gate and up take turns."""

@@ -24,7 +24,8 @@ class Kernels:
     def rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float
     ) -> None: ...
-    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
+    def gate_mul(self, gate_up: Tensor, out: Tensor, slope: float, cubic: float, limit: float, offset: float) -> None:
+        """The constants are those of kernels.gate.Gate."""
     def rope_and_cache(
         self,
         q: Tensor,
@@ -46,12 +47,23 @@ class Kernels:
         rows: int,
         scale: float,
         window: int,
+        cap: float,
+        sinks: Tensor | None,
         blocks: bool,
         out: Tensor,
     ) -> None:
         """blocks: in the arithmetic of `prefill` (bfloat16, dims multiples of 32)."""
     def prefill(
-        self, q: Tensor, kv: Tensor, blocks: Tensor, total_len: int, scale: float, window: int, out: Tensor
+        self,
+        q: Tensor,
+        kv: Tensor,
+        blocks: Tensor,
+        total_len: int,
+        scale: float,
+        window: int,
+        cap: float,
+        sinks: Tensor | None,
+        out: Tensor,
     ) -> None: ...
     def pack(self, parts: list[tuple[str, Tensor]], inputs: int, bias: Tensor | None) -> Packed: ...
     def lookup(self, packed: Packed, rows: Tensor, out: Tensor) -> None: ...

@@ -11,6 +11,7 @@ from kernels.cpu.dense import PackedLinear, plain_rows, whole_panels
 from kernels.cpu.extension import extension, instruction_set
 from kernels.cpu.step import CpuStep, record
 from kernels.draw import NoiseKeys, is_greedy
+from kernels.gate import SILU, Gate
 from kernels.low_rank import LowRank
 from kernels.masking import Masks
 from kernels.noise import row_key
@@ -24,15 +25,17 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _UNIT = 16
 _PREFILL_UNIT = 32
 _MAX_HEAD_DIM = 512
+Scoring = tuple[float, int, float, torch.Tensor | None]
+"""scale, window, cap and sinks of `Ops.paged_attention`."""
 
 
 class CpuOps:
-    """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for attention with caps or with
-    head dims that are not multiples of 16, and for prefill attention in float32 or with head dims that are not
-    multiples of 32. Owns a team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best
-    instruction set. batch_invariant: a token's attention has the same bits in a decode step as in a chunk of its
-    prompt, for bfloat16 and head dims that are multiples of 32, without caps; decode steps take longer.
-    Raises RuntimeError without the extension, ValueError for a set that this processor does not run."""
+    """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for attention with head dims that
+    are not multiples of 16, and for prefill attention in float32 or with head dims that are not multiples of 32. Owns a
+    team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best instruction set.
+    batch_invariant: a token's attention has the same bits in a decode step as in a chunk of its prompt, for bfloat16
+    and head dims that are multiples of 32; decode steps take longer. Raises RuntimeError without the
+    extension, ValueError for a set that this processor does not run."""
 
     name = "cpu"
 
@@ -91,11 +94,11 @@ class CpuOps:
         self._kernels.rms_norm(x, residual.contiguous(), weight, out, total, eps)
         return out, total
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate_mul(self, gate_up: torch.Tensor, gate: Gate = SILU) -> torch.Tensor:
         if gate_up.dtype not in _DTYPES:
-            return self._reference.silu_mul(gate_up)
+            return self._reference.gate_mul(gate_up, gate)
         out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype)
-        self._kernels.silu_mul(gate_up, out)
+        self._kernels.gate_mul(gate_up, out, gate.slope, gate.cubic, gate.limit, gate.offset)
         return out
 
     def rope_and_cache(
@@ -126,19 +129,20 @@ class CpuOps:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         dim, decodes = q.shape[2], plan.num_decodes
-        if q.dtype not in _DTYPES or dim % _UNIT or dim > _MAX_HEAD_DIM or cap or sinks is not None:
+        if q.dtype not in _DTYPES or dim % _UNIT or dim > _MAX_HEAD_DIM:
             return self._reference.paged_attention(q, kv_layer, plan, scale, window, cap, sinks)
         q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype)
         if decodes:
             blocks = self._batch_invariant and q.dtype == torch.bfloat16 and dim % _PREFILL_UNIT == 0
-            self._kernels.decode(q, kv_layer, plan.block_table, plan.total_len, decodes, scale, window, blocks, out)
+            table, lens = plan.block_table, plan.total_len
+            self._kernels.decode(q, kv_layer, table, lens, decodes, scale, window, cap, sinks, blocks, out)
         if decodes == plan.num_seqs:
             return out
         if q.dtype == torch.bfloat16 and dim % _PREFILL_UNIT == 0:
-            self._prefill(q, kv_layer, plan, scale, window, out)
+            self._prefill(q, kv_layer, plan, (scale, window, cap, sinks), out)
         else:
             rest = self._prefill_part(plan)
-            out[decodes:] = self._reference.paged_attention(q[decodes:], kv_layer, rest, scale, window)
+            out[decodes:] = self._reference.paged_attention(q[decodes:], kv_layer, rest, scale, window, cap, sinks)
         return out
 
     def draw(
@@ -162,13 +166,13 @@ class CpuOps:
         return out
 
     def _prefill(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, window: int, out: torch.Tensor
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scoring: Scoring, out: torch.Tensor
     ) -> None:
         start = plan.num_decodes
         for seq in range(plan.num_decodes, plan.num_seqs):
             end = start + plan.query_lens[seq]
             blocks, total_len = plan.block_table[seq], plan.total_lens[seq]
-            self._kernels.prefill(q[start:end], kv_layer, blocks, total_len, scale, window, out[start:end])
+            self._kernels.prefill(q[start:end], kv_layer, blocks, total_len, *scoring, out[start:end])
             start = end
 
     def _prefill_part(self, plan: BatchPlan) -> BatchPlan:

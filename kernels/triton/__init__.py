@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.draw import NoiseKeys
+from kernels.gate import SILU, Gate
 from kernels.graphs import Capture, CudaCapture, GraphStep
 from kernels.masking import Masks
 from kernels.plan import BatchPlan
@@ -85,8 +86,8 @@ class TritonOps(TorchShared):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return elementwise.rms_norm(x, residual, weight, eps)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return elementwise.silu_mul(gate_up)
+    def gate_mul(self, gate_up: torch.Tensor, gate: Gate = SILU) -> torch.Tensor:
+        return elementwise.gate_mul(gate_up, gate)
 
     def rope_and_cache(
         self,

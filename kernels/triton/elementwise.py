@@ -1,10 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""RMSNorm, with and without the residual before it, and SiLU times up."""
+"""RMSNorm, with and without the residual before it, and gates times up."""
+
+from math import inf
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.gate import Gate
 from kernels.triton.launch import power_of_two
 
 TILE = 2048
@@ -42,14 +45,29 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def gate_mul_kernel(
+    gate_up,
+    out,
+    stride,
+    slope,
+    cubic,
+    limit,
+    offset,
+    LIMITED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Program (row, part of the row)."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = dims < DIM
     gate = tl.load(gate_up + row * stride + dims, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + DIM + dims, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + row * DIM + dims, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=live)
+    if LIMITED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    value = gate * tl.sigmoid(gate * (slope + cubic * gate * gate)) * (up + offset)
+    tl.store(out + row * DIM + dims, value.to(out.dtype.element_ty), mask=live)
 
 
 def rms_norm(
@@ -70,12 +88,13 @@ def rms_norm(
     return out.view(x.shape), x if residual is None else total.view(x.shape)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [T, 2 * d], gate first."""
+def gate_mul(gate_up: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """See `Ops.gate_mul`."""
     tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, dim), dtype=gate_up.dtype, device=gate_up.device)
     block = min(TILE, power_of_two(dim))
-    silu_mul_kernel[(tokens, triton.cdiv(dim, block))](
-        gate_up, out, gate_up.stride(0), DIM=dim, BLOCK=block, num_warps=4
-    )
+    gate_mul_kernel[(tokens, triton.cdiv(dim, block))](
+        gate_up, out, gate_up.stride(0), gate.slope, gate.cubic, gate.limit, gate.offset,
+        LIMITED=gate.limit < inf, DIM=dim, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return out

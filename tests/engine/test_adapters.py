@@ -16,6 +16,7 @@ from tiny_models import (
     COHERE,
     GEMMA2,
     GEMMA3,
+    GPT_OSS,
     GRANITE,
     chunked_logits,
     expect_equal_logits,
@@ -58,13 +59,14 @@ FAMILIES = {
     "glm4": lambda: family("Glm4Config", head_dim=16, pad_token_id=0),
     "cohere": lambda: family("CohereConfig", use_qk_norm=True, **COHERE),
     "cohere2": lambda: family("Cohere2Config", num_hidden_layers=4, sliding_window=9, **COHERE),
+    "gpt-oss": lambda: family("GptOssConfig", **GPT_OSS),
     "mixtral": lambda: family("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
 }
 
 
 def targets_of(name: str) -> tuple[str, ...]:
     """Experts have none."""
-    if name == "mixtral":
+    if name in ("mixtral", "gpt-oss"):
         return ATTENTION[:4]
     if name == "glm4":
         return (*ATTENTION[:4], "gate_up_proj", "down_proj")

@@ -27,7 +27,6 @@ from engine.models import load_model
 from engine.models.adapters import load_adapter
 from engine.models.decoder import Decoder
 from kernels.cpu import CpuOps, instruction_set
-from kernels.cpu.dense import PackedLinear
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from model_files.adapter import read_adapter
@@ -77,16 +76,16 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(name: str, tmp_path:
 
 
 @needs_extension
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "gemma2", "gpt-oss", "cohere-plus"])
 def test_a_token_has_the_same_bits_in_every_batch(name: str, tmp_path: Path) -> None:
     """Of a prompt in one chunk, in several, in steps of one token beside other sequences; with two threads."""
     config = OURS[name]()
-    config.head_dim = 32
+    config.head_dim = config.query_pre_attn_scalar = 32
     save_tiny(config, tmp_path)
     tokens, others = tokens_for(40, 1), tokens_for(40, 2)
     whole = chunked_logits(load(tmp_path, CpuOps(1, batch_invariant=True), torch.bfloat16), tokens, [40])
     model = load(tmp_path, CpuOps(2, batch_invariant=True), torch.bfloat16)
-    assert all(isinstance(linear, PackedLinear) for linear in model.dense_layers())
+    require_batch_invariance(model)
     assert torch.equal(chunked_logits(model, tokens, [7, 1, 20, 12]), whole)
     cache = Cache(model)
     got = [cache.step({"a": tokens[:30], "b": others[:3]})[0]]
@@ -137,12 +136,3 @@ def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
         save_file(tensors | {name: torch.zeros(4, 64)}, path / "adapter_model.safetensors")
         with pytest.raises(ConfigError, match="adapters of experts are not supported"):
             load_adapter(read_adapter(str(path), 64), model)
-
-
-@needs_extension
-def test_soft_caps_are_not_batch_invariant(tmp_path: Path) -> None:
-    config = OURS["gemma2"]()
-    config.head_dim = 32
-    save_tiny(config, tmp_path)
-    with pytest.raises(ConfigError, match="batch_invariant needs attention without a soft cap"):
-        require_batch_invariance(load(tmp_path, CpuOps(1, batch_invariant=True), torch.bfloat16))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from kernels.gate import GELU, SILU, Gate
 from kernels.int8_cache import dequantise, quantise, vector_width
 from kernels.plan import BatchPlan
 from protocol.layout import blocks_for
@@ -101,6 +103,20 @@ def make_case(
         values.append(held[1])
     q = torch.randn(sum(query_lens), heads, dim, generator=random).to(dtype)
     return Case(plan, pool, q, keys, values)
+
+
+GATES = {
+    SILU: torch.nn.functional.silu,
+    GELU: partial(torch.nn.functional.gelu, approximate="tanh"),
+    Gate(1.702, limit=0.9, offset=1.0): lambda g: g * torch.sigmoid(1.702 * g),
+}
+"""The gates of families, and what they are of a gate that is within its limit."""
+
+
+def gated(gate_up: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """float64 of gate and up [T, 2 * d]."""
+    g, up = gate_up.double().chunk(2, -1)
+    return GATES[gate](g.clamp(max=gate.limit)) * (up.clamp(-gate.limit, gate.limit) + gate.offset)
 
 
 def sinks_of(case: Case) -> torch.Tensor:

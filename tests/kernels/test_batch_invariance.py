@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_batch import Case, close, dense_attention, make_case
+from paged_batch import Case, close, dense_attention, make_case, sinks_of
 
 from kernels.cpu import CpuOps, instruction_sets
 from kernels.ops import select
@@ -51,30 +51,31 @@ def part_of(case: Case, parts: list[tuple[int, int]], num_decodes: int) -> tuple
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(64, 6, 2), (32, 4, 4), (96, 7, 1)])
-@pytest.mark.parametrize("window", [0, 150])
+@pytest.mark.parametrize(("window", "cap", "sunk"), [(0, 0.0, False), (150, 0.0, False), (150, 0.7, True)])
 def test_a_token_has_the_same_bits_wherever_it_is_computed(
-    name: str, int8: bool, dim: int, heads: int, kv_heads: int, window: int
+    name: str, int8: bool, dim: int, heads: int, kv_heads: int, window: int, cap: float, sunk: bool
 ) -> None:
     totals = [700, 9, 128, 333, 64, 1025, 50]
     shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim}
     case = make_case(totals, totals, 0, dtype=torch.bfloat16, int8=int8, **shape)
+    how = (0.125, window, cap, sinks_of(case) if sunk else None)
     expected: torch.Tensor | None = None
     for threads in (1, 2, 3):
         for decodes, chunks in PLACES.values():
             parts = [(s, 1) for s in decodes] + [(2, count) for count in chunks]
             plan, q = part_of(case, parts, len(decodes))
-            row = made(name, threads).paged_attention(q, case.kv_layer, plan, 0.125, window)[decodes.index(0)]
+            row = made(name, threads).paged_attention(q, case.kv_layer, plan, *how)[decodes.index(0)]
             expected = row if expected is None else expected
             assert torch.equal(row, expected)
         for count in CHUNKS:
             plan, q = part_of(case, [(0, count)], 0)
-            got = made(name, threads).paged_attention(q, case.kv_layer, plan, 0.125, window)
+            got = made(name, threads).paged_attention(q, case.kv_layer, plan, *how)
             assert torch.equal(got[-1], expected), f"the last token of a chunk of {count}"
     plan, q = part_of(case, [(s, 1) for s in range(7)], 7)
     batch = replace(case, plan=plan, q=q)
     close(
-        made(name, 2).paged_attention(q, case.kv_layer, plan, 0.125, window),
-        dense_attention(batch, 0.125, window),
+        made(name, 2).paged_attention(q, case.kv_layer, plan, *how),
+        dense_attention(batch, *how),
         torch.bfloat16,
     )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_batch import LAYER, close, dense_attention, make_case, rope_table, rotate_complex
+from paged_batch import GATES, LAYER, close, dense_attention, gated, make_case, rope_table, rotate_complex, sinks_of
 
 from kernels.cpu import CpuOps, instruction_set, instruction_sets
 from kernels.ops import select
@@ -68,11 +68,11 @@ def test_norm_of_a_part_of_each_row(ops: CpuOps, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 34), (40, 1536)])
-def test_silu_mul(ops: CpuOps, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_gate_mul(ops: CpuOps, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     gate_up = (torch.randn(shape, generator=torch.Generator().manual_seed(4)) * 4).to(dtype)
     gate_up[0, :4] = torch.tensor([-200.0, -80.0, 100.0, 0.0])
-    gate, up = gate_up.double().chunk(2, -1)
-    close(ops.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up, dtype)
+    for gate in GATES:
+        close(ops.gate_mul(gate_up, gate), gated(gate_up, gate), dtype)
 
 
 def test_rounding_is_to_nearest_even_and_keeps_nan(ops: CpuOps) -> None:
@@ -244,8 +244,24 @@ def test_chunks_of_a_prompt_give_what_one_pass_gives(window: int) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("window", [0, 16])
-def test_soft_caps(name: str, window: int) -> None:
-    case = make_case([1, 1, 1, 17, 5], [1, 16, 100, 17, 30], 3, heads=6, kv_heads=2, dim=32, dtype=torch.bfloat16)
-    got = made(name).paged_attention(case.q, case.kv_layer, case.plan, 0.125, window, 0.7)
-    close(got, dense_attention(case, 0.125, window, 0.7), torch.bfloat16)
+@pytest.mark.parametrize("window", [0, 16, 150])
+@pytest.mark.parametrize(("cap", "sunk"), [(0.7, False), (0.0, True), (0.7, True)])
+@pytest.mark.parametrize(("dtype", "int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_soft_caps_and_sinks(name: str, window: int, cap: float, sunk: bool, dtype: torch.dtype, int8: bool) -> None:
+    """In decodes of one chunk and of several, in prompts of one block and of several."""
+    case = make_case(
+        [1, 1, 1, 17, 140, 5], [1, 16, 300, 17, 140, 205], 3, heads=6, kv_heads=2, dim=32, dtype=dtype, int8=int8
+    )
+    sinks = sinks_of(case) if sunk else None
+    wanted = dense_attention(case, 0.25, window, cap, sinks)
+    assert (wanted - dense_attention(case, 0.25, window)).abs().max() > 0.05, "caps and sinks must matter"
+    for invariant in (False, True):
+        ops = CpuOps(2, name, batch_invariant=invariant)
+        close(ops.paged_attention(case.q, case.kv_layer, case.plan, 0.25, window, cap, sinks), wanted, dtype)
+
+
+def test_sinks_that_do_not_fit_are_refused(ops: CpuOps) -> None:
+    for query_len in (1, 3):
+        case = make_case([query_len], [20], int(query_len == 1), dim=32, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match="one per query head"):
+            ops.paged_attention(case.q, case.kv_layer, case.plan, 0.25, 0, 0.0, torch.zeros(5))

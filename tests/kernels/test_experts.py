@@ -49,7 +49,7 @@ def formula(x: torch.Tensor, dtype: torch.dtype, chosen: int, renormalised: bool
 @pytest.mark.parametrize("count", [1, 2, 50])
 def test_the_reference_equals_the_formula(count: int, chosen: int, renormalised: bool) -> None:
     ops, x = ReferenceOps(), tokens(count, torch.float32)
-    got = mixture(made(ops, torch.float32, chosen, renormalised), x, ops.silu_mul)
+    got = mixture(made(ops, torch.float32, chosen, renormalised), x, ops.gate_mul)
     wanted = formula(x, torch.float32, chosen, renormalised)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
 
@@ -58,7 +58,7 @@ def test_the_reference_equals_the_formula(count: int, chosen: int, renormalised:
 @pytest.mark.parametrize("renormalised", [False, True])
 def test_packed_layers_equal_the_formula(name: str, renormalised: bool) -> None:
     ops, x = CpuOps(2, name), tokens(50, torch.bfloat16)
-    got = mixture(made(ops, torch.bfloat16, 2, renormalised), x, ops.silu_mul)
+    got = mixture(made(ops, torch.bfloat16, 2, renormalised), x, ops.gate_mul)
     wanted = formula(x, torch.bfloat16, 2, renormalised)
     assert (got - wanted).norm() < 0.01 * wanted.norm()
 
@@ -68,14 +68,14 @@ def test_a_tokens_bits_do_not_depend_on_its_batch(name: str) -> None:
     x = tokens(40, torch.bfloat16)
     ops = CpuOps(1, name)
     alone = made(ops, torch.bfloat16, 3, renormalised=True)
-    rows = torch.cat([mixture(alone, x[i : i + 1], ops.silu_mul) for i in range(40)])
+    rows = torch.cat([mixture(alone, x[i : i + 1], ops.gate_mul) for i in range(40)])
     for threads in (1, 2, 3):
         ops = CpuOps(threads, name)
         experts = made(ops, torch.bfloat16, 3, renormalised=True)
-        assert torch.equal(mixture(experts, x, ops.silu_mul), rows)
-        turned = mixture(experts, x.flip(0), ops.silu_mul).flip(0)
+        assert torch.equal(mixture(experts, x, ops.gate_mul), rows)
+        turned = mixture(experts, x.flip(0), ops.gate_mul).flip(0)
         assert torch.equal(turned, rows)
-        assert torch.equal(mixture(experts, x[5:9], ops.silu_mul), rows[5:9])
+        assert torch.equal(mixture(experts, x[5:9], ops.gate_mul), rows[5:9])
 
 
 def test_equal_experts_are_taken_in_the_same_order_whatever_the_batch() -> None:
@@ -87,8 +87,8 @@ def test_equal_experts_are_taken_in_the_same_order_whatever_the_batch() -> None:
 def test_a_token_that_is_no_number_harms_no_other() -> None:
     ops, x = ReferenceOps(), tokens(5, torch.float32)
     experts = made(ops, torch.float32, 2, renormalised=True)
-    wanted = mixture(experts, x, ops.silu_mul)
+    wanted = mixture(experts, x, ops.gate_mul)
     x[2] = float("nan")
-    got = mixture(experts, x, ops.silu_mul)
+    got = mixture(experts, x, ops.gate_mul)
     assert got[2].isnan().all()
     torch.testing.assert_close(got[[0, 1, 3, 4]], wanted[[0, 1, 3, 4]])

@@ -8,7 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_batch import LAYER, Case, close, dense_attention, make_case, rope_table, rotate_complex, sinks_of
+from paged_batch import (
+    GATES,
+    LAYER,
+    Case,
+    close,
+    dense_attention,
+    gated,
+    make_case,
+    rope_table,
+    rotate_complex,
+    sinks_of,
+)
 
 from kernels.batch_index import BatchIndex, block_rows
 from kernels.reference import ReferenceOps
@@ -166,10 +177,10 @@ def test_norm_of_large_half_values_does_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul_takes_the_gate_first(dtype: torch.dtype) -> None:
+def test_gate_mul_takes_the_gate_first(dtype: torch.dtype) -> None:
     gate_up = torch.randn(5, 34, generator=torch.Generator().manual_seed(4)).to(dtype)
-    gate, up = gate_up.double()[:, :17], gate_up.double()[:, 17:]
-    close(ReferenceOps().silu_mul(gate_up), gate / (1 + (-gate).exp()) * up, dtype)
+    for gate in GATES:
+        close(ReferenceOps().gate_mul(gate_up, gate), gated(gate_up, gate), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

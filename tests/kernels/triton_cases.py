@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from paged_batch import Case, close, dense_attention, make_case, rope_table, sinks_of
+from paged_batch import GATES, Case, close, dense_attention, gated, make_case, rope_table, sinks_of
 from triton.runtime import interpreter
 from xxhash import xxh3_64_intdigest
 
@@ -154,9 +154,10 @@ def test_norms(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [34, 5000])
-def test_silu_mul(dtype: torch.dtype, width: int) -> None:
+def test_gate_mul(dtype: torch.dtype, width: int) -> None:
     gate_up = torch.randn(2, width, generator=torch.Generator().manual_seed(4)).to(dtype).to(DEVICE)
-    close(TritonOps().silu_mul(gate_up), ReferenceOps().silu_mul(gate_up), dtype)
+    for gate in GATES:
+        close(TritonOps().gate_mul(gate_up, gate).cpu(), gated(gate_up.cpu(), gate), dtype)
 
 
 @pytest.mark.parametrize("size", [64, 241, 248, 256, 1023, 1024, 1032, 1088, 2048, 5000, 49_152])

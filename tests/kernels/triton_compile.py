@@ -80,8 +80,8 @@ def test_rope_norm_and_activation(compiled: dict[str, Any], dtype: torch.dtype) 
     ops.rope_and_cache(case.q, key, key, None, None, case.kv_layer, case.plan)
     ops.rms_norm(x, x[0], 1e-5)
     ops.add_rms_norm(x, x, x[0], 1e-5)
-    ops.silu_mul(x)
-    assert set(compiled) == {"rope_cache_kernel", "rms_norm_kernel", "silu_mul_kernel"}
+    ops.gate_mul(x)
+    assert set(compiled) == {"rope_cache_kernel", "rms_norm_kernel", "gate_mul_kernel"}
 
 
 def test_checksums(compiled: dict[str, Any]) -> None:

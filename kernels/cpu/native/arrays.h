@@ -70,6 +70,12 @@ inline KVLayer kv_layer(const Array& a, int kind) {
           static_cast<int64_t>(a.shape(n - 3)), is_int8(a) ? width - 4 : width, is_int8(a)};
 }
 
+inline Scoring scoring_of(float scale, float cap, const MaybeArray& sinks, int64_t heads) {
+  require(cap >= 0, "a soft cap must not be negative");
+  require(!sinks || elements(*sinks) == heads, "sinks are one per query head");
+  return {scale, cap, sinks ? typed<float>(*sinks, 1) : nullptr};
+}
+
 inline Rope rope_of(const MaybeArray& cos, const MaybeArray& sin, int64_t dim) {
   if (!cos || !sin) return {};
   const int64_t half = static_cast<int64_t>(cos->shape(1));

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cache.h"
+#include "scores.h"
 #include "types.h"
 #include "vector.h"
 
@@ -122,8 +123,10 @@ struct Span {
 // what this thread attends to next, or null. K and V are stored as S: the scales of int8 multiply scores and weights.
 template <class T, class S, int Dim>
 inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KVLayer& kv, const Span& span,
-                                             const Span* after, float scale, float* partial, int64_t partial_step) {
+                                             const Span* after, const Scoring& scoring, float* partial,
+                                             int64_t partial_step) {
   const int64_t dim = kv.dim;
+  const float scale = scoring.scale;
   constexpr bool kScaled = sizeof(S) == 1;
   Tile<S> tiles[2];
   alignas(64) float k_scales[kTile], v_scales[kTile];
@@ -160,6 +163,7 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
       for (int64_t h = 0; h < heads; ++h) {
         float* scores = weights + h * kTile;
         if constexpr (kScaled) scale_all(scores, k_scales, tile->count);
+        if (scoring.cap > 0) cap_scores(scores, tile->count, scoring.cap);
         Floats top = load(scores);
         for (int64_t j = kLanes; j < tile->count; j += kLanes) top = larger(top, load(scores + j));
         const float peak = largest(top), higher = peak > highest[h] ? peak : highest[h];
@@ -198,22 +202,22 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
 
 template <class T, class S>
 KVF_INLINE void attend_stored(const T* q, int64_t group, const KVLayer& kv, const Span& span, const Span* after,
-                              float scale, float* partial, int64_t partial_step) {
+                              const Scoring& scoring, float* partial, int64_t partial_step) {
   if (kv.dim == 64)
-    attend<T, S, 64>(q, group, kv, span, after, scale, partial, partial_step);
+    attend<T, S, 64>(q, group, kv, span, after, scoring, partial, partial_step);
   else if (kv.dim == 128)
-    attend<T, S, 128>(q, group, kv, span, after, scale, partial, partial_step);
+    attend<T, S, 128>(q, group, kv, span, after, scoring, partial, partial_step);
   else
-    attend<T, S, 0>(q, group, kv, span, after, scale, partial, partial_step);
+    attend<T, S, 0>(q, group, kv, span, after, scoring, partial, partial_step);
 }
 
 template <class T>
 KVF_INLINE void attend_any(const T* q, int64_t group, const KVLayer& kv, const Span& span, const Span* after,
-                           float scale, float* partial, int64_t partial_step) {
+                           const Scoring& scoring, float* partial, int64_t partial_step) {
   if (kv.int8)
-    attend_stored<T, int8_t>(q, group, kv, span, after, scale, partial, partial_step);
+    attend_stored<T, int8_t>(q, group, kv, span, after, scoring, partial, partial_step);
   else
-    attend_stored<T, T>(q, group, kv, span, after, scale, partial, partial_step);
+    attend_stored<T, T>(q, group, kv, span, after, scoring, partial, partial_step);
 }
 
 }  // namespace

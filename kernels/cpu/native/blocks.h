@@ -6,6 +6,7 @@
 
 #include "cache.h"
 #include "product.h"
+#include "scores.h"
 
 namespace kvferry {
 namespace {
@@ -163,12 +164,13 @@ struct Sight {
 // products and sums must not differ between them.
 inline __attribute__((noinline)) void attend_block(const BlockBuffers& b, int64_t rows, int64_t dim,
                                                    const PackedPositions& block, int64_t width, const Sight& sight,
-                                                   float scale) {
+                                                   const Scoring& scoring) {
   for (int64_t j = 0; j < width; j += kPanel)
     panel_product(b.q, dim, rows, block.k + j * dim * 2, dim / 2, [&](int64_t row, const float* values) {
       for (int c = 0; c < kPanel; c += kLanes) {
-        const Floats scaled = load(values + c) * scale;
-        store(b.scores + row * kBlock + j + c, block.k_scales == nullptr ? scaled : scaled * load(block.k_scales + j + c));
+        Floats score = load(values + c) * scoring.scale;
+        if (block.k_scales != nullptr) score = score * load(block.k_scales + j + c);
+        store(b.scores + row * kBlock + j + c, scoring.cap > 0 ? capped(score, scoring.cap) : score);
       }
     });
   for (int64_t row = 0; row < rows; ++row) {
@@ -184,9 +186,14 @@ inline __attribute__((noinline)) void attend_block(const BlockBuffers& b, int64_
                   });
 }
 
-KVF_INLINE void begin_rows(const BlockBuffers& b, int64_t rows, int64_t dim) {
+// Rows are of `group` query heads from `head` on, in turns, and begin with their sinks.
+KVF_INLINE void begin_rows(const BlockBuffers& b, int64_t rows, int64_t dim, const Scoring& scoring, int64_t head,
+                           int64_t group) {
   for (int64_t i = 0; i < rows * dim; i += kLanes) store(b.total + i, Floats{});
-  for (int64_t row = 0; row < rows; ++row) b.highest[row] = -__builtin_inff(), b.weight[row] = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    b.highest[row] = scoring.sink(head + row % group);
+    b.weight[row] = scoring.sinks == nullptr ? 0 : 1;
+  }
 }
 
 KVF_INLINE void end_row(const BlockBuffers& b, int64_t row, int64_t dim, bf16* out) {
@@ -199,7 +206,7 @@ struct Sequence {
   const KVLayer& kv;
   const int32_t* table;
   int64_t head, window;
-  float scale;
+  const Scoring& scoring;
 };
 
 // The token at `position`: its `group` query heads q [group, dim] and their results, which may be the same memory.
@@ -210,12 +217,12 @@ KVF_INLINE void attend_token(const Sequence& s, int64_t position, const bf16* q,
   const PackedPositions packed = packed_at(memory, kBlock, dim, s.kv.int8);
   const BlockBuffers b(memory + packed_bytes(kBlock, dim), group, dim);
   copy(b.q, q, group * dim);
-  begin_rows(b, group, dim);
+  begin_rows(b, group, dim, s.scoring, s.head * group, group);
   for (int64_t at = block_first(position, s.window); at < seen; at += kBlock) {
     const int64_t count = seen - at < kBlock ? seen - at : kBlock, width = (count + kPanel - 1) / kPanel * kPanel;
     for (int64_t j = 0; j < width; j += kPanel)
       pack_panel(s.kv, s.head, s.table, at + j, at + j + kPanel < seen ? at + j + kPanel : seen, packed.from(j, dim));
-    attend_block(b, group, dim, packed, width, {group, seen - at, s.window}, s.scale);
+    attend_block(b, group, dim, packed, width, {group, seen - at, s.window}, s.scoring);
   }
   for (int64_t row = 0; row < group; ++row) end_row(b, row, dim, out + row * dim);
 }

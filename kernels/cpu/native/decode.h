@@ -9,14 +9,14 @@
 namespace kvferry {
 namespace {
 
-// out [dim] of the chunks' partial results, which lie one after the other.
+// out [dim] of the chunks' partial results, which lie one after the other, and of the head's sink.
 template <class T>
-KVF_INLINE void merge(const float* partial, int64_t chunks, int64_t dim, T* out) {
+KVF_INLINE void merge(const float* partial, int64_t chunks, int64_t dim, float sink, T* out) {
   const int64_t step = partial_floats(dim);
-  float highest = partial[0];
+  float highest = partial[0] < sink ? sink : partial[0];
   for (int64_t c = 1; c < chunks; ++c) highest = partial[c * step] > highest ? partial[c * step] : highest;
   alignas(64) float shares[kMaxChunks];
-  float weight = 0;
+  float weight = exponential(splat(sink - highest))[0];
   for (int64_t c = 0; c < chunks; ++c) {
     shares[c] = exponential(splat(partial[c * step] - highest))[0];
     weight += shares[c] * partial[c * step + 1];
@@ -74,14 +74,14 @@ void run_decode(void* argument, int member, int size, Barrier& barrier) {
   const int64_t dim = t.kv.dim, group = t.heads / t.kv.heads, step = partial_floats(dim);
   visit_pieces(t.batch, t.kv.heads, t.window, member, size, [&](const Piece& piece, const Span* after) {
     const int64_t head = piece.span.head * group;
-    attend_any(static_cast<const T*>(t.q) + (piece.row * t.heads + head) * dim, group, t.kv, piece.span, after, t.scale,
+    attend_any(static_cast<const T*>(t.q) + (piece.row * t.heads + head) * dim, group, t.kv, piece.span, after, t.scoring,
                partial_of(t.partial, piece.row, head, t.heads, dim) + piece.chunk * step, kMaxChunks * step);
   });
   barrier.wait(member);
   const Share rows = share(t.batch.rows * t.heads, member, size);
   for (int64_t i = rows.begin; i < rows.end; ++i)
     merge(t.partial + i * kMaxChunks * step, chunks_of(t.batch.total_len[i / t.heads], t.window).count, dim,
-          static_cast<T*>(t.out) + i * dim);
+          t.scoring.sink(i % t.heads), static_cast<T*>(t.out) + i * dim);
 }
 
 // Row by row in the arithmetic of prefill: a token's result is the same, bit for bit, as in a chunk of its prompt.
@@ -91,7 +91,7 @@ void run_decode_blocks(void* argument, int member, int, Barrier& barrier) {
   barrier.each(t.batch.rows * t.kv.heads, member, [&](int64_t item) {
     const int64_t row = item / t.kv.heads, head = item % t.kv.heads;
     const int64_t at = (row * t.heads + head * group) * dim;
-    const Sequence sequence{t.kv, t.batch.block_table + row * t.batch.table_step, head, t.window, t.scale};
+    const Sequence sequence{t.kv, t.batch.block_table + row * t.batch.table_step, head, t.window, t.scoring};
     attend_token(sequence, t.batch.total_len[row] - 1, static_cast<const bf16*>(t.q) + at, group,
                  t.memory + member * t.memory_step, static_cast<bf16*>(t.out) + at);
   });

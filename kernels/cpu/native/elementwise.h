@@ -1,4 +1,4 @@
-// RMSNorm with or without a residual, and SiLU times up. Statistics in float32, one rounding to T at the end.
+// RMSNorm with or without a residual, and gates times up. Statistics in float32, one rounding to T at the end.
 #pragma once
 
 #include "types.h"
@@ -48,19 +48,35 @@ void run_norm(void* argument, int member, int size, Barrier&) {
   }
 }
 
-template <class T>
-void run_silu(void* argument, int member, int size, Barrier&) {
-  const SiluTask& t = *static_cast<SiluTask*>(argument);
-  const Share rows = share(t.rows, member, size);
+// slope * g + cubic * g^3, of the gate as it is limited, through the logistic function; times up.
+KVF_INLINE Floats gated_by(const Gate& gate, Floats g, Floats up) {
+  const Floats limit = splat(gate.limit);
+  g = smaller(g, limit), up = smaller(larger(up, -limit), limit);
+  return g / (1.0f + exponential(-(g * (gate.slope + gate.cubic * g * g)))) * (up + gate.offset);
+}
+
+template <class T, class Value>
+KVF_INLINE void gate_rows(const GateTask& t, Share rows, Value value) {
   const int64_t whole = t.dim / kLanes * kLanes;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     const T* gate = static_cast<const T*>(t.gate_up) + row * 2 * t.dim;
     const T* up = gate + t.dim;
     T* out = static_cast<T*>(t.out) + row * t.dim;
-    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, silu(load(gate + i)) * load(up + i));
+    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, value(load(gate + i), load(up + i)));
     for (int64_t i = whole; i < t.dim; ++i)
-      store_one(out + i, silu(splat(load_one(gate + i)))[0] * load_one(up + i));
+      store_one(out + i, value(splat(load_one(gate + i)), splat(load_one(up + i)))[0]);
   }
+}
+
+template <class T>
+void run_gate(void* argument, int member, int size, Barrier&) {
+  const GateTask& t = *static_cast<GateTask*>(argument);
+  const Share rows = share(t.rows, member, size);
+  const Gate& gate = t.gate;
+  if (gate.slope == 1 && gate.cubic == 0 && gate.offset == 0 && gate.limit == __builtin_inff())
+    gate_rows<T>(t, rows, [](Floats g, Floats up) { return silu(g) * up; });
+  else
+    gate_rows<T>(t, rows, [&](Floats g, Floats up) { return gated_by(gate, g, up); });
 }
 
 }  // namespace

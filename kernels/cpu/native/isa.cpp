@@ -22,7 +22,7 @@ extern const Kernels KVF_JOIN(kernels_, KVFERRY_ISA);
 const Kernels KVF_JOIN(kernels_, KVFERRY_ISA) = {
     KVF_TEXT(KVFERRY_ISA),
     {run_norm<float>, run_norm<bf16>},
-    {run_silu<float>, run_silu<bf16>},
+    {run_gate<float>, run_gate<bf16>},
     {run_rope<float>, run_rope<bf16>},
     {run_decode<float>, run_decode<bf16>},
     {run_dense<float>, run_dense<bf16>},

@@ -55,12 +55,12 @@ class NativeKernels {
     run(table_->rms_norm[kind], &task, elements(x), kSmall);
   }
 
-  void silu_mul(Array gate_up, Array out) {
+  void gate_mul(Array gate_up, Array out, float slope, float cubic, float limit, float offset) {
     const int kind = kind_of(gate_up);
-    SiluTask task{whole(gate_up, kind, 2), whole(out, kind, 2), static_cast<int64_t>(out.shape(0)),
-                  static_cast<int64_t>(out.shape(1))};
+    GateTask task{whole(gate_up, kind, 2), whole(out, kind, 2), static_cast<int64_t>(out.shape(0)),
+                  static_cast<int64_t>(out.shape(1)), {slope, cubic, limit, offset}};
     require(elements(gate_up) == 2 * elements(out), "gate_up must be twice as wide as the result");
-    run(table_->silu_mul[kind], &task, elements(out), kSmall);
+    run(table_->gate_mul[kind], &task, elements(out), kSmall);
   }
 
   void rope_and_cache(Array q, Array k, Array v, MaybeArray cos, MaybeArray sin, Array kv, Array positions, Array slots,
@@ -88,14 +88,14 @@ class NativeKernels {
 
   // blocks: in the arithmetic of prefill, whatever else is in the batch.
   void decode(Array q, Array kv, Array block_table, Array total_len, int64_t rows, float scale, int64_t window,
-              bool blocks, Array out) {
+              float cap, MaybeArray sinks, bool blocks, Array out) {
     const int kind = kind_of(q);
     DecodeTask task{};
     task.kv = kv_layer(kv, kind);
     task.q = whole(q, kind, 3);
     task.out = whole(out, kind, 3);
     task.heads = static_cast<int64_t>(q.shape(1));
-    task.scale = scale;
+    task.scoring = scoring_of(scale, cap, sinks, task.heads);
     task.window = window;
     require(task.heads % task.kv.heads == 0 && static_cast<int64_t>(q.shape(2)) == task.kv.dim, "q does not fit the cache");
     require(rows <= static_cast<int64_t>(q.shape(0)) && rows <= static_cast<int64_t>(total_len.shape(0)) &&
@@ -114,7 +114,8 @@ class NativeKernels {
   }
 
   // One sequence: q [query_len, heads, dim], its row of the block table.
-  void prefill(Array q, Array kv, Array blocks, int64_t total_len, float scale, int64_t window, Array out) {
+  void prefill(Array q, Array kv, Array blocks, int64_t total_len, float scale, int64_t window, float cap,
+               MaybeArray sinks, Array out) {
     PrefillTask task{};
     task.kv = kv_layer(kv, 1);
     task.q = whole(q, 1, 3);
@@ -123,7 +124,7 @@ class NativeKernels {
     task.heads = static_cast<int64_t>(q.shape(1));
     task.total_len = total_len;
     task.window = window;
-    task.scale = scale;
+    task.scoring = scoring_of(scale, cap, sinks, task.heads);
     task.table = typed<int32_t>(blocks, 1);
     require(task.heads % task.kv.heads == 0 && static_cast<int64_t>(q.shape(2)) == task.kv.dim &&
                 task.kv.dim % kPanel == 0 && task.kv.dim <= 512, "q does not fit the cache");

@@ -25,11 +25,13 @@ NB_MODULE(_native, m) {
       .def_prop_ro("instruction_set", &NativeKernels::name)
       .def_prop_ro("threads", &NativeKernels::threads)
       .def("rms_norm", &NativeKernels::rms_norm, "x"_a, "residual"_a.none(), "weight"_a, "out"_a, "total"_a.none(), "eps"_a)
-      .def("silu_mul", &NativeKernels::silu_mul)
+      .def("gate_mul", &NativeKernels::gate_mul)
       .def("rope_and_cache", &NativeKernels::rope_and_cache, "q"_a, "k"_a, "v"_a, "cos"_a.none(), "sin"_a.none(), "kv"_a,
            "positions"_a, "slots"_a, "out"_a)
-      .def("decode", &NativeKernels::decode)
-      .def("prefill", &NativeKernels::prefill)
+      .def("decode", &NativeKernels::decode, "q"_a, "kv"_a, "block_table"_a, "total_len"_a, "rows"_a, "scale"_a, "window"_a,
+           "cap"_a, "sinks"_a.none(), "blocks"_a, "out"_a)
+      .def("prefill", &NativeKernels::prefill, "q"_a, "kv"_a, "blocks"_a, "total_len"_a, "scale"_a, "window"_a, "cap"_a,
+           "sinks"_a.none(), "out"_a)
       .def("pack", &NativeKernels::pack, "parts"_a, "inputs"_a, "bias"_a.none())
       .def("lookup", &NativeKernels::lookup)
       .def("dense", &NativeKernels::dense)

@@ -37,10 +37,10 @@ inline __attribute__((noinline)) void attend_tile(const PackedKV& packed, int64_
   for (int64_t token = begin; token < end; ++token)
     copy(b.q + (token - begin) * group * dim,
          static_cast<const bf16*>(t.q) + (token * t.heads + head * group) * dim, group * dim);
-  begin_rows(b, rows, dim);
+  begin_rows(b, rows, dim, t.scoring, head * group, group);
   for (int64_t at = block_first(computed + begin, t.window); at < seen; at += kBlock) {
     const int64_t count = seen - at < kBlock ? seen - at : kBlock, width = (count + kPanel - 1) / kPanel * kPanel;
-    attend_block(b, rows, dim, packed.of(head, at), width, {group, computed + begin + 1 - at, t.window}, t.scale);
+    attend_block(b, rows, dim, packed.of(head, at), width, {group, computed + begin + 1 - at, t.window}, t.scoring);
   }
   for (int64_t row = 0; row < rows; ++row)
     end_row(b, row, dim,

@@ -20,7 +20,7 @@ class NativeStep {
     model_.norm = whole(norm, 1, 1);
     model_.hidden = embedding->dense.in;
     model_.heads = heads, model_.kv_heads = kv_heads, model_.dim = dim;
-    model_.eps = eps, model_.scale = scale, model_.batch_invariant = batch_invariant;
+    model_.eps = eps, model_.scoring.scale = scale, model_.batch_invariant = batch_invariant;
     model_.rope = rope_of(cos, sin, dim);
     require(model_.hidden % kPanel == 0 && elements(norm) == model_.hidden && model_.head.in == model_.hidden,
             "a hidden size of an unsupported shape");

@@ -78,7 +78,7 @@ KVF_INLINE void attend_step(const StepView& s, const StepLayer& layer, const KVL
     prepare_queries(s, layer, row, head, turned);
     if (piece.last && !s.task.chained) write_new(s, layer, kv, row, head);
     float* partial = partial_of(s.task.scratch.partial, row, head * group, s.model.heads, dim) + piece.chunk * step;
-    attend_any<bf16>(turned, group, kv, piece.span, after, s.model.scale, partial, kMaxChunks * step);
+    attend_any<bf16>(turned, group, kv, piece.span, after, s.model.scoring, partial, kMaxChunks * step);
   });
 }
 
@@ -90,7 +90,7 @@ KVF_INLINE void attend_step_blocks(const StepView& s, const StepLayer& layer, co
     alignas(64) bf16 turned[kMaxGroup * kMaxDim];
     prepare_queries(s, layer, row, head, turned);
     if (!s.task.chained) write_new(s, layer, kv, row, head);
-    const Sequence sequence{kv, s.batch.block_table + row * s.batch.table_step, head, layer.window, s.model.scale};
+    const Sequence sequence{kv, s.batch.block_table + row * s.batch.table_step, head, layer.window, s.model.scoring};
     attend_token(sequence, s.batch.positions[row], turned, group,
                  s.task.scratch.memory + s.member * s.task.scratch.memory_step,
                  s.task.scratch.qkv + row * s.qkv_size() + head * group * dim);
@@ -107,7 +107,7 @@ KVF_INLINE void merge_heads(const StepView& s, const StepLayer& layer) {
     const int64_t count = chunks_of(s.batch.total_len[row], layer.window).count;
     for (int64_t head = 0; head < s.model.heads; ++head)
       merge(partial_of(s.task.scratch.partial, row, head, s.model.heads, s.model.dim), count, s.model.dim,
-            s.local + row * s.q_size() + head * s.model.dim);
+            s.model.scoring.sink(head), s.local + row * s.q_size() + head * s.model.dim);
   }
 }
 

@@ -52,11 +52,17 @@ struct NormTask {
   float eps;
 };
 
-// out [rows, dim] = silu(gate) * up of gate_up [rows, 2 * dim].
-struct SiluTask {
+// kernels.gate.Gate.
+struct Gate {
+  float slope, cubic, limit, offset;
+};
+
+// out [rows, dim] = the gate of gate_up [rows, 2 * dim].
+struct GateTask {
   const void* gate_up;
   void* out;
   int64_t rows, dim;
+  Gate gate;
 };
 
 // out [rows, heads, dim] = rotated q; K (rotated) and V go to the cache. Heads are dense, tokens `*_step` apart.
@@ -71,6 +77,14 @@ struct RopeTask {
   KVLayer kv;
 };
 
+// What a product of q and k is as a score: times scale, then, where cap > 0, cap * tanh(score / cap). sinks: of each
+// query head a score that takes its share of the weights and brings no value; null: there are none.
+struct Scoring {
+  float scale = 1, cap = 0;
+  const float* sinks = nullptr;
+  float sink(int64_t head) const { return sinks == nullptr ? -__builtin_inff() : sinks[head]; }
+};
+
 // out [rows, heads, dim] = attention of q over the rows' cached positions. partial: decode_floats(), in chunks; memory:
 // token_memory() of each thread, memory_step bytes apart, block by block.
 struct DecodeTask {
@@ -80,7 +94,7 @@ struct DecodeTask {
   uint8_t* memory;
   int64_t memory_step;
   int64_t heads;
-  float scale;
+  Scoring scoring;
   int64_t window;
   Batch batch;
   KVLayer kv;
@@ -136,7 +150,7 @@ struct PrefillTask {
   void* out;
   uint8_t *packed, *memory;
   int64_t memory_step, heads, query_len, total_len, window;
-  float scale;
+  Scoring scoring;
   const int32_t* table;
   KVLayer kv;
 };
@@ -206,7 +220,8 @@ struct StepModel {
   const StepLayer* layers;
   int64_t num_layers, hidden, inner, heads, kv_heads, dim;
   Rope rope;
-  float eps, scale;
+  float eps;
+  Scoring scoring;
   bool batch_invariant;  // attention block by block, as in prefill
 };
 
@@ -247,7 +262,7 @@ struct MultiplyTask {
 
 struct Kernels {
   const char* name;
-  Team::Function rms_norm[2], silu_mul[2], rope_and_cache[2], decode[2];  // float32, bfloat16
+  Team::Function rms_norm[2], gate_mul[2], rope_and_cache[2], decode[2];  // float32, bfloat16
   Team::Function dense[2];                                                // the result: float32, bfloat16
   Team::Function decode_blocks, lookup, prefill, step;                    // bfloat16
   Team::Function draw;                                                    // float32

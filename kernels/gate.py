@@ -1,0 +1,22 @@
+"""The gate of a gated MLP (Shazeer 2020), whichever of its kinds: one formula with four constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, pi, sqrt
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """g * sigmoid(slope * g + cubic * g^3) * (u + offset), of gate g, at most `limit`, and up u, between -limit and
+    limit."""
+
+    slope: float = 1.0
+    cubic: float = 0.0
+    limit: float = inf
+    offset: float = 0.0
+
+
+SILU = Gate()
+GELU = Gate(slope=2 * sqrt(2 / pi), cubic=2 * sqrt(2 / pi) * 0.044715)
+"""By tanh (Hendrycks and Gimpel 2016): 1 + tanh(x) is 2 * sigmoid(2 * x)."""

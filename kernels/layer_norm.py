@@ -1,0 +1,12 @@
+"""Layer norms without a bias, of the families that have them: no row of the operations table has its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """(x - mean) * rsqrt(variance + eps) * weight over the last dimension, in float32, rounded once. x: [..., d];
+    weight: [d] or, of heads that have their own, [heads, d]."""
+    return (F.layer_norm(x.float(), x.shape[-1:], eps=eps) * weight.float()).to(x.dtype)
