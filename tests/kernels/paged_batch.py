@@ -138,8 +138,9 @@ def dense_attention(
                 kv_head = head * kv_heads // case.q.shape[1]
                 seen = slice(oldest, position + 1)
                 scores = keys[seen, kv_head].double() @ case.q[token, head].double() * scale
-                weights = (cap * (scores / cap).tanh() if cap else scores).exp()
-                weights /= weights.sum() + (0.0 if sinks is None else sinks[head].double().exp())
+                scores = cap * (scores / cap).tanh() if cap else scores
+                sink = [] if sinks is None else [sinks[head : head + 1].double()]
+                weights = torch.cat((scores, *sink)).softmax(0)[: len(scores)]
                 out[token, head] = weights @ values[seen, kv_head].double()
             token += 1
     return out

@@ -94,10 +94,12 @@ def test_rows_whose_window_begins_behind_the_first_tile() -> None:
 def test_split_decode_with_empty_parts(dtype: torch.dtype, splits: int) -> None:
     case = make_case([1, 1, 1, 2], [300, 1, 65, 2], 3, heads=3, kv_heads=1, dtype=dtype)
     moved = case.to(DEVICE)
-    out = torch.zeros_like(moved.q)
-    decode(moved.q, moved.kv_layer, out, moved.plan, 0.25, 0, 0.0, splits, decode_tile(3, 16, moved.q.element_size()))
-    close(out[:3].cpu(), dense_attention(case, 0.25)[:3], dtype)
-    assert not out[3:].any()
+    tile = decode_tile(3, 16, moved.q.element_size())
+    for sinks in (None, sinks_of(case)):
+        out, given = torch.zeros_like(moved.q), None if sinks is None else sinks.to(DEVICE)
+        decode(moved.q, moved.kv_layer, out, moved.plan, 0.25, 0, 0.0, given, splits, tile)
+        close(out[:3].cpu(), dense_attention(case, 0.25, sinks=sinks)[:3], dtype)
+        assert not out[3:].any()
 
 
 @pytest.mark.parametrize("dim", [24, 80])

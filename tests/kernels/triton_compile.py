@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_batch import make_case, rope_table, sinks_of
+from paged_batch import GATES, make_case, rope_table, sinks_of
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -80,7 +80,8 @@ def test_rope_norm_and_activation(compiled: dict[str, Any], dtype: torch.dtype) 
     ops.rope_and_cache(case.q, key, key, None, None, case.kv_layer, case.plan)
     ops.rms_norm(x, x[0], 1e-5)
     ops.add_rms_norm(x, x, x[0], 1e-5)
-    ops.gate_mul(x)
+    for gate in GATES:
+        ops.gate_mul(x, gate)
     assert set(compiled) == {"rope_cache_kernel", "rms_norm_kernel", "gate_mul_kernel"}
 
 
