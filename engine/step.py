@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
 from engine import apart, output, tails
+from engine.ahead import Ahead
 from engine.apart import DeviceLost, Drawn, Raised
 from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, ReservationFailed, Reserved
 from engine.figures import Figures
@@ -54,6 +55,7 @@ class Stepper:
         self._longest = longest
         self._events = events
         self.suspended = Suspended(scheduler, leaving)
+        self.ahead = Ahead(scheduler, runner, self.suspended, speculation, longest)
         self._deadlines = Deadlines()
         self._figures = Figures(scheduler, speculation)
 
@@ -61,17 +63,20 @@ class Stepper:
         """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). A request that cannot be
         computed ends alone; if scheduling breaks, every running request ends with the error, and what is queued stays,
         but for its head where nothing ran. Raises DeviceLost."""
-        for request in self._deadlines.late(self._scheduler.roster):
-            self.drop(request, DeadlineExceeded(f"not finished after {request.job.deadline_s:.3g} s"))
-        try:
-            return self._step()
-        except DeviceLost:
-            raise
-        except Exception as error:
-            log.exception("engine step failed")
-            apart.require_device(self._runner.model.device, error)
-            self._fail_step(error if isinstance(error, KvferryError) else NodeLost(f"engine step failed: {error}"))
-            return True
+        late = self._deadlines.late(self._scheduler.roster)
+        if late:
+            self.collect()
+        for request in late:
+            if self._scheduler.roster.find(request.key) is request:
+                self.drop(request, DeadlineExceeded(f"not finished after {request.job.deadline_s:.3g} s"))
+        return self._tried(further=True)
+
+    def collect(self) -> None:
+        """End the step that is in flight, if one is: what follows finds requests and blocks as between two steps, and
+        nothing that computes. Raises DeviceLost."""
+        self.ahead.settle()
+        if self.ahead:
+            self._tried(further=False)
 
     def seat(self) -> None:
         """Answer reservations: give them their blocks where there is room, as a step would. What breaks here breaks the
@@ -114,11 +119,24 @@ class Stepper:
         if stored or removed:
             self._events.append(BlocksChanged(tuple(stored), tuple(removed)))
 
-    def _step(self) -> bool:
+    def _tried(self, *, further: bool) -> bool:
+        try:
+            return self._step(further)
+        except DeviceLost:
+            raise
+        except Exception as error:
+            log.exception("engine step failed")
+            apart.require_device(self._runner.model.device, error)
+            self._fail_step(error if isinstance(error, KvferryError) else NodeLost(f"engine step failed: {error}"))
+            self.ahead.settle()
+            return True
+
+    def _step(self, further: bool) -> bool:
+        """further: the next one may be launched."""
         began = time.monotonic()
-        batch = self.suspended.next(self._speculation.extend)
+        batch = self.ahead.take() or self.suspended.next(self._speculation.extend)
         self._announce_admissions()
-        drawn = self.suspended.run(self._runner, batch) if batch.slices else None
+        drawn = self.ahead.run(batch, further=further) if batch.slices else None
         batch.seconds += time.monotonic() - began
         slices = batch.slices
         if drawn is not None:
@@ -130,6 +148,7 @@ class Stepper:
                 self._settle(part, found)
             self._advance_masks(slices)
             self._events.append(self._figures.step(slices, batch.seconds))
+        self.ahead.settle()
         self.report_blocks()
         return bool(slices)
 
