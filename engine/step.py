@@ -15,6 +15,7 @@ from engine.figures import Figures
 from engine.late import Deadlines
 from engine.leaving import Leaving
 from engine.lent import Lent
+from engine.mask import Mask
 from engine.pooling import Read
 from engine.ports import REQUEST, SHIP
 from engine.request import Request
@@ -146,7 +147,7 @@ class Stepper:
             self._scheduler.budget.stepped(streams, prompts, batch.seconds - self._runner.waited_s)
             for part, found in zip(slices, drawn, strict=True):
                 self._settle(part, found)
-            self._advance_masks(slices)
+            self._runner.masks.advance(_trailing(slices))
             self._events.append(self._figures.step(slices, batch.seconds))
         self.ahead.settle()
         self.report_blocks()
@@ -163,7 +164,7 @@ class Stepper:
             assert request.admitted is not None
             if request.transfer is not None:
                 self._lent.ship(request)
-                self._ship(request, request.registered)
+                self._events += _to_ship(request, request.registered)
             if request.grant is not None:
                 blocks = tuple(request.block_ids[request.first_block :])
                 self._events.append(Reserved(request.grant, request.first_block, blocks))
@@ -196,7 +197,7 @@ class Stepper:
         self.register(request)
         if request.transfer is not None:
             complete = request.uncomputed == 0
-            self._ship(request, len(request.block_ids) if complete else request.registered)
+            self._events += _to_ship(request, len(request.block_ids) if complete else request.registered)
         if sampled is None:
             mask = request.sample_row.mask if request.sample_row is not None else None
             if held_up and mask is not None and mask.error is not None:
@@ -222,12 +223,6 @@ class Stepper:
             if request.state is State.RUNNING:
                 self._commit(Slice(request, request.computed_len, 1), sampled)
 
-    def _advance_masks(self, slices: Sequence[Slice]) -> None:
-        """Of those that go on here behind a token that was drawn now."""
-        rows = (part.request.sample_row for part in slices if part.request.state is State.RUNNING)
-        masks = [row.mask for row in rows if row is not None and row.mask is not None]
-        self._runner.masks.advance([mask for mask in masks if mask.trails])
-
     def _commit_read(self, request: Request, found: Read) -> None:
         if not found.vector:
             self.drop(request, ModelFailed("what the model says of the prompt are not numbers"))
@@ -235,11 +230,18 @@ class Stepper:
         self._events.append(output.read(request, found.vector))
         self._scheduler.remove(request)
 
-    def _ship(self, request: Request, upto: int) -> None:
-        """Announce the computed blocks before index `upto` that decode lacks and that were not announced yet."""
-        assert request.transfer is not None
-        begin = max(request.shipped, request.first_block)
-        if upto > begin:
-            blocks = tuple((i, request.block_ids[i]) for i in range(begin, upto))
-            self._events.append(Computed(request.transfer, blocks))
-            request.shipped = upto
+
+def _trailing(slices: Sequence[Slice]) -> list[Mask]:
+    """Masks that are to be advanced, of those that go on here behind a token that was drawn now."""
+    rows = (part.request.sample_row for part in slices if part.request.state is State.RUNNING)
+    return [row.mask for row in rows if row is not None and row.mask is not None and row.mask.trails]
+
+
+def _to_ship(request: Request, upto: int) -> list[Event]:
+    """Announces the computed blocks before index `upto` that decode lacks and that were not announced yet."""
+    assert request.transfer is not None
+    begin = max(request.shipped, request.first_block)
+    if upto <= begin:
+        return []
+    request.shipped = upto
+    return [Computed(request.transfer, tuple((i, request.block_ids[i]) for i in range(begin, upto)))]
