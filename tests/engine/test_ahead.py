@@ -4,8 +4,9 @@ early."""
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -18,7 +19,8 @@ from toy import VOCAB, ToyModel, expected, finish, make_engine, make_job, tokens
 
 from engine import late, roster
 from engine.engine import Engine
-from engine.events import Computed, Failed, Generated, ReservationFailed, Reserved
+from engine.events import Computed, Event, Failed, Generated, ReservationFailed, Reserved
+from engine.loop import EngineLoop
 from engine.ports import GRANT, SHIP
 from engine.states import State
 from kernels.plan import BatchPlan
@@ -256,6 +258,32 @@ def test_equal_streams_exchange_their_blocks_in_flight() -> None:
     assert runner.behind > 30
     assert all(tokens_of(engine, name) == expected(prompt, 40) for name in "abc")
     assert tokens_of(engine, "other") == expected([9, 8], 40)
+
+
+def test_the_loops_commands_find_nothing_in_flight() -> None:
+    engine, runner = lazy()
+    seen: list[tuple[bool, bool]] = []
+    made: list[int] = []
+    over = threading.Event()
+
+    def told(events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Generated):
+                made.extend(event.delta.token_ids)
+                if event.delta.index % 5 == 0:
+                    loop.submit(lambda engine: seen.append((flying(engine), bool(runner.stream.queue))))
+                if event.delta.finish_reason:
+                    over.set()
+
+    loop = EngineLoop(engine, told)
+    loop.start()
+    loop.submit(lambda engine: engine.add(make_job("a", [1, 2, 3], 100)))
+    assert over.wait(60)
+    loop.stop()
+    assert made == expected([1, 2, 3], 100)
+    assert runner.behind > 30
+    assert len(seen) >= 19
+    assert set(seen) == {(False, False)}
 
 
 # Random lives.
