@@ -150,6 +150,23 @@ def test_what_waits_for_a_seat_has_it_as_soon_as_there_is_one() -> None:
     finish(engine)
 
 
+def test_who_waits_behind_those_who_run_again_does_not_keep_the_device_waiting() -> None:
+    engine, runner = lazy(seqs=2)
+    stop = expected([1, 2, 3], 9)[8]
+    engine.add(make_job("a", [1, 2, 3], 40, stop_token_ids=(stop,)))
+    engine.add(make_job("b", [4, 5, 6], 40))
+    engine.add(make_job("next", [7, 8, 9], 20))
+    engine.add(make_job("waits", [7, 8, 9, 10], 20))
+    while not tokens_of(engine, "next"):
+        assert engine.step()
+    behind = runner.behind
+    while len(tokens_of(engine, "next")) < 12:
+        assert engine.step()
+    assert engine.roster.waiting
+    assert runner.behind >= behind + 9
+    finish(engine)
+
+
 def test_one_past_its_deadline_is_dropped_with_nothing_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late, "LATE_S", 0.0)
     engine, runner = lazy()
@@ -174,8 +191,11 @@ class Unsound(ToyModel):
     """Its logits behind a token are no numbers, once that is `after`."""
 
     after = -1
+    least = 0
+    """Of all ids that it was given: one that is no token would be looked up outside of a GPU's memory."""
 
     def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan):  # type: ignore[no-untyped-def]
+        self.least = min(self.least, int(token_ids.min()))
         found = super().next_logits(token_ids, kv, plan)
         found.values[token_ids == self.after] = torch.nan
         return found
@@ -194,6 +214,7 @@ def test_where_no_token_can_be_drawn_what_follows_is_nobodys(kind: type[Eager]) 
     assert tokens_of(engine, "a") == made[: made.index(model.after) + 1]
     assert tokens_of(engine, "b") == expected([4, 5, 6], 20)
     assert [(e.key[0], e.error.code) for e in engine.events if isinstance(e, Failed)] == [("a", "model_failed")]
+    assert model.least == 0
 
 
 @pytest.mark.parametrize("when", ["launched", "launched behind", "collected"])
