@@ -23,6 +23,7 @@ class EncoderRunner:
     """Joins an encoder and a pooler. It has no cache: each slice is a whole text."""
 
     waited_s = 0.0
+    launch = None
 
     def __init__(self, model: EncoderModel, pooler: Pooler) -> None:
         self.model = model

@@ -149,6 +149,8 @@ class EngineLoop:
 
     def _turn(self, calls: Sequence[Callable[[Engine], None]]) -> bool:
         """One round: inbox, outbox, step, outbox. False when nothing could run."""
+        if calls:
+            self._engine.stepper.collect()
         for call in calls:
             self._guarded(call)
         if self._engine.canary:

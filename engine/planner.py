@@ -29,16 +29,17 @@ class Planner:
         self._staging = staging
         self._decodes: _Decodes | None = None
 
-    def plan(self, slices: Sequence[Slice]) -> tuple[torch.Tensor, BatchPlan]:
-        """Token ids int64 [T] of a batch, and its plan; slices with one token stand first."""
+    def plan(self, slices: Sequence[Slice], behind: Sequence[int] | None = None) -> tuple[torch.Tensor, BatchPlan]:
+        """Token ids int64 [T] of a batch, and its plan; slices with one token stand first. behind: of decodes whose
+        tokens are not known yet, numbers that stand in the place of their ids."""
         kept = self._decodes
         if any(s.drafts for s in slices):
             self._decodes = None
             return self._drafted(slices)
         if kept is not None and kept.follows(slices):
-            kept.advance()
+            kept.advance(behind)
         elif slices[-1].decodes:
-            self._decodes = kept = _Decodes(slices, self._block_size, self._staging)
+            self._decodes = kept = _Decodes(slices, self._block_size, self._staging, behind)
         else:
             self._decodes = None
             return build_plan(slices, self._block_size, self._staging)
@@ -57,9 +58,13 @@ class _Decodes:
     """Host arrays of a batch of decodes, advanced in place.
 
     A request's chain of blocks changes only when a block became full: it grows, or the full one is exchanged for an
-    equal one. The next token then is the first of its block, which is when its row of the table is read again."""
+    equal one. The next token then is the first of its block, which is when its row of the table is read again; behind a
+    step that was planned before that, with the second."""
 
-    def __init__(self, slices: Sequence[Slice], block_size: int, staging: Staging) -> None:
+    def __init__(
+        self, slices: Sequence[Slice], block_size: int, staging: Staging, behind: Sequence[int] | None = None
+    ) -> None:
+        self._behind = behind
         self._requests: list[Request] = [s.request for s in slices]
         self._starts = [s.start for s in slices]
         self._block_size = block_size
@@ -87,10 +92,12 @@ class _Decodes:
             for s, request, start in zip(slices, self._requests, self._starts, strict=True)
         )
 
-    def advance(self) -> None:
+    def advance(self, behind: Sequence[int] | None = None) -> None:
+        late = self._behind is not None
+        self._behind = behind
         for row in range(len(self._starts)):
             self._starts[row] += 1
-            if self._starts[row] % self._block_size == 0:
+            if self._starts[row] % self._block_size <= late:
                 self._read_blocks(row)
             self._write(row)
 
@@ -119,7 +126,8 @@ class _Decodes:
         request, start = self._requests[row], self._starts[row]
         block, offset = divmod(start, self._block_size)
         ids, positions, slots, total_len = self._views
-        ids[row], positions[row], total_len[row] = request.token_ids[start], start, start + 1
+        ids[row] = request.token_ids[start] if self._behind is None else self._behind[row]
+        positions[row], total_len[row] = start, start + 1
         slots[row] = request.block_ids[block] * self._block_size + offset
 
 

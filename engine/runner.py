@@ -8,15 +8,17 @@ from typing import Protocol
 
 import torch
 
+from engine.flight import Flight, Launch
 from engine.masks import Masks
 from engine.models.base import Computing, Halfway, Model, Unwanted, Wanted, always
 from engine.planner import Part, Planner, lay_out
 from engine.pooling import Pooler, Read, take
-from engine.sampler import Sampled, SampleRow, sample, score_prompt
+from engine.sampler import Sampled, SampleRow, draw_plain, sample, score_prompt
 from engine.shift import Shift
 from engine.slices import Slice
 from engine.speculation import Accepted, accept
 from kernels.plan import BatchPlan
+from kernels.readback import Readback
 from kernels.staging import Staging
 
 Found = Sampled | Accepted | Read | None
@@ -46,6 +48,10 @@ class Runs(Protocol):
 
     def copy_block(self, source: int, target: int) -> None: ...
 
+    @property
+    def launch(self) -> Launch | None:
+        """Begins steps of plain streams; None: its steps are over when they return."""
+
     def run(
         self, slices: Sequence[Slice], wanted: Wanted = always, halfway: Halfway | None = None
     ) -> Sequence[Found]: ...
@@ -53,7 +59,8 @@ class Runs(Protocol):
 
 class Runner:
     """Joins a model and its KV pool. `kv` is [block, layer, 2, kv_head, slot, dim]. The masks of the requests' grammars
-    are made while the model computes. pooler: for what reads prompts; shift: when it may compute."""
+    are made while the model computes. pooler: for what reads prompts; shift: when it may compute. beside: the device
+    computes beside its host, what it is given in order."""
 
     def __init__(
         self,
@@ -68,6 +75,7 @@ class Runner:
         self.kv = kv
         self.masks = masks or Masks.none("this node reads no grammars")
         self._pooler, self._shift = pooler or Pooler(), shift or Shift()
+        self.beside = model.device.type == "cuda"
         self._block_size = block_size
         self._staging = Staging(model.device)
         self._planner = Planner(block_size, self._staging)
@@ -115,6 +123,23 @@ class Runner:
             elif s.request.wants_prompt_logprobs:
                 self._score(s, hidden[end - s.count : end])
         return self._draw(slices, plan, hidden)
+
+    @property
+    def launch(self) -> Launch | None:
+        return self._launch if self.beside else None
+
+    @torch.inference_mode()
+    def _launch(self, slices: Sequence[Slice], behind: Flight | None) -> Flight:
+        """Have the next token of each slice drawn, and wait for nothing. The slices are decodes of plain streams: rows
+        without masks and scores, whose edits do not look back. behind: the flight, row for row, that draws the tokens
+        of the slices, which the host does not know yet; one that draws none is followed by what nobody may use."""
+        token_ids, plan = self._planner.plan(slices, None if behind is None else behind.rows)
+        rows = [_sample_row(part) for part in slices]
+        if behind is not None:
+            token_ids = behind.tokens[token_ids].clamp_(min=0)
+            rows = [row.ahead(1) for row in rows]
+        logits = self.model.next_logits(token_ids, self.kv, plan).values
+        return Flight(Readback(draw_plain(logits, rows, self.model.ops)), range(len(rows)))
 
     @torch.inference_mode()
     def look(self, token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted = always) -> torch.Tensor:

@@ -20,7 +20,7 @@ from kernels.ops import Ops
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 
-__all__ = ["SampleRow", "Sampled", "sample", "score_prompt"]
+__all__ = ["SampleRow", "Sampled", "draw_plain", "sample", "score_prompt"]
 
 
 @dataclass(slots=True, eq=False)
@@ -85,15 +85,29 @@ def sample(
         return []
     scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     raw = logits[scored].log_softmax(dim=-1) if scored else None
+    _apply(edits, logits)
+    drawable = [row.drawable for row in rows]  # looked at once: masks are made on other threads
+    masks = [row.mask.bits if row.mask is not None and able else None for row, able in zip(rows, drawable, strict=True)]
+    tokens = ops.draw(logits, [row.params for row in rows], _keys(rows), masks).tolist()
+    entries = {} if raw is None else _scores(raw, scored, rows, tokens)
+    return [Sampled(token, entries.get(i)) if drawable[i] else None for i, token in enumerate(tokens)]
+
+
+def draw_plain(logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops) -> torch.Tensor:
+    """`sample` of rows without masks that nobody scores: token ids int64 [n] where the logits are, not waited for."""
+    _apply([row.active_edits(logits) for row in rows], logits)
+    return ops.draw(logits, [row.params for row in rows], _keys(rows))
+
+
+def _apply(edits: Sequence[Sequence[Edit]], logits: torch.Tensor) -> None:
+    """To each row its own."""
     for i, some in enumerate(edits):
         for edit in some:
             edit.apply(logits[i])
-    drawable = [row.drawable for row in rows]  # looked at once: masks are made on other threads
-    masks = [row.mask.bits if row.mask is not None and able else None for row, able in zip(rows, drawable, strict=True)]
-    keys = NoiseKeys(tuple(row.params.seed for row in rows), tuple(len(row.token_ids) for row in rows))
-    tokens = ops.draw(logits, [row.params for row in rows], keys, masks).tolist()
-    entries = {} if raw is None else _scores(raw, scored, rows, tokens)
-    return [Sampled(token, entries.get(i)) if drawable[i] else None for i, token in enumerate(tokens)]
+
+
+def _keys(rows: Sequence[SampleRow]) -> NoiseKeys:
+    return NoiseKeys(tuple(row.params.seed for row in rows), tuple(len(row.token_ids) for row in rows))
 
 
 def _scores(

@@ -91,6 +91,10 @@ class Speculation:
         self._cost = StepCost()
         self._turn = self._drafted = self._accepted = 0
 
+    def __bool__(self) -> bool:
+        """Whether there may be drafts."""
+        return self._most > 0
+
     def extend(self, slices: Sequence[Slice]) -> Sequence[Slice]:
         """The same slices, where all are of streams with drafts behind some. While it is not known what a draft costs,
         every other step has none."""

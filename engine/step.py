@@ -8,12 +8,14 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
 from engine import apart, output, tails
+from engine.ahead import Ahead
 from engine.apart import DeviceLost, Drawn, Raised
 from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, ReservationFailed, Reserved
 from engine.figures import Figures
 from engine.late import Deadlines
 from engine.leaving import Leaving
 from engine.lent import Lent
+from engine.mask import Mask
 from engine.pooling import Read
 from engine.ports import REQUEST, SHIP
 from engine.request import Request
@@ -54,6 +56,7 @@ class Stepper:
         self._longest = longest
         self._events = events
         self.suspended = Suspended(scheduler, leaving)
+        self.ahead = Ahead(scheduler, runner, self.suspended, speculation, longest)
         self._deadlines = Deadlines()
         self._figures = Figures(scheduler, speculation)
 
@@ -61,17 +64,20 @@ class Stepper:
         """Schedule, run, commit. False when nothing could run (all that waits lacks blocks). A request that cannot be
         computed ends alone; if scheduling breaks, every running request ends with the error, and what is queued stays,
         but for its head where nothing ran. Raises DeviceLost."""
-        for request in self._deadlines.late(self._scheduler.roster):
-            self.drop(request, DeadlineExceeded(f"not finished after {request.job.deadline_s:.3g} s"))
-        try:
-            return self._step()
-        except DeviceLost:
-            raise
-        except Exception as error:
-            log.exception("engine step failed")
-            apart.require_device(self._runner.model.device, error)
-            self._fail_step(error if isinstance(error, KvferryError) else NodeLost(f"engine step failed: {error}"))
-            return True
+        late = self._deadlines.late(self._scheduler.roster)
+        if late:
+            self.collect()
+        for request in late:
+            if self._scheduler.roster.find(request.key) is request:
+                self.drop(request, DeadlineExceeded(f"not finished after {request.job.deadline_s:.3g} s"))
+        return self._tried(further=True)
+
+    def collect(self) -> None:
+        """End the step that is in flight, if one is: what follows finds requests and blocks as between two steps, and
+        nothing that computes. Raises DeviceLost."""
+        self.ahead.settle()
+        if self.ahead:
+            self._tried(further=False)
 
     def seat(self) -> None:
         """Answer reservations: give them their blocks where there is room, as a step would. What breaks here breaks the
@@ -114,11 +120,24 @@ class Stepper:
         if stored or removed:
             self._events.append(BlocksChanged(tuple(stored), tuple(removed)))
 
-    def _step(self) -> bool:
+    def _tried(self, *, further: bool) -> bool:
+        try:
+            return self._step(further)
+        except DeviceLost:
+            raise
+        except Exception as error:
+            log.exception("engine step failed")
+            apart.require_device(self._runner.model.device, error)
+            self._fail_step(error if isinstance(error, KvferryError) else NodeLost(f"engine step failed: {error}"))
+            self.ahead.settle()
+            return True
+
+    def _step(self, further: bool) -> bool:
+        """further: the next one may be launched."""
         began = time.monotonic()
-        batch = self.suspended.next(self._speculation.extend)
+        batch = self.ahead.take() or self.suspended.next(self._speculation.extend)
         self._announce_admissions()
-        drawn = self.suspended.run(self._runner, batch) if batch.slices else None
+        drawn = self.ahead.run(batch, further=further) if batch.slices else None
         batch.seconds += time.monotonic() - began
         slices = batch.slices
         if drawn is not None:
@@ -128,8 +147,9 @@ class Stepper:
             self._scheduler.budget.stepped(streams, prompts, batch.seconds - self._runner.waited_s)
             for part, found in zip(slices, drawn, strict=True):
                 self._settle(part, found)
-            self._advance_masks(slices)
+            self._runner.masks.advance(_trailing(slices))
             self._events.append(self._figures.step(slices, batch.seconds))
+        self.ahead.settle()
         self.report_blocks()
         return bool(slices)
 
@@ -144,7 +164,7 @@ class Stepper:
             assert request.admitted is not None
             if request.transfer is not None:
                 self._lent.ship(request)
-                self._ship(request, request.registered)
+                self._events += _to_ship(request, request.registered)
             if request.grant is not None:
                 blocks = tuple(request.block_ids[request.first_block :])
                 self._events.append(Reserved(request.grant, request.first_block, blocks))
@@ -177,7 +197,7 @@ class Stepper:
         self.register(request)
         if request.transfer is not None:
             complete = request.uncomputed == 0
-            self._ship(request, len(request.block_ids) if complete else request.registered)
+            self._events += _to_ship(request, len(request.block_ids) if complete else request.registered)
         if sampled is None:
             mask = request.sample_row.mask if request.sample_row is not None else None
             if held_up and mask is not None and mask.error is not None:
@@ -203,12 +223,6 @@ class Stepper:
             if request.state is State.RUNNING:
                 self._commit(Slice(request, request.computed_len, 1), sampled)
 
-    def _advance_masks(self, slices: Sequence[Slice]) -> None:
-        """Of those that go on here behind a token that was drawn now."""
-        rows = (part.request.sample_row for part in slices if part.request.state is State.RUNNING)
-        masks = [row.mask for row in rows if row is not None and row.mask is not None]
-        self._runner.masks.advance([mask for mask in masks if mask.trails])
-
     def _commit_read(self, request: Request, found: Read) -> None:
         if not found.vector:
             self.drop(request, ModelFailed("what the model says of the prompt are not numbers"))
@@ -216,11 +230,18 @@ class Stepper:
         self._events.append(output.read(request, found.vector))
         self._scheduler.remove(request)
 
-    def _ship(self, request: Request, upto: int) -> None:
-        """Announce the computed blocks before index `upto` that decode lacks and that were not announced yet."""
-        assert request.transfer is not None
-        begin = max(request.shipped, request.first_block)
-        if upto > begin:
-            blocks = tuple((i, request.block_ids[i]) for i in range(begin, upto))
-            self._events.append(Computed(request.transfer, blocks))
-            request.shipped = upto
+
+def _trailing(slices: Sequence[Slice]) -> list[Mask]:
+    """Masks that are to be advanced, of those that go on here behind a token that was drawn now."""
+    rows = (part.request.sample_row for part in slices if part.request.state is State.RUNNING)
+    return [row.mask for row in rows if row is not None and row.mask is not None and row.mask.trails]
+
+
+def _to_ship(request: Request, upto: int) -> list[Event]:
+    """Announces the computed blocks before index `upto` that decode lacks and that were not announced yet."""
+    assert request.transfer is not None
+    begin = max(request.shipped, request.first_block)
+    if upto <= begin:
+        return []
+    request.shipped = upto
+    return [Computed(request.transfer, tuple((i, request.block_ids[i]) for i in range(begin, upto)))]

@@ -10,6 +10,7 @@ from math import inf
 
 from engine import apart
 from engine.apart import Drawn
+from engine.flight import Flight
 from engine.leaving import Leaving
 from engine.models.base import Halfway, Unwanted
 from engine.request import Place
@@ -26,11 +27,12 @@ LEAST_S = 0.005
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """What one step computes: slices, decodes first. halfway: where it goes on if it was suspended; chains: the blocks
-    that it writes to, by slice; seconds: that it took so far."""
+    """What one step computes: slices, decodes first. halfway: where it goes on if it was suspended; flight: if it was
+    launched; chains: the blocks that it writes to, by slice; seconds: that it took so far."""
 
     slices: Sequence[Slice]
     halfway: Halfway | None = None
+    flight: Flight | None = None
     seconds: float = 0.0
     chains: list[list[int]] = field(init=False)
 
@@ -51,6 +53,8 @@ class Batch:
             ends = list(pairwise(accumulate((part.count for part in self.slices), initial=0)))
             if self.halfway is not None:
                 self.halfway = self.halfway.of(list(chain.from_iterable(range(*ends[i]) for i in kept)))
+            if self.flight is not None:
+                self.flight = self.flight.of(kept)
             self.slices = [self.slices[i] for i in kept]
             self.chains = [self.chains[i] for i in kept]
         return bool(kept)

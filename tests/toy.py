@@ -108,12 +108,13 @@ def make_engine(
     caching: bool = True,
     masks: Masks | None = None,
     drafts: int = 0,
+    runs: type[Runner] = Runner,
 ) -> Engine:
     """An engine around the toy model with small limits."""
     kv = torch.full((num_blocks, 1, 2, 1, block_size, 1), -1.0)
     config = EngineConfig(FINGERPRINT, block_size, 256, Limits(budget, beside, seqs), drafts=drafts)
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=caching)
-    return Engine(config, Runner(ToyModel(), kv, block_size, masks), pool)
+    return Engine(config, runs(ToyModel(), kv, block_size, masks), pool)
 
 
 def make_job(name: str, token_ids: list[int], max_tokens: int = 8, *, attempt: int = 0, **params: object) -> Job:

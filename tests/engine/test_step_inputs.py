@@ -11,6 +11,7 @@ import torch
 from toy import VOCAB, expected, make_engine, make_job, tokens_of
 
 from engine import runner
+from kernels.readback import Readback
 from kernels.staging import Staging
 
 CPU = torch.device("cpu")
@@ -41,6 +42,46 @@ def test_a_cpu_is_given_the_arrays_themselves() -> None:
     (tensor,) = Staging(CPU).put([array])
     array[0] = 9
     assert tensor[0] == 9
+
+
+class Copied:
+    """A copy that a buffer is read by; how often it was waited for."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_a_buffer_is_filled_again_only_after_the_copy_that_was_made_of_it() -> None:
+    """Which is not the last one: that may stand behind a step that runs."""
+    staging = Staging(CPU, direct=False)
+    copies = Copied(), Copied()
+    for host, copied in zip(staging._hosts, copies, strict=True):
+        host.copied = copied  # type: ignore[assignment]
+    waits = []
+    for _ in range(4):
+        staging.put([np.arange(4)])
+        waits.append(tuple(copied.waits for copied in copies))
+    assert waits == [(1, 0), (1, 1), (2, 1), (2, 2)]
+    assert staging._hosts[0].bytes.data_ptr() != staging._hosts[1].bytes.data_ptr()
+
+
+def test_what_is_read_back_is_what_was_drawn() -> None:
+    readback = Readback(torch.tensor([3, 1, 2]))
+    assert readback.wait() == [3, 1, 2]
+    assert readback.values.tolist() == [3, 1, 2]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a device that computes beside its host")
+def test_what_is_read_back_waits_for_nothing_behind_it() -> None:
+    readback, later = Readback(torch.tensor([3, 1, 2], device="cuda")), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(2_000_000_000)
+    later.record()
+    assert readback.wait() == [3, 1, 2]
+    assert not later.query()
+    torch.cuda.synchronize()
 
 
 class Counted(Staging):

@@ -51,6 +51,8 @@ class Arithmetic:
     """An engine's runner (`engine.runner.Runs`), and its blocks as a link sees them. left: attempts that were
     cancelled, by request; blame: told of what must not be."""
 
+    launch = None
+
     def __init__(self, num_blocks: int) -> None:
         self.waited_s = 0.0
         self.masks = Masks.none("arithmetic reads no grammars")

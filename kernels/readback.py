@@ -1,0 +1,27 @@
+"""What a step drew, on its way from the device to the host."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Readback:
+    """Of an int64 array [n] on the device. Its copy is given to the stream now, so that what is given to it later need
+    not be waited for. `values`: the array, good on the device at once."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+        self._host = values
+        self._copied: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(values.device))
+
+    def wait(self) -> list[int]:
+        """The values, once they are here: what was given to the stream before them is done then."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        found: list[int] = self._host.tolist()
+        return found

@@ -1,0 +1,111 @@
+"""A device that computes beside its host, as late as it may: what it is given waits until somebody waits for it."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+
+import torch
+
+from engine.flight import Flight
+from engine.models.base import Halfway, Wanted, always
+from engine.runner import Found, Runner
+from engine.sampler import SampleRow, draw_plain
+from engine.slices import Slice
+from kernels.readback import Readback
+
+POISON = -1000
+
+
+class Eager(Runner):
+    """Launches as on a GPU; each is computed at once."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)  # type: ignore[arg-type]
+        self.beside = True
+        self.launched = self.behind = 0
+        self.streams: list[int] = []
+
+    def _launch(self, slices: Sequence[Slice], behind: Flight | None) -> Flight:
+        self.launched += 1
+        self.behind += behind is not None
+        self.streams.append(len(slices))
+        return super()._launch(slices, behind)
+
+
+class Late(Readback):
+    """POISON until `compute` was called, by who waits for it or earlier."""
+
+    def __init__(self, count: int, stream: Stream, compute: Callable[[], torch.Tensor]) -> None:
+        super().__init__(torch.full((count,), POISON))
+        self._stream, self._compute = stream, compute
+        stream.queue.append(self)
+
+    def compute(self) -> None:
+        self.values.copy_(self._compute())
+
+    def wait(self) -> list[int]:
+        while self in self._stream.queue:
+            self._stream.next()
+        found = super().wait()
+        assert POISON not in found
+        return found
+
+
+class Stream:
+    """What a device was given and has not done."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Late] = deque()
+
+    def next(self) -> None:
+        self.queue.popleft().compute()
+
+    def drain(self) -> None:
+        while self.queue:
+            self.next()
+
+
+class Lazy(Eager):
+    """What is launched is computed when it is waited for, or when `chance` has it. Its inputs are what they were when
+    it was launched; those of the streams behind it are read as it is computed."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)
+        self.stream = Stream()
+        self.chance = random.Random(0)
+
+    def _launch(self, slices: Sequence[Slice], behind: Flight | None) -> Flight:
+        self.launched += 1
+        self.behind += behind is not None
+        self.streams.append(len(slices))
+        while self.stream.queue and self.chance.random() < 0.2:
+            self.stream.next()
+        token_ids, plan = self._planner.plan(slices, None if behind is None else behind.rows)
+        ids = token_ids.clone()
+        plan = replace(plan, **{f.name: _copy(getattr(plan, f.name)) for f in fields(plan)})
+        ahead = 0 if behind is None else 1
+        rows = [SampleRow(s.request.job.params, s.request.token_ids, s.request.job.prompt_len) for s in slices]
+        rows = [row.ahead(ahead) for row in rows]
+
+        @torch.inference_mode()
+        def compute() -> torch.Tensor:
+            known = ids if behind is None else behind.tokens[ids].clamp(min=0)
+            assert POISON not in known.tolist()
+            return draw_plain(self.model.next_logits(known, self.kv, plan).values, rows, self.model.ops)
+
+        return Flight(Late(len(slices), self.stream, compute), range(len(slices)))
+
+    def run(self, slices: Sequence[Slice], wanted: Wanted = always, halfway: Halfway | None = None) -> Sequence[Found]:
+        self.stream.drain()
+        return super().run(slices, wanted, halfway)
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.stream.drain()
+        super().copy_block(source, target)
+
+
+def _copy(value: object) -> object:
+    return value.clone() if isinstance(value, torch.Tensor) else value
