@@ -41,7 +41,7 @@ def progress(done):
     if how == "dies" and done > 0.5:
         os.kill(os.getpid(), signal.SIGKILL)
 
-load_model(
+model = load_model(
     resolve(path), device=torch.device("cpu"), dtype=torch.bfloat16, ops=CpuOps(1), quantization="auto",
     progress=progress, weights_fd=descriptor,
 )
