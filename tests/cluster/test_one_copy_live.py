@@ -53,7 +53,7 @@ def test_both_map_one_copy_and_a_restarted_worker_maps_it_again(own: LocalCluste
     for process in (prefill, decode):
         rights, share = weights(process)[inode]
         assert rights == "r--s"
-        assert share < 200 * MIB, "of 260 MiB that two of them have"
+        assert share < 60 * MIB, "of 92 MiB that two of them have"
     decode.kill()
     wait_for(lambda: [each.pid for each in own.children("decode")] not in ([], [decode.pid]), 60)
 
