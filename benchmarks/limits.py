@@ -33,7 +33,7 @@ def machine_limits(ops: CpuOps) -> Limits:
     """Measured by the threads that run the kernels: reading memory once, multiplying bfloat16 in registers."""
     import torch
 
-    kernels, data = ops._kernels, torch.ones(READ_BYTES, dtype=torch.uint8)
+    kernels, data = ops.kernels, torch.ones(READ_BYTES, dtype=torch.uint8)
     work = kernels.multiply(1) * ROUNDS
     return Limits(lambda: kernels.read(data), lambda: kernels.multiply(ROUNDS), work)
 

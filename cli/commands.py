@@ -35,7 +35,8 @@ def settings_command(name: str, subcommand: str, settings: CommonSettings, progr
         env[variable("redis_url")] = settings.redis_url
         skip.add("redis_url")
     argv = (*program(subcommand), *to_argv(settings, skip=skip))
-    shared = (settings.cores_fd,) if isinstance(settings, WorkerSettings) and settings.cores_fd >= 0 else ()
+    given = (settings.cores_fd, settings.weights_fd) if isinstance(settings, WorkerSettings) else ()
+    shared = tuple(descriptor for descriptor in given if descriptor >= 0)
     yields = subcommand == "prefill" and not settings.elastic  # a process cannot take its priority back
     niceness = PREFILL_NICENESS if yields else 0
     return Command(name, argv, env, niceness=niceness, fds=shared)

@@ -28,6 +28,7 @@ SERVE_FIXED = {
     "advertise_host": "",
     "status_fd": -1,
     "cores_fd": -1,
+    "weights_fd": -1,
     "respawned": False,
     "worker": -1,
     "workers_dir": "",

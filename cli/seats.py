@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from model_files.needs import Count, ModelNeeds, model_needs
@@ -86,11 +87,13 @@ def take_seats(settings: ServeSettings, needs: Sequence[ModelNeeds], found: Sequ
 
 
 def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], seats: Sequence[Seat]) -> str:
-    """Whether weights and pools of all workers on the CPU fit into what memory is available: each of them sees only
-    what is free as it starts. `seats` as `take_seats` gave them for `needs`. Returns what was found. Raises
-    ConfigError."""
-    each = len(seats) // len(needs)
-    counts = [sum(seat.device == "cpu" for seat in seats[each * i : each * (i + 1)]) for i in range(len(needs))]
+    """Whether weights, where they are shared those of one worker, and pools of all workers on the CPU fit into what
+    memory is available: each of them sees only what is free as it starts. `seats` as `take_seats` gave them for
+    `needs`. Returns what was found. Raises ConfigError."""
+    counts = on_cpu_by_model(seats, len(needs))
+    copies = [
+        min(count, 1) if shares_weights(settings, model) else count for count, model in zip(counts, needs, strict=True)
+    ]
     workers, available = sum(counts), available_memory() / GIB
     free = f"{available:.1f} GiB are available"
     if not workers:
@@ -98,18 +101,29 @@ def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], seats: 
     weights = [weight_bytes(settings, model, "cpu") / GIB for model in needs]
     pools = [_pool_gib(settings, model) or CPU_POOL_GIB * model.cached for model in needs]
     asked = ", ".join(
-        f"{count} {'times' if count > 1 else 'time'} {weight:.2f} GiB of weights and {pool:.4g} GiB of KV pool"
-        for count, weight, pool in zip(counts, weights, pools, strict=True)
+        f"{_times(copy)} {weight:.2f} GiB of weights and {_times(count)} {pool:.4g} GiB of KV pool"
+        for copy, count, weight, pool in zip(copies, counts, weights, pools, strict=True)
     )
-    sizes = zip(counts, weights, pools, strict=True)
-    if sum(count * (weight + pool) for count, weight, pool in sizes) > available:
-        all_weights = sum(count * weight for count, weight in zip(counts, weights, strict=True))
+    all_weights = sum(copy * weight for copy, weight in zip(copies, weights, strict=True))
+    if all_weights + sum(count * pool for count, pool in zip(counts, pools, strict=True)) > available:
         room = (available - all_weights) / workers
         flag = "kv_blocks" if settings.kv_blocks else "kv_cache_gib"
         lower = f"lower --{flag.replace('_', '-')}" + (f" to less than {room:.1f}" if flag == "kv_cache_gib" else "")
         remedy = f"{lower}, or start fewer workers" if room >= 0.1 else "start fewer workers, or take a smaller model"
         raise ConfigError(f"{asked} do not fit: {free}; {remedy}", param=flag)
     return f"{asked}: {free}"
+
+
+def on_cpu_by_model(seats: Sequence[Seat], models: int) -> list[int]:
+    """How many workers of each model compute on the CPU."""
+    each = len(seats) // models
+    return [sum(seat.device == "cpu" for seat in seats[each * i : each * (i + 1)]) for i in range(models)]
+
+
+def shares_weights(settings: ServeSettings, needs: ModelNeeds) -> bool:
+    """Whether a model's workers on the CPU have one copy of its weights, as our own decoder has on compiled kernels."""
+    packed = settings.dtype in ("auto", "bfloat16") and settings.kernels in ("auto", "cpu") and _kernels_are_compiled()
+    return settings.share_weights and packed and needs.cached and settings.model_impl != "transformers"
 
 
 def weight_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> float:
@@ -181,6 +195,17 @@ def _pool_gib(settings: ServeSettings, needs: ModelNeeds) -> float:
         return settings.kv_cache_gib
     layout = KVLayout(needs.layers, needs.kv_heads, needs.head_dim, kv_dtype(settings), settings.block_size)
     return settings.kv_blocks * layout.block_bytes / GIB
+
+
+def _times(count: int) -> str:
+    return f"{count} {'times' if count > 1 else 'time'}"
+
+
+def _kernels_are_compiled() -> bool:
+    """Whether those for CPUs are installed, without importing them and thus torch."""
+    spec = importlib.util.find_spec("kernels")
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    return any(any(Path(folder, "cpu").glob(f"_native{suffix}")) for folder in folders for suffix in EXTENSION_SUFFIXES)
 
 
 def _torch_has_cuda() -> bool:

@@ -14,7 +14,7 @@ import signal
 import ssl
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -25,10 +25,10 @@ from cli.commands import Program, kvferry_program, settings_command
 from cli.door import worker_threads
 from cli.overview import overview, ready_line, stop_line
 from cli.progress import Progress, log_through, progress_on
-from cli.seats import Seat, gpus, needs_of, require_memory, take_seats
+from cli.seats import Seat, gpus, needs_of, on_cpu_by_model, require_memory, take_seats
 from cli.supervisor import Supervisor
 from model_files.naming import ModelName, require_distinct, split_names
-from process import cores
+from process import cores, written_once
 from process.address import dialable, host_port
 from process.limits import available_cores
 from process.secret import ClusterSecrets
@@ -91,10 +91,15 @@ def valkey_command(port: int, log_level: str = "info") -> Command:
 
 
 def cluster_commands(
-    settings: ServeSettings, seats: Sequence[Seat], program: Program, cores_fd: int = -1
+    settings: ServeSettings,
+    seats: Sequence[Seat],
+    program: Program,
+    cores_fd: int = -1,
+    weights: Callable[[], int] = lambda: -1,
 ) -> list[Command]:
     """Router, prefill and decode processes, a worker for each seat. `settings.redis_url` must be set; only the router
-    listens beyond this machine, and only if --host says so. cores_fd: for workers that share the cores."""
+    listens beyond this machine, and only if --host says so. cores_fd: for workers that share the cores; weights: makes
+    what those of a model on a CPU have its weights in, if there are several."""
     commands = [settings_command("router", "router", _narrow(RouterSettings, settings), program)]
     served = split_names(settings.served_model_name, len(settings.model))
     threads = worker_threads(settings.threads)
@@ -102,7 +107,8 @@ def cluster_commands(
     crowded = on_cpu > 1 and threads * on_cpu > available_cores()
     roles, left = ("prefill",) * settings.prefill + ("decode",) * settings.decode, iter(seats)
     numbers = {role: count() for role in roles}
-    for model, names in zip(settings.model, served, strict=True):
+    shared = [weights() if count > 1 else -1 for count in on_cpu_by_model(seats, len(settings.model))]
+    for model, names, weights_fd in zip(settings.model, served, shared, strict=True):
         for role in roles:
             seat, name = next(left), f"{role}-{next(numbers[role])}"
             worker = dataclasses.replace(
@@ -115,6 +121,7 @@ def cluster_commands(
                 port=0,
                 threads=threads,
                 cores_fd=cores_fd if crowded and seat.device == "cpu" else -1,
+                weights_fd=weights_fd if seat.device == "cpu" else -1,
                 device=seat.device,
                 kv_cache_gib=seat.kv_cache_gib,
                 respawned=True,
@@ -154,7 +161,8 @@ async def _live(supervisor: Supervisor, checked: Checked, program: Program, prog
         valkey = valkey_command(port, settings.log_level)
         settings = dataclasses.replace(settings, redis_url=valkey.address)
         supervisor.start(valkey)
-    commands = cluster_commands(settings, checked.seats, program, cores.make())
+    weights = written_once.make if settings.share_weights else lambda: -1
+    commands = cluster_commands(settings, checked.seats, program, cores.make(), weights)
     children = [supervisor.start(command) for command in commands]
     for child in children:
         _show(progress, child)

@@ -85,6 +85,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         load_format=settings.load_format,
         max_model_len=settings.max_model_len,
         progress=progress,
+        weights_fd=settings.weights_fd,
     )
     if settings.batch_invariant:
         require_batch_invariance(model)

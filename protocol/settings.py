@@ -220,6 +220,7 @@ class WorkerSettings(CommonSettings):
     max_lora_rank: int = setting(64, "largest rank of an adapter", least=1)
     respawned: bool = setting(False, "whether another process follows when this one has ended", hidden=True)
     cores_fd: int = setting(-1, "descriptor of what processes on the same cores share (process/cores.py)", hidden=True)
+    weights_fd: int = setting(-1, "descriptor of the weights' one copy (process/written_once.py)", hidden=True)
     verify_checksums: float = setting(
         1.0, "share of shipped blocks whose checksum is verified, 0 to 1", least=0, most=1
     )
@@ -230,9 +231,7 @@ class WorkerSettings(CommonSettings):
         most=1,
     )
     ucx_transports: str = setting("", "UCX_TLS for the link; default: tcp,posix,self and what the device adds")
-    ucx_net_devices: str = setting(
-        "", "UCX_NET_DEVICES for the link; default: lo for a loopback host, else UCX's own choice"
-    )
+    ucx_net_devices: str = setting("", "UCX_NET_DEVICES for the link; default: lo on loopback, else UCX's own choice")
     grant_timeout: float = setting(30.0, "seconds a prefill waits for a grant", least=0)
     drain_timeout: float = setting(30.0, "seconds running requests may take to finish after SIGTERM", least=0)
 
@@ -245,5 +244,6 @@ class ServeSettings(RouterSettings, WorkerSettings):
     port: int = setting(8000, "HTTP port of the router", least=0, most=65535)
     prefill: int = setting(1, "prefill processes of each model; 0: decode nodes prefill locally", least=0)
     decode: int = setting(1, "decode processes of each model", least=1)
+    share_weights: bool = setting(True, "one copy of a model's weights for all of its workers on a CPU")
     queue_timeout: float = setting(15.0, QUEUE_TIMEOUT, least=0)
     redis_url: str = setting("", "Redis or Valkey to use; empty: start an embedded Valkey server")

@@ -15,10 +15,12 @@ from engine.models.dummy_weights import DummyWeights
 from engine.models.families import FAMILIES
 from engine.models.gguf_config import gguf_family, parse_gguf
 from engine.models.heap import trim_heap
-from engine.models.parameters import ParameterLoader, Progress
+from engine.models.one_copy import one_copy
+from engine.models.parameters import ParameterLoader, Parameters, Progress
 from engine.models.rope import rope_tables, stretched
 from engine.models.stacked import StackedWeights
 from engine.models.weights import GGUFWeights, Weights
+from kernels.cpu import CpuOps
 from kernels.ops import Ops
 from model_files.gguf import read_gguf
 from model_files.multimodal import is_multimodal, text_config
@@ -43,19 +45,21 @@ def load_model(
     load_format: str = "auto",
     max_model_len: int = 0,
     progress: Progress | None = None,
+    weights_fd: int = -1,
 ) -> Model:
     """The model of `source` in `dtype` (None: `auto_dtype`). impl: kvferry (own decoder), transformers, or auto (own
     decoder where it supports the architecture). quantization: auto (block formats of a GGUF and codes of a quantised
     checkpoint run as stored where the operations can, in bfloat16), none, or int8 (dense layers quantised per channel).
     load_format: auto, or dummy: weights that are made, for our own decoder. max_model_len: no sequence will be longer
     (tokens; 0: the model's own limit, which `info` tells in any case). progress receives the loaded fraction, 0 to 1.
+    weights_fd: of memory in which processes that load the same have one copy (`process.written_once`), or -1.
     Raises ConfigError naming what is missing or unsupported, whatever else was raised on the way."""
     if impl not in IMPLEMENTATIONS:
         raise ConfigError(f"model_impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}", param="model_impl")
     require_runnable(source)
     try:
         opened = _open_as(source, impl, load_format)
-        return _load(source, opened, device, dtype, ops, quantization, max_model_len, progress)
+        return _load(source, opened, device, dtype, ops, quantization, max_model_len, progress, weights_fd)
     except ConfigError as error:
         if error.param != "model" or source.name in error.message:
             raise
@@ -76,6 +80,7 @@ def _load(
     quantization: str,
     max_model_len: int,
     progress: Progress | None,
+    weights_fd: int,
 ) -> Model:
     """opened: None for transformers' model."""
     if dtype is None:
@@ -92,7 +97,7 @@ def _load(
         return model
     if dtype != torch.bfloat16:
         quantization = "none"
-    decoder = _load_decoder(source, opened, device, dtype, ops, quantization, max_model_len, progress)
+    decoder = _load_decoder(source, opened, device, dtype, ops, quantization, max_model_len, progress, weights_fd)
     del opened
     trim_heap()
     return decoder
@@ -168,15 +173,24 @@ def _load_decoder(
     quantization: str,
     max_model_len: int,
     progress: Progress | None,
+    weights_fd: int,
 ) -> Decoder:
     config = opened.config
-    loader = ParameterLoader(config, opened.weights, device, dtype, ops, progress, quantization)
-    parameters = loader.load()
+
+    def read() -> tuple[Parameters, list[str]]:
+        loader = ParameterLoader(config, opened.weights, device, dtype, ops, progress, quantization)
+        return loader.load(), sorted(loader.kept)
+
+    if weights_fd >= 0 and isinstance(ops, CpuOps) and dtype == torch.bfloat16:
+        form = f"{source.path} {source.revision} {config} {quantization}"
+        parameters, kept = one_copy(weights_fd, ops.kernels, form, read)
+    else:
+        parameters, kept = read()
     length = min(max_model_len or opened.max_model_len, opened.max_model_len)
     long = ("longrope",) if stretched(config.rope, length) else ()
     info = ModelInfo(
         name=source.name,
-        revision="+".join((source.revision, *sorted(loader.kept), *long)),
+        revision="+".join((source.revision, *kept, *long)),
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

@@ -10,6 +10,9 @@ def instruction_sets() -> list[str]: ...
 def row_bytes(kind: str, inputs: int) -> int:
     """Bytes of a stored row of that kind (see kernels.step.StoredRows); -1 where it is not packed."""
 
+Place = tuple[int, int, int, list[tuple[int, int]]]
+"""Inputs, outputs, where the bias lies (-1: there is none), and of each panel its form and where it lies."""
+
 class Packed:
     """A weight [out, in] and its bias, as panels (native/forms.h)."""
 
@@ -66,6 +69,18 @@ class Kernels:
         out: Tensor,
     ) -> None: ...
     def pack(self, parts: list[tuple[str, Tensor]], inputs: int, bias: Tensor | None) -> Packed: ...
+    def pack_into(self, descriptor: int) -> None:
+        """What is packed from now on lies in this empty file; -1: in memory of this process. MemoryError where `pack`
+        finds no room."""
+    def finish(self) -> int:
+        """End the file behind what was packed, and return its bytes."""
+    def map(self, descriptor: int, size: int) -> None:
+        """The first `size` bytes of a finished file, to be read, for `placed`. MemoryError."""
+    @staticmethod
+    def place(packed: Packed) -> Place:
+        """Where it lies in its file. IndexError: it lies in none."""
+    def placed(self, place: Place) -> Packed:
+        """IndexError, ValueError: the file that is mapped has no such weight."""
     def lookup(self, packed: Packed, rows: Tensor, out: Tensor) -> None: ...
     def dense(self, packed: Packed, x: Tensor, out: Tensor) -> None: ...
     def draw(

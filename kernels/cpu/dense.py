@@ -11,7 +11,7 @@ import torch
 from kernels.step import StoredRows
 
 if TYPE_CHECKING:
-    from kernels.cpu._native import Kernels
+    from kernels.cpu._native import Kernels, Place
 
 _PANEL = 32
 
@@ -27,6 +27,14 @@ class PackedLinear:
         self.in_features, self.out_features = columns, sum(len(part.data) for part in parts)
         stored = [(part.kind, part.data) for part in parts]
         self.weights = kernels.pack(stored, columns, None if bias is None else bias.float())
+
+    @classmethod
+    def placed(cls, kernels: Kernels, place: Place) -> PackedLinear:
+        """One that lies in the file that the kernels map."""
+        found = cls.__new__(cls)
+        found.kernels, found.weights = kernels, kernels.placed(place)
+        found.in_features, found.out_features = place[:2]
+        return found
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         x = x if x.stride(-1) == 1 else x.contiguous()

@@ -44,34 +44,34 @@ class CpuOps:
         if native is None:
             raise RuntimeError("kvferry was installed without its CPU extension")
         self._step_type, self._row_bytes = native.Step, native.row_bytes
-        self._kernels = native.Kernels(name or instruction_set(), threads or torch.get_num_threads())
+        self.kernels = native.Kernels(name or instruction_set(), threads or torch.get_num_threads())
         self._reference = ReferenceOps()
         self._batch_invariant = batch_invariant
         self._prefills: tuple[BatchPlan, BatchPlan] | None = None
 
     @property
     def instruction_set(self) -> str:
-        found: str = self._kernels.instruction_set
+        found: str = self.kernels.instruction_set
         return found
 
     @property
     def threads(self) -> int:
-        found: int = self._kernels.threads
+        found: int = self.kernels.threads
         return found
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         rows = plain_rows(weight)
         if rows is None:
             return TorchLinear(weight, bias)
-        return PackedLinear(self._kernels, [rows], weight.shape[1], bias)
+        return PackedLinear(self.kernels, [rows], weight.shape[1], bias)
 
     def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
         if not whole_panels(parts) or any(self._row_bytes(part.kind, columns) < 0 for part in parts):
             return None
-        return PackedLinear(self._kernels, parts, columns, bias)
+        return PackedLinear(self.kernels, parts, columns, bias)
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> CpuStep | None:
-        return record(self._step_type, self._kernels, form, self._batch_invariant)
+        return record(self._step_type, self.kernels, form, self._batch_invariant)
 
     def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:
         self._reference.add_low_rank(y, x, tokens, parts)
@@ -81,7 +81,7 @@ class CpuOps:
             return self._reference.rms_norm(x, weight, eps)
         x = x if x.dim() == 2 and x.stride(-1) == 1 else x.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
-        self._kernels.rms_norm(x, None, weight, out, None, eps)
+        self.kernels.rms_norm(x, None, weight, out, None, eps)
         return out
 
     def add_rms_norm(
@@ -91,14 +91,14 @@ class CpuOps:
             return self._reference.add_rms_norm(x, residual, weight, eps)
         x = x.contiguous()
         out, total = torch.empty_like(x), torch.empty_like(x)
-        self._kernels.rms_norm(x, residual.contiguous(), weight, out, total, eps)
+        self.kernels.rms_norm(x, residual.contiguous(), weight, out, total, eps)
         return out, total
 
     def gate_mul(self, gate_up: torch.Tensor, gate: Gate = SILU) -> torch.Tensor:
         if gate_up.dtype not in _DTYPES:
             return self._reference.gate_mul(gate_up, gate)
         out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype)
-        self._kernels.gate_mul(gate_up, out, gate.slope, gate.cubic, gate.limit, gate.offset)
+        self.kernels.gate_mul(gate_up, out, gate.slope, gate.cubic, gate.limit, gate.offset)
         return out
 
     def rope_and_cache(
@@ -115,7 +115,7 @@ class CpuOps:
             return self._reference.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
         q, k, v = (part if part.stride()[1:] == (part.shape[2], 1) else part.contiguous() for part in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype)
-        self._kernels.rope_and_cache(q, k, v, cos, sin, kv_layer, plan.positions, plan.slots, out)
+        self.kernels.rope_and_cache(q, k, v, cos, sin, kv_layer, plan.positions, plan.slots, out)
         return out
 
     def paged_attention(
@@ -135,7 +135,7 @@ class CpuOps:
         if decodes:
             blocks = self._batch_invariant and q.dtype == torch.bfloat16 and dim % _PREFILL_UNIT == 0
             table, lens = plan.block_table, plan.total_len
-            self._kernels.decode(q, kv_layer, table, lens, decodes, scale, window, cap, sinks, blocks, out)
+            self.kernels.decode(q, kv_layer, table, lens, decodes, scale, window, cap, sinks, blocks, out)
         if decodes == plan.num_seqs:
             return out
         if q.dtype == torch.bfloat16 and dim % _PREFILL_UNIT == 0:
@@ -162,7 +162,7 @@ class CpuOps:
             for p, seed, at in zip(params, keys.seeds, keys.positions, strict=True)
         ]
         out = torch.empty(count, dtype=torch.int64)
-        self._kernels.draw(logits.contiguous(), rows, masks, out)
+        self.kernels.draw(logits.contiguous(), rows, masks, out)
         return out
 
     def _prefill(
@@ -172,7 +172,7 @@ class CpuOps:
         for seq in range(plan.num_decodes, plan.num_seqs):
             end = start + plan.query_lens[seq]
             blocks, total_len = plan.block_table[seq], plan.total_lens[seq]
-            self._kernels.prefill(q[start:end], kv_layer, blocks, total_len, *scoring, out[start:end])
+            self.kernels.prefill(q[start:end], kv_layer, blocks, total_len, *scoring, out[start:end])
             start = end
 
     def _prefill_part(self, plan: BatchPlan) -> BatchPlan:

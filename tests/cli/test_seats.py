@@ -90,11 +90,17 @@ def test_a_gpu_that_is_not_there_is_refused(device, count):
         (11, {"kv_blocks": int(1.6 * GIB) // BLOCK, "kv_cache_dtype": "int8"}, None),
         (7, {"quantization": "int8"}, None),
         (11, {"dtype": "float32"}, "start fewer workers"),
+        (6.1, {"share_weights": True}, None),
+        (5.9, {"share_weights": True}, "--kv-cache-gib to less than 0.9"),
+        (11, {"share_weights": True, "dtype": "float32"}, "start fewer workers"),
+        (9, {"share_weights": True, "model_impl": "transformers"}, "start fewer workers"),
+        (9, {"share_weights": True, "kernels": "reference"}, "start fewer workers"),
     ],
 )
 def test_on_a_cpu_all_weights_and_pools_are_summed_up_first(monkeypatch, available, settings, remedy):
     monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=int(available * GIB)))
-    wanted = ServeSettings(device="cpu", prefill=1, decode=1, **settings)
+    monkeypatch.setattr("cli.seats._kernels_are_compiled", lambda: True)
+    wanted = ServeSettings(**{"device": "cpu", "prefill": 1, "decode": 1, "share_weights": False, **settings})
     places = take_seats(wanted, [NEEDS], [])
     if remedy is None:
         assert "2 times" in require_memory(wanted, [NEEDS], places)
@@ -128,11 +134,11 @@ def test_a_large_model_may_share_a_gpu_with_a_small_one():
 
 def test_on_a_cpu_all_models_are_summed_up(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=int(14.1 * GIB)))
-    settings = ServeSettings(device="cpu")
+    settings = ServeSettings(device="cpu", share_weights=False)
     places = take_seats(settings, [NEEDS, SMALL], [])
     assert places == [Seat("cpu")] * 4
     told = require_memory(settings, [NEEDS, SMALL], places)
-    assert "2 times 4.00 GiB of weights and 1 GiB of KV pool, 2 times 1.00 GiB of weights" in told
+    assert "2 times 4.00 GiB of weights and 2 times 1 GiB of KV pool, 2 times 1.00 GiB of weights" in told
     with pytest.raises(ConfigError, match=r"lower --kv-cache-gib to less than 1.0, or start fewer workers"):
         require_memory(dataclasses.replace(settings, kv_cache_gib=1.1), [NEEDS, SMALL], places)
 

@@ -295,6 +295,24 @@ def test_workers_that_compute_on_the_same_cores_share_them(threads, devices, sha
     assert router.fds == ()
 
 
+@pytest.mark.parametrize(
+    ("devices", "given"),
+    [
+        (("cpu", "cpu", "cpu", "cpu"), [10, 10, 11, 11]),
+        (("cpu", "cpu", "cuda:0", "cpu"), [10, 10, -1, -1]),
+        (("cuda:0", "cpu", "cuda:0", "cuda:1"), [-1, -1, -1, -1]),
+    ],
+)
+def test_workers_of_a_model_on_the_cpu_are_given_one_copy_of_its_weights(devices, given):
+    settings = ServeSettings(redis_url="redis://127.0.0.1:1/0", model=("/m/a", "/m/b"), threads=1)
+    seats, made = [Seat(device) for device in devices], iter((10, 11))
+    program = lambda subcommand: ["kvferry", subcommand]  # noqa: E731
+    _, *workers = cluster_commands(settings, seats, program, weights=lambda: next(made))
+    assert [worker.fds for worker in workers] == [(each,) if each >= 0 else () for each in given]
+    for worker, each in zip(workers, given, strict=True):
+        assert (["--weights-fd", str(each)] in map(list, pairwise(worker.argv))) == (each >= 0)
+
+
 def test_each_model_has_workers_of_its_own_and_the_router_all_models():
     settings = ServeSettings(
         redis_url="redis://127.0.0.1:1/0", model=("/m/a", "/m/b"), served_model_name=("a,first", "b"), decode=2

@@ -218,7 +218,7 @@ def test_the_winner_among_equals_has_the_smallest_random_bits(ops: Ops, vocab: i
 @pytest.mark.skipif(not instruction_sets(), reason="installed without the CPU extension")
 def test_arguments_that_do_not_fit_are_refused() -> None:
     ops = CpuOps(1)
-    kernels, logits, out = ops._kernels, torch.zeros(2, 9), torch.empty(2, dtype=torch.int64)
+    kernels, logits, out = ops.kernels, torch.zeros(2, 9), torch.empty(2, dtype=torch.int64)
     row = (1.0, 0.0, 9, 1.0, 2**64 - 1)
     kernels.draw(logits, [row, row], [], out)
     with pytest.raises(ValueError, match="one per row"):

@@ -162,6 +162,53 @@ class NativeKernels {
     return packed;
   }
 
+  // What is packed from now on lies in an empty file, or, below 0, in memory of this process.
+  void pack_into(int descriptor) { arena_ = std::make_shared<Arena>(descriptor); }
+
+  // Ends the file, and returns its bytes. What was packed lies there as long as something holds it.
+  size_t finish() {
+    const size_t bytes = arena_->finish();
+    arena_ = std::make_shared<Arena>();
+    return bytes;
+  }
+
+  // The first bytes of a finished file, to be read: `placed` finds weights there.
+  void map(int descriptor, size_t bytes) {
+    nb::gil_scoped_release released;
+    auto arena = std::make_shared<Arena>();
+    arena->map(descriptor, bytes);
+    arena_ = std::move(arena);
+  }
+
+  // Inputs, outputs, where the bias lies (-1: there is none), and of each panel its form and where it lies.
+  using Place = std::tuple<int64_t, int64_t, int64_t, std::vector<std::pair<int, int64_t>>>;
+
+  static Place place(const Packed& packed) {
+    const Dense& dense = packed.dense;
+    const auto offset = [&](const void* piece) { return static_cast<int64_t>(packed.arena->offset_of(piece)); };
+    std::vector<std::pair<int, int64_t>> panels;
+    for (const Panel& panel : packed.panels) panels.emplace_back(static_cast<int>(panel.form), offset(panel.data));
+    return {dense.in, dense.out, dense.bias ? offset(dense.bias) : -1, panels};
+  }
+
+  std::shared_ptr<Packed> placed(const Place& place) {
+    const auto& [in, out, bias, panels] = place;
+    auto packed = std::make_shared<Packed>();
+    packed->arena = arena_;
+    Dense& dense = packed->dense;
+    for (const auto& [number, offset] : panels) {
+      require(number >= 0 && number <= static_cast<int>(Form::q6), "no form of a panel");
+      const Form form = static_cast<Form>(number);
+      packed->panels.push_back({arena_->at(offset, panel_bytes(form, in)), form});
+      dense.quantised |= form != Form::bf16;
+    }
+    dense.panels = packed->panels.data();
+    dense.in = in, dense.out = out;
+    require(in > 0 && dense.count() == static_cast<int64_t>(panels.size()), "panels of another number than the outputs'");
+    if (bias >= 0) dense.bias = reinterpret_cast<const float*>(arena_->at(bias, dense.count() * kPanel * 4));
+    return packed;
+  }
+
   void lookup(const Packed& packed, Array rows, Array out) {
     LookupTask task{packed.dense, typed<int64_t>(rows, 1), whole(out, 1, 2), elements(rows)};
     require(elements(out) == task.count * packed.dense.in, "the result does not fit the rows");

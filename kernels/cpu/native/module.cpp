@@ -33,6 +33,11 @@ NB_MODULE(_native, m) {
       .def("prefill", &NativeKernels::prefill, "q"_a, "kv"_a, "blocks"_a, "total_len"_a, "scale"_a, "window"_a, "cap"_a,
            "sinks"_a.none(), "out"_a)
       .def("pack", &NativeKernels::pack, "parts"_a, "inputs"_a, "bias"_a.none())
+      .def("pack_into", &NativeKernels::pack_into)
+      .def("finish", &NativeKernels::finish)
+      .def("map", &NativeKernels::map)
+      .def_static("place", &NativeKernels::place)
+      .def("placed", &NativeKernels::placed)
       .def("lookup", &NativeKernels::lookup)
       .def("dense", &NativeKernels::dense)
       .def("draw", &NativeKernels::draw)

@@ -1,0 +1,61 @@
+"""What holds packed layers, laid into a file that other processes map: the panels as they are computed with, behind
+them everything else, pickled, and last the sizes of both."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kernels.cpu.dense import PackedLinear
+
+if TYPE_CHECKING:
+    from kernels.cpu._native import Kernels, Place
+
+_SIZES = struct.Struct("<QQ")
+
+
+def write(descriptor: int, kernels: Kernels, make: Callable[[], object]) -> None:
+    """Fill the empty file with what `make` returns, whose layers these kernels pack. Raises OSError and MemoryError:
+    there is no room."""
+    kernels.pack_into(descriptor)
+    try:
+        rest = io.BytesIO()
+        _Pickler(rest, pickle.HIGHEST_PROTOCOL).dump(make())
+        panels = kernels.finish()
+    finally:
+        kernels.pack_into(-1)
+    rest.write(_SIZES.pack(panels, rest.tell()))
+    left, at = memoryview(rest.getbuffer()), panels
+    while left:
+        written = os.pwrite(descriptor, left, at)
+        left, at = left[written:], at + written
+
+
+def read(descriptor: int, kernels: Kernels) -> Any:
+    """What was written, its layers mapped. It must come from this program: it is unpickled. Raises OSError and
+    MemoryError."""
+    end = os.fstat(descriptor).st_size - _SIZES.size
+    panels, size = _SIZES.unpack(os.pread(descriptor, _SIZES.size, end))
+    if panels:
+        kernels.map(descriptor, panels)
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        file.seek(panels)
+        return _Unpickler(io.BytesIO(file.read(size)), kernels).load()
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, each: object) -> Place | None:
+        return each.kernels.place(each.weights) if isinstance(each, PackedLinear) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, kernels: Kernels) -> None:
+        super().__init__(file)
+        self._kernels = kernels
+
+    def persistent_load(self, place: Place) -> PackedLinear:
+        return PackedLinear.placed(self._kernels, place)
