@@ -79,6 +79,12 @@ def eager(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else drafts."""
+    monkeypatch.setattr(Drafts, "look", lambda self, most: setattr(self, "found", ()))
+
+
 def left_nothing(engine: Engine) -> bool:
     engine.check_integrity()
     draft = engine.draft_model
@@ -216,8 +222,8 @@ PARAMS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_whatever_is_drawn_is_drawn_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Drafts, "look", lambda self, most: setattr(self, "found", ()))
+@pytest.mark.usefixtures("alone")
+def test_whatever_is_drawn_is_drawn_alike(name: str) -> None:
     params = SamplingParams(**{"max_tokens": 60, "temperature": 0.0, **PARAMS[name]})  # type: ignore[arg-type]
     told = []
     for draft in (None, make_draft(Guessing())):
@@ -248,6 +254,7 @@ def test_tokens_that_it_does_not_know_are_not_given_to_it() -> None:
     assert left_nothing(engine)
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_sequence_longer_than_it_takes_goes_on_without() -> None:
     short = Guessing()
     short.info = ModelInfo("toy", "toy", 1, 1, 1, VOCAB, 40)
