@@ -73,13 +73,15 @@ def texts(engine: Engine) -> dict[str, list[int]]:
     return dict(made)
 
 
-@pytest.mark.parametrize(("target", "small"), [("qwen3", "qwen3"), ("qwen3", "llama-tied-biased"), ("qwen3", "mistral-window")])
+@pytest.mark.parametrize(
+    ("target", "small"), [("qwen3", "qwen3"), ("qwen3", "llama-tied-biased"), ("qwen3", "mistral-window")]
+)
 def test_tokens_with_a_draft_model_are_those_without(
-    target: str, small: str, ops: Ops, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: str, ops: Ops, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eager(monkeypatch)
     monkeypatch.setattr(Drafts, "look", lambda self, most: setattr(self, "found", ()))
-    model = load(tmp_path / "target", target, ops)
+    model = load(tmp_path / "target", "qwen3", ops)
     draft = DraftModel(runner_of(load(tmp_path / "small", small, ops)), BlockPool(64, Ledger(64)), 12, VOCAB, Shift())
     found = []
     for drafts_by in (None, draft):
@@ -90,5 +92,5 @@ def test_tokens_with_a_draft_model_are_those_without(
     steps = [event for event in engine.events if isinstance(event, Stepped)]
     drafted, accepted = sum(step.drafted for step in steps), sum(step.accepted for step in steps)
     assert drafted
-    assert accepted == drafted if target == small else accepted < drafted
+    assert accepted == drafted if small == "qwen3" else accepted < drafted
     assert draft.pool.available == 64
