@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model_files.needs import Count, ModelNeeds, model_needs
-from model_files.source import ModelSource
+from model_files.source import ModelSource, resolve
 from process.limits import available_memory
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
@@ -101,9 +101,11 @@ def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], seats: 
         f"{count} {'times' if count > 1 else 'time'} {weight:.2f} GiB of weights and {pool:.4g} GiB of KV pool"
         for count, weight, pool in zip(counts, weights, pools, strict=True)
     )
+    drafts = _draft_gib(settings) * sum(min(count, settings.decode) for count in counts)
+    asked += f", {drafts:.2f} GiB of weights that draft" if drafts else ""
     sizes = zip(counts, weights, pools, strict=True)
-    if sum(count * (weight + pool) for count, weight, pool in sizes) > available:
-        all_weights = sum(count * weight for count, weight in zip(counts, weights, strict=True))
+    if drafts + sum(count * (weight + pool) for count, weight, pool in sizes) > available:
+        all_weights = drafts + sum(count * weight for count, weight in zip(counts, weights, strict=True))
         room = (available - all_weights) / workers
         flag = "kv_blocks" if settings.kv_blocks else "kv_cache_gib"
         lower = f"lower --{flag.replace('_', '-')}" + (f" to less than {room:.1f}" if flag == "kv_cache_gib" else "")
@@ -171,6 +173,13 @@ def _gpu_seat(
     if given or len(sharing) == 1:
         return Seat(device, settings.kv_cache_gib)
     return Seat(device, round(GPU_SHARE * left, 3))
+
+
+def _draft_gib(settings: ServeSettings) -> float:
+    """Weights of the model that drafts on a decode worker on the CPU; its KV is part of the pool."""
+    if not settings.speculative_model:
+        return 0.0
+    return weight_bytes(settings, needs_of(resolve(settings.speculative_model, weights=False)), "cpu") / GIB
 
 
 def _pool_gib(settings: ServeSettings, needs: ModelNeeds) -> float:
