@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--most", type=int, default=8, help="drafts of a stream in a step")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=available_cores())
     asked = parser.parse_args()
@@ -126,7 +127,8 @@ def main() -> None:
     bench = Bench(assemble(settings).engine, asked.most)
     rows = []
     for streams in asked.streams:
-        for name, (prompt, temperature) in TEXTS.items():
+        for name in asked.texts:
+            prompt, temperature = TEXTS[name]
             found = compare(bench, text.encode(prompt), temperature, streams, asked.rounds)
             rows.append((name, str(streams), *found))
             print(*rows[-1], flush=True)

@@ -45,9 +45,9 @@ class Drafter:
             for request, own in zip(requests, drafts, strict=True)
             if own is not None and not (own.found and own.share > own.of_model)
         ]
-        if self.model is None or not asked:
+        wanted = self._wanted(self.model, asked, len(requests), step) if self.model is not None and asked else {}
+        if self.model is None or not wanted:
             return
-        wanted = self._wanted(self.model, asked, len(requests), step)
         try:
             found = self.model.draft([(asked[i][0], count) for i, count in wanted.items()])
         except Exception:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from engine.block_pool import BlockPool
@@ -12,6 +14,10 @@ from engine.runner import Runner
 from engine.shift import Shift
 from node.pool_memory import make_pool
 from protocol.layout import KVLayout
+
+log = logging.getLogger("kvferry.node")
+
+GIB = 1024**3
 
 
 def draft_layout(model: Model | None, block_size: int, kv_dtype: torch.dtype | None) -> KVLayout | None:
@@ -26,5 +32,6 @@ def make_draft(
     if model is None or layout is None:
         return None
     runner = Runner(model, make_pool(layout, num_blocks, model.device), layout.block_size)
+    log.info("%s drafts, %.2f GiB of KV blocks", model.info.name, num_blocks * layout.block_bytes / GIB)
     pool = BlockPool(num_blocks, Ledger(num_blocks))
     return DraftModel(runner, pool, chunk, vocab_size, shift or Shift())

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listed_grammars import ListedCompiler
+from test_grammars import EOS, OUTPUTS, job_of
 from test_speculation import figures, finish, prompt
 from toy import FINGERPRINT, VOCAB, ToyModel, expected, make_job, tokens_of
 
@@ -19,9 +21,11 @@ from engine.drafts import Drafts
 from engine.engine import Engine, EngineConfig
 from engine.events import Generated
 from engine.ledger import Ledger
+from engine.masks import Masks
 from engine.models.base import Halfway, ModelInfo, Wanted, always
 from engine.runner import Runner
 from engine.shift import Shift
+from grammars.pool import Inline
 from kernels.plan import BatchPlan
 from protocol.messages import Job
 from protocol.sampling import SamplingParams
@@ -57,10 +61,12 @@ def make_draft(model: ToyModel, blocks: int = 64, chunk: int = 8, vocab: int = V
     return DraftModel(Runner(model, kv, BLOCK), BlockPool(blocks, Ledger(blocks)), chunk, vocab, Shift())
 
 
-def make_engine(draft: DraftModel | None, blocks: int = 64, most: int = 4, seqs: int = 8) -> Engine:
+def make_engine(
+    draft: DraftModel | None, blocks: int = 64, most: int = 4, seqs: int = 8, masks: Masks | None = None
+) -> Engine:
     kv = torch.full((blocks, 1, 2, 1, BLOCK, 1), -1.0)
     config = EngineConfig(FINGERPRINT, BLOCK, 256, Limits(16, 8, seqs), drafts=most)
-    return Engine(config, Runner(ToyModel(), kv, BLOCK), BlockPool(blocks, Ledger(blocks)), draft)
+    return Engine(config, Runner(ToyModel(), kv, BLOCK, masks), BlockPool(blocks, Ledger(blocks)), draft)
 
 
 @pytest.fixture(autouse=True)
@@ -235,6 +241,21 @@ def test_whatever_is_drawn_is_drawn_alike(name: str) -> None:
     assert told[0] == told[1]
     _, drafted, accepted = figures(engine)
     assert drafted == accepted, "the same model with the same noise draws the same tokens"
+
+
+def test_a_stream_with_a_grammar_goes_without_beside_one_that_is_drafted() -> None:
+    told = []
+    for draft in (None, make_draft(Guessing())):
+        masks = Masks(ListedCompiler(EOS), VOCAB, Inline(), Inline())
+        engine = make_engine(draft, most=4 if draft else 0, masks=masks)
+        engine.add(job_of("bound", [1, 2, 3]))
+        engine.add(make_job("free", prompt(9), 40))
+        finish(engine)
+        assert tokens_of(engine, "free") == expected(prompt(9), 40)
+        told.append(tokens_of(engine, "bound"))
+    assert told[0] == told[1]
+    assert told[0][:-1] in OUTPUTS
+    assert figures(engine)[2] > 20
 
 
 def test_tokens_that_it_does_not_know_are_not_given_to_it() -> None:
