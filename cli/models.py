@@ -19,7 +19,7 @@ def told(settings: ServeSettings, source: ModelSource) -> str:
     require_runnable(source)
     facts, route = read_facts(source), route_of(source, settings.model_impl)
     form = f"{source.name}, {facts.architecture} on {route.path}, {route.formats}"
-    draft = resolve_draft(settings, source)
+    draft = resolve_draft(settings, source, weights=False)
     drafts = f"; {draft.name} drafts" if draft is not None else ""
     return f"{form}; {_memory(settings, source, facts)}{drafts}; {source.path}"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from model_files.encoders import is_encoder
-from model_files.refusals import resolve_runnable
-from model_files.source import ModelSource, read_facts, read_json
+from model_files.refusals import require_runnable, resolve_runnable
+from model_files.source import ModelSource, read_facts, read_json, resolve
 from model_files.tokenizer import load_tokenizer
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
@@ -15,15 +15,17 @@ FLAG = "speculative_model"
 _PADDING = re.compile(r"\[PAD\d+\]")
 
 
-def resolve_draft(settings: WorkerSettings, target: ModelSource) -> ModelSource | None:
-    """The model of --speculative-model; None where none is asked for. Raises ConfigError: it cannot run, or has another
-    vocabulary than `target`."""
+def resolve_draft(settings: WorkerSettings, target: ModelSource, *, weights: bool = True) -> ModelSource | None:
+    """The model of --speculative-model; None where none is asked for. weights=False: downloads and hashes none. Raises
+    ConfigError: it cannot run, or has another vocabulary than `target`."""
     if not settings.speculative_model:
         return None
     if not settings.num_speculative_tokens:
         raise ConfigError("--speculative-model needs --num-speculative-tokens of at least 1", param=FLAG)
     try:
-        draft = resolve_runnable(settings.speculative_model, settings.load_format)
+        name = settings.speculative_model
+        draft = resolve_runnable(name, settings.load_format) if weights else resolve(name, weights=False)
+        require_runnable(draft)
         for source in (target, draft):
             if source.kind == "hf" and is_encoder(read_json(source.path / "config.json")):
                 raise ConfigError(f"{source.name} is an encoder: it drafts nothing, and nothing is drafted for it")
