@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -23,10 +23,14 @@ from engine.events import Generated
 from engine.ledger import Ledger
 from engine.masks import Masks
 from engine.models.base import Halfway, ModelInfo, Wanted, always
+from engine.planner import Planner, build_plan
 from engine.runner import Runner
 from engine.shift import Shift
+from engine.slices import Slice
 from grammars.pool import Inline
 from kernels.plan import BatchPlan
+from kernels.staging import Staging
+from protocol.layout import blocks_for
 from protocol.messages import Job
 from protocol.sampling import SamplingParams
 from protocol.work import Generate
@@ -150,6 +154,36 @@ def test_a_prompt_is_caught_up_in_chunks_beside_other_streams() -> None:
     assert tokens_of(engine, "long") == expected(prompt(90, 1), 60)
     assert tokens_of(engine, "short") == expected(prompt(3), 200)
     assert left_nothing(engine)
+
+
+@pytest.mark.parametrize("period", [3, 50])
+def test_kept_plans_are_those_made_anew(monkeypatch: pytest.MonkeyPatch, period: int) -> None:
+    """Also where two tokens of a stream are rows of one step, of which the second attends to the first."""
+    original, chained = Planner.plan, 0
+
+    def plan(planner: Planner, slices: Sequence[Slice]) -> tuple[torch.Tensor, BatchPlan]:
+        nonlocal chained
+        token_ids, made = original(planner, slices)
+        if not any(part.drafts for part in slices):
+            fresh_ids, fresh = build_plan(slices, BLOCK, Staging(torch.device("cpu")))
+            for one, other in ((token_ids, fresh_ids), (made.positions, fresh.positions), (made.slots, fresh.slots)):
+                assert torch.equal(one, other)
+            assert made.total_lens == fresh.total_lens
+            for row, total in enumerate(made.total_lens):
+                read = blocks_for(total, BLOCK)
+                assert torch.equal(made.block_table[row, :read], fresh.block_table[row, :read])
+            if slices[-1].decodes:
+                assert made.chained is (len({part.request.key for part in slices}) < len(slices))
+                chained += made.chained
+        return token_ids, made
+
+    monkeypatch.setattr(Planner, "plan", plan)
+    engine = make_engine(make_draft(Guessing(lambda place: place % period != 0)), most=3)
+    for number in range(3):
+        engine.add(make_job(str(number), prompt(6 + number, number), 50))
+    finish(engine)
+    assert chained
+    assert engine.stepper._speculation._drafter.model is not None, "a plan was wrong"  # type: ignore[union-attr]
 
 
 def test_what_it_computed_is_found_again() -> None:
