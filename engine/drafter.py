@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from engine.acceptance import Accepted
 from engine.draft_model import FEW, DraftModel
@@ -24,23 +22,10 @@ LEARN = 0.05
 """Weight of one stream's share in that, once there are some."""
 TRIALS = 0.02
 """Share of the time of steps for which drafts are tried that do not seem to pay."""
-DEBT_S = 1.0
+DEBT_S = 2.0
 """Seconds that drafts which seem to pay may have lost so far, and the most that is remembered of what they gained."""
-PLAIN = 16
-"""Every step of so many has none of its drafts, so that it is known what such a step takes."""
-NEWEST = 0.3
-"""Weight of the newest of those."""
 EXPECTED = 128
 """Tokens that a stream is taken to make still, or as many as it has made, whichever is more."""
-
-
-@dataclass(slots=True)
-class Account:
-    """Of steps of so many streams. plain_s: what one without drafts takes, 0 while none was seen; gained_s: what drafts
-    gained so far."""
-
-    plain_s: float = 0.0
-    gained_s: float = 0.0
 
 
 class Drafter:
@@ -49,15 +34,12 @@ class Drafter:
     def __init__(self, model: DraftModel) -> None:
         self.model: DraftModel | None = model
         self.share = AT_FIRST
-        self._accounts = defaultdict[int, Account](Account)
-        self._turn, self._spent_s = 0, 0.0
+        self._spent_s = self._gained_s = 0.0
 
     def improve(self, requests: Sequence[Request], drafts: Sequence[Drafts | None], step: Line) -> None:
         """Have the model draft where nothing likelier was found, and it pays. step: what a step takes. What the model
         raises ends its service, and nothing else."""
-        self._turn, began = self._turn + 1, time.monotonic()
-        if self._turn % PLAIN == 0 or not self._accounts[len(requests)].plain_s:
-            return
+        began = time.monotonic()
         asked = [
             (request, own)
             for request, own in zip(requests, drafts, strict=True)
@@ -78,14 +60,9 @@ class Drafter:
                 asked[i][1].put(drawn)
         self._spent_s = time.monotonic() - began
 
-    def settle(self, slices: Sequence[Slice], drawn: Sequence[object], seconds: float) -> float:
-        """What became of the drafts, before they are forgotten: what the tokens that were right would have taken in
-        steps without drafts, less what all of them took. Returns how many of the step's seconds the model took."""
-        account, spent_s, self._spent_s = self._accounts[len(slices)], self._spent_s, 0.0
-        alone_s = seconds - spent_s
-        drafted = sum(len(part.drafts) for part in slices)
-        if not drafted:
-            account.plain_s += (NEWEST if account.plain_s else 1.0) * (alone_s - account.plain_s)
+    def settle(self, slices: Sequence[Slice], drawn: Sequence[object], seconds: float, step: Line) -> float:
+        """What became of the drafts, before they are forgotten: what the tokens that were right would have taken, less
+        what all of them took. Returns how many of the step's seconds the model took."""
         rows = right = 0
         for part, found in zip(slices, drawn, strict=True):
             own = part.request.drafts
@@ -94,10 +71,10 @@ class Drafter:
             self.share += LEARN * (own.of_model - self.share)
             if isinstance(found, Accepted):
                 rows, right = rows + found.drafted, right + len(found.tokens) - 1
-        gained = TRIALS * alone_s - spent_s
-        if rows:
-            gained += right * account.plain_s / len(slices) - (alone_s - account.plain_s) * rows / drafted
-        account.gained_s = min(DEBT_S, account.gained_s + gained)
+        spent_s, self._spent_s = self._spent_s, 0.0
+        a_token = (step[0] + step[1] * (len(slices) - 1)) / len(slices)
+        gained = right * a_token - rows * step[1] - spent_s + TRIALS * (seconds - spent_s)
+        self._gained_s = min(DEBT_S, self._gained_s + gained)
         return spent_s
 
     def forget(self, request: Request) -> None:
@@ -117,10 +94,9 @@ class Drafter:
             for i, drafts in enumerate(counts)
             if drafts and (lacks[i] <= FEW or lacks[i] * model.token_s <= saved_s * _rest(asked[i][0]))
         }
-        gained_s = self._accounts[count].gained_s
         if pays:
-            return pays if gained_s > -DEBT_S else {}
-        return {min(range(len(asked)), key=lacks.__getitem__): 1} if gained_s > 0 else {}
+            return pays if self._gained_s > -DEBT_S else {}
+        return {min(range(len(asked)), key=lacks.__getitem__): 1} if self._gained_s > 0 else {}
 
 
 def worth(streams: Sequence[tuple[float, int]], count: int, step: Line, pass_: Line) -> tuple[list[int], float]:

@@ -55,7 +55,7 @@ class Speculation:
         """What became of them in a step that took so long. Returns how much of that a draft model took."""
         if not self._most or not all(part.streams for part in slices):
             return 0.0
-        drafting_s = self._drafter.settle(slices, drawn, seconds) if self._drafter else 0.0
+        drafting_s = self._drafter.settle(slices, drawn, seconds, self._cost.line()) if self._drafter else 0.0
         self._cost.saw(sum(1 + len(part.drafts) for part in slices), seconds - drafting_s)
         for part, found in zip(slices, drawn, strict=True):
             if isinstance(found, Accepted):

@@ -82,7 +82,6 @@ def eager(patch: pytest.MonkeyPatch) -> None:
     """Draft whatever it takes: with toy models seconds tell nothing."""
     patch.setattr(drafter, "worth", lambda streams, count, step, pass_: ([most for _, most in streams], 1.0))
     patch.setattr(drafter, "DEBT_S", 1e9)
-    patch.setattr(drafter, "PLAIN", 10**9)
     patch.setattr(
         "engine.speculation.Speculation._counts", lambda self, drafts: [len(d.found) if d else 0 for d in drafts]
     )
@@ -100,7 +99,6 @@ def left_nothing(engine: Engine) -> bool:
     return draft is not None and draft.pool.available == draft.pool.num_blocks and not draft._shadows
 
 
-@pytest.mark.usefixtures("alone")
 def test_right_drafts_save_steps_and_change_no_token() -> None:
     engine = make_engine(make_draft(Guessing()))
     engine.add(make_job("a", prompt(9), 41))
@@ -112,7 +110,6 @@ def test_right_drafts_save_steps_and_change_no_token() -> None:
     assert left_nothing(engine)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("period", [2, 3, 5])
 def test_what_it_drew_wrongly_is_forgotten(period: int) -> None:
     engine = make_engine(make_draft(Guessing(lambda place: place % period != 0)), most=6)
