@@ -1,10 +1,13 @@
 """What `--num-speculative-tokens` brings: output tokens a second of streams with it and without, on one engine.
 
     python -m benchmarks.speculation [--model smollm2 --quantization none --most 8 --rounds 3 --streams 1 8]
+    python -m benchmarks.speculation --speculative-model smollm2 --deeper 4
+
 
 Texts: a copy of prose and of code (what extraction, quoting and edits are like for the most part), and free text that
 is drawn at temperature 1, in which little repeats. Prompts are in the cache; medians of the rounds. Both ways must make
-the same tokens, or it ends with an error.
+the same tokens, or it ends with an error. With --deeper the model is the demo model made so many times as deep
+(benchmarks/deeper.py), for which the demo model drafts.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import workloads
+from benchmarks import models, workloads
+from benchmarks.deeper import deepen
 from benchmarks.table import markdown
 from cli.door import set_threads
 from engine.engine import Engine
@@ -39,6 +43,7 @@ TEXTS = {
     "copy of prose": (f"Text:\n{PROSE[:SOURCE_CHARS]}\n\nThe same text once more:\n{PROSE[:80]}", 0.0),
     "copy of code": (f"```python\n{CODE[:SOURCE_CHARS]}\n```\nThe same code once more:\n```python\n{CODE[:80]}", 0.0),
     "free text": (PROSE[-600:], 1.0),
+    "free text, greedy": (PROSE[-600:], 0.0),
 }
 
 
@@ -98,23 +103,32 @@ def compare(bench: Bench, prompt: Sequence[int], temperature: float, streams: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--speculative-model", default="", help="what drafts beside lookups")
+    parser.add_argument(
+        "--deeper", type=int, default=0, help="have the demo model with so many times its layers instead"
+    )
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--most", type=int, default=8, help="drafts of a stream in a step")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=available_cores())
     asked = parser.parse_args()
     set_threads(asked.threads)
     torch.set_num_threads(asked.threads)
+    if asked.deeper:
+        plain = models.find_models([], None, None, vllm=True)[models.SAFETENSORS]
+        asked.model = str(deepen(plain, plain.with_name(f"{plain.name}-deeper-{asked.deeper}"), asked.deeper))
     text = load_text_model(RouterSettings(model=(asked.model,)))
     settings = WorkerSettings(
         model=asked.model, dtype="bfloat16", quantization=asked.quantization, threads=asked.threads, kv_cache_gib=0.25,
-        num_speculative_tokens=asked.most,
+        num_speculative_tokens=asked.most, speculative_model=asked.speculative_model,
     )  # fmt: skip
     bench = Bench(assemble(settings).engine, asked.most)
     rows = []
     for streams in asked.streams:
-        for name, (prompt, temperature) in TEXTS.items():
+        for name in asked.texts:
+            prompt, temperature = TEXTS[name]
             found = compare(bench, text.encode(prompt), temperature, streams, asked.rounds)
             rows.append((name, str(streams), *found))
             print(*rows[-1], flush=True)

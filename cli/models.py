@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cli.seats import GIB, gpus, kv_dtype, needs_of, take_seats, weight_bytes
+from model_files.draft import resolve_draft
 from model_files.refusals import require_runnable
 from model_files.source import ModelFacts, ModelSource, read_facts
 from process.limits import available_memory
@@ -18,7 +19,9 @@ def told(settings: ServeSettings, source: ModelSource) -> str:
     require_runnable(source)
     facts, route = read_facts(source), route_of(source, settings.model_impl)
     form = f"{source.name}, {facts.architecture} on {route.path}, {route.formats}"
-    return f"{form}; {_memory(settings, source, facts)}; {source.path}"
+    draft = resolve_draft(settings, source, weights=False)
+    drafts = f"; {draft.name} drafts" if draft is not None else ""
+    return f"{form}; {_memory(settings, source, facts)}{drafts}; {source.path}"
 
 
 def _memory(settings: ServeSettings, source: ModelSource, facts: ModelFacts) -> str:

@@ -14,7 +14,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from model_files.needs import Count, ModelNeeds, model_needs
-from model_files.source import ModelSource
+from model_files.source import ModelSource, resolve
 from process.limits import available_memory
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
@@ -104,7 +104,9 @@ def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], seats: 
         f"{_times(copy)} {weight:.2f} GiB of weights and {_times(count)} {pool:.4g} GiB of KV pool"
         for copy, count, weight, pool in zip(copies, counts, weights, pools, strict=True)
     )
-    all_weights = sum(copy * weight for copy, weight in zip(copies, weights, strict=True))
+    drafts = _draft_gib(settings) * sum(min(count, settings.decode) for count in counts)
+    asked += f", {drafts:.2f} GiB of weights that draft" if drafts else ""
+    all_weights = drafts + sum(copy * weight for copy, weight in zip(copies, weights, strict=True))
     if all_weights + sum(count * pool for count, pool in zip(counts, pools, strict=True)) > available:
         room = (available - all_weights) / workers
         flag = "kv_blocks" if settings.kv_blocks else "kv_cache_gib"
@@ -185,6 +187,13 @@ def _gpu_seat(
     if given or len(sharing) == 1:
         return Seat(device, settings.kv_cache_gib)
     return Seat(device, round(GPU_SHARE * left, 3))
+
+
+def _draft_gib(settings: ServeSettings) -> float:
+    """Weights of the model that drafts on a decode worker on the CPU; its KV is part of the pool."""
+    if not settings.speculative_model:
+        return 0.0
+    return weight_bytes(settings, needs_of(resolve(settings.speculative_model, weights=False)), "cpu") / GIB
 
 
 def _pool_gib(settings: ServeSettings, needs: ModelNeeds) -> float:

@@ -55,6 +55,7 @@ class Checked:
 
 def check(settings: ServeSettings) -> Checked:
     """Everything that can fail before a process is started. Raises ConfigError."""
+    from model_files.draft import resolve_draft
     from model_files.refusals import resolve_runnable
 
     port = preflight.free_port(settings.host, settings.port)
@@ -72,6 +73,8 @@ def check(settings: ServeSettings) -> Checked:
     served = split_names(settings.served_model_name, len(settings.model))
     sources = [resolve_runnable(model, settings.load_format) for model in settings.model]
     require_distinct([ModelName(source.name, names) for source, names in zip(sources, served, strict=True)])
+    for source in sources:
+        resolve_draft(settings, source)
     needs = [needs_of(source) for source in sources]
     seats = take_seats(settings, needs, gpus())
     require_memory(settings, needs, seats)

@@ -17,6 +17,8 @@ CLASSES = (2, 4, LONGEST)
 """A match of fewer tokens than the first of these is of the first class, and so on."""
 AT_FIRST = (0.1, 0.3, 0.5, 0.8)
 """By class: how often a draft behind such a match is taken for right before any was seen."""
+MODEL = len(AT_FIRST)
+"""The class of what a draft model drew."""
 WEIGHT = 0.1
 """Of a new observation in that share."""
 SURE = 0.98
@@ -25,19 +27,35 @@ SURE = 0.98
 
 class Drafts:
     """Of one request, whose token_ids only ever grow. `found`: what is drafted behind its last token; `share`: how
-    often a token of such a draft was right, where those before it were."""
+    often a token of such a draft was right, where those before it were. of_model: that share, as it is taken to be of a
+    draft model before any was seen; most: drafts that are of use now."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    def __init__(self, token_ids: Sequence[int], of_model: float = 0.0) -> None:
         self._token_ids = token_ids
         self._ids = np.empty(0, dtype=np.int32)
         self._upto = 0
         self._class = 0
-        self._shares = list(AT_FIRST)
+        self._shares = [*AT_FIRST, of_model]
         self.found: tuple[int, ...] = ()
+        self.most = 0
 
     @property
     def share(self) -> float:
         return min(self._shares[self._class], SURE)
+
+    @property
+    def of_model(self) -> float:
+        """The share of a draft model."""
+        return min(self._shares[MODEL], SURE)
+
+    @property
+    def by_model(self) -> bool:
+        """Whether a draft model drew what is drafted."""
+        return self._class == MODEL
+
+    def put(self, drawn: tuple[int, ...]) -> None:
+        """A draft model drew these."""
+        self._class, self.found = MODEL, drawn
 
     def look(self, most: int) -> None:
         """Draft `most` tokens, or none where the last token is a new one."""

@@ -19,6 +19,7 @@ from engine.canary import Canary
 from engine.copies import Copies
 from engine.courtesy import Courtesy
 from engine.door import Door
+from engine.draft_model import DraftModel
 from engine.events import Event, Failed, ReservationFailed
 from engine.grammars import Grammars
 from engine.leaving import Leaving
@@ -60,10 +61,10 @@ class EngineConfig:
 class Engine:
     """The arithmetic side of a node."""
 
-    def __init__(self, config: EngineConfig, runner: Runs, pool: BlockPool) -> None:
-        self.config = config
-        self.runner = runner
-        self.pool = pool
+    def __init__(
+        self, config: EngineConfig, runner: Runs, pool: BlockPool, draft_model: DraftModel | None = None
+    ) -> None:
+        self.config, self.runner, self.pool, self.draft_model = config, runner, pool, draft_model
         self.roster = Roster()
         self.scheduler = Scheduler(pool, self.roster, config.block_size, config.limits, runner.copy_block)
         self.events: list[Event] = []
@@ -78,7 +79,8 @@ class Engine:
         self.adapters = Adapters()
         self.moving = Moving(pool, self.scheduler, self.longest, self.events)
         self.copies = Copies(pool, self.roster)
-        speculation = Speculation(pool, config.drafts, config.limits.max_num_batched_tokens)
+        speculation = Speculation(pool, config.drafts, config.limits.max_num_batched_tokens, draft_model)
+        self.roster.left = speculation.forget
         self.stepper = Stepper(self.scheduler, runner, self.lent, self.leaving, self.longest, self.events, speculation)
 
     def add(

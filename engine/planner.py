@@ -80,6 +80,7 @@ class _Decodes:
         self._tensors = tuple(map(torch.from_numpy, self._arrays))
         self._views = (ids.data, positions.data, slots.data, total_len.data)
         self._query_lens = (1,) * count
+        self._chained = len(set(map(id, self._requests))) < count
         for row in range(count):
             self._read_blocks(row)
             self._write(row)
@@ -115,6 +116,7 @@ class _Decodes:
             num_decodes=len(self._starts),
             block_size=self._block_size,
             adapted=tuple(map(Adapted, self._adapters, adapted)),
+            chained=self._chained,
         )
 
     def _read_blocks(self, row: int) -> None:

@@ -13,7 +13,7 @@ prompt comes into its blocks, by a grant, is WAITING for the blocks first, then 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from operator import attrgetter
 
 from engine.request import Key, Request, to_compute
@@ -34,9 +34,11 @@ class Roster:
     awaiting  with blocks (`seated` counts them) or without
     running   in the order in which they began
     worked    tokens that were computed so far
+    left      told of each that ended or lost its blocks
     """
 
     def __init__(self) -> None:
+        self.left: Callable[[Request], None] = lambda request: None
         self.waiting: list[Request] = []
         self.awaiting: dict[Key, Request] = {}
         self.running: list[Request] = []
@@ -130,6 +132,7 @@ class Roster:
     def preempt(self, request: Request) -> None:
         """It lost its blocks: it comes before those that never had any."""
         self.running.remove(request)
+        self.left(request)
         request.move(State.WAITING)
         request.place = (False, *request.place[1:])
         insort(self.waiting, request, key=PLACE)
@@ -137,6 +140,7 @@ class Roster:
 
     def leave(self, request: Request) -> None:
         """It ended here."""
+        self.left(request)
         if request.state is State.RUNNING:
             self.running.remove(request)
         elif request.state is State.WAITING:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from engine.acceptance import Accepted, accept
 from engine.flight import Flight, Launch
 from engine.masks import Masks
 from engine.models.base import Computing, Halfway, Model, Unwanted, Wanted, always
@@ -16,7 +17,6 @@ from engine.pooling import Pooler, Read, take
 from engine.sampler import Sampled, SampleRow, draw_plain, sample, score_prompt
 from engine.shift import Shift
 from engine.slices import Slice
-from engine.speculation import Accepted, accept
 from kernels.plan import BatchPlan
 from kernels.readback import Readback
 from kernels.staging import Staging

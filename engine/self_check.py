@@ -56,6 +56,8 @@ class SelfCheck:
 def audit(engine: Engine) -> Iterator[None]:
     """Assert that the books balance, and no block is held with nothing under way; in pieces below a millisecond."""
     yield from engine.pool.audit()
+    if engine.draft_model is not None:
+        yield from engine.draft_model.audit(engine.roster)
     roster.check_integrity(engine.roster)
     if not (engine.roster or engine.lent or engine.moving or engine.copies or engine.canary):
         assert engine.pool.available == engine.pool.num_blocks, "blocks leaked"

@@ -7,87 +7,31 @@ differs from the draft, nothing behind it is used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from engine.acceptance import Accepted
 from engine.block_pool import BlockPool
+from engine.draft_model import DraftModel
+from engine.drafter import Drafter
 from engine.drafts import Drafts
 from engine.edits import look_back
 from engine.request import Request
 from engine.sampler import Sampled
 from engine.slices import Slice
+from engine.step_cost import TRUST, StepCost
 from protocol.layout import blocks_for
 
 KEPT = 8
 """A draft may not take the last one of so many blocks."""
-ROW = 0.1
-"""Of a step of one row: what another row is taken to cost before any step had more."""
-FORGET, TRUST = 0.98, 2.0
-"""What an older step counts for beside the one after it, and how many steps that guess counts for."""
-NEAR, FADE = 0.5, 0.001
-"""Steps of as many rows as usual tell nothing of what a row costs: what was known of that fades, by so much a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """Drawn for one slice: as many tokens as its drafts were right, and the next one. `drafted`: how many it had."""
-
-    tokens: tuple[Sampled, ...]
-    drafted: int
-
-
-def accept(drafts: Sequence[int], drawn: Sequence[Sampled | None]) -> Accepted:
-    """Of what was drawn behind the last token and behind each draft, what follows right drafts alone."""
-    right = 0
-    while right < len(drafts) and _is(drawn[right], drafts[right]):
-        right += 1
-    return Accepted(tuple(one for one in drawn[: right + 1] if one is not None), len(drafts))
-
-
-def _is(drawn: Sampled | None, token_id: int) -> bool:
-    return drawn is not None and drawn.token_id == token_id
-
-
-class StepCost:
-    """Seconds of a step by its rows, as a line through the steps so far, the latest of which count most."""
-
-    def __init__(self) -> None:
-        self._count = self._rows = self._seconds = self._squares = self._products = 0.0
-        self._row = ROW
-
-    def saw(self, rows: int, seconds: float) -> None:
-        mean = self._rows / self._count if self._count else rows
-        self._count = FORGET * self._count + 1
-        self._rows = FORGET * self._rows + rows
-        self._seconds = FORGET * self._seconds + seconds
-        self._squares = FORGET * self._squares + rows * rows
-        self._products = FORGET * self._products + rows * seconds
-        if abs(rows - mean) > NEAR:
-            first, further = self.line()
-            self._row = further / first
-        else:
-            self._row += FADE * (ROW - self._row)
-
-    @property
-    def spread(self) -> float:
-        """Of the rows of the steps that count: with little of it, what a row costs is not known from them."""
-        return max(0.0, self._squares - self._rows**2 / self._count) if self._count else 0.0
-
-    def line(self) -> tuple[float, float]:
-        """Seconds of a step of one row, and of each further one; (1, ROW) while nothing is known."""
-        if not self._count:
-            return 1.0, ROW
-        rows, seconds = self._rows / self._count, self._seconds / self._count
-        guessed = self._row * seconds / (1 + self._row * (rows - 1))
-        slope = (self._products - rows * self._seconds + TRUST * guessed) / (self.spread + TRUST)
-        slope = min(max(slope, 0.01 * seconds / rows), seconds / rows)
-        return seconds - slope * (rows - 1), slope
 
 
 class Speculation:
-    """Of one engine. most: drafts of a stream in a step; 0: there are none. rows: tokens of a step."""
+    """Of one engine. most: drafts of a stream in a step; 0: there are none. rows: tokens of a step; model: what drafts
+    where nothing is found."""
 
-    def __init__(self, pool: BlockPool, most: int, rows: int) -> None:
+    def __init__(self, pool: BlockPool, most: int, rows: int, model: DraftModel | None = None) -> None:
         self._pool, self._most, self._rows = pool, most, rows
+        self._drafter = Drafter(model) if model is not None else None
         self._cost = StepCost()
         self._turn = self._drafted = self._accepted = 0
 
@@ -103,17 +47,20 @@ class Speculation:
         if not self._most or plain or not all(part.streams for part in slices):
             return slices
         drafts = [self._look(part.request) for part in slices]
+        if self._drafter is not None:
+            self._drafter.improve([part.request for part in slices], drafts, self._cost.line())
         counts = self._counts(drafts)
         return [
             replace(part, drafts=own.found[: self._room(part.request, count)]) if own and count else part
             for part, own, count in zip(slices, drafts, counts, strict=True)
         ]
 
-    def settle(self, slices: Sequence[Slice], drawn: Sequence[object], seconds: float) -> None:
-        """What became of them in a step that took so long."""
+    def settle(self, slices: Sequence[Slice], drawn: Sequence[object], seconds: float) -> float:
+        """What became of them in a step that took so long. Returns how much of that a draft model took."""
         if not self._most or not all(part.streams for part in slices):
-            return
-        self._cost.saw(sum(1 + len(part.drafts) for part in slices), seconds)
+            return 0.0
+        drafting_s = self._drafter.settle(slices, drawn, seconds, self._cost.line()) if self._drafter else 0.0
+        self._cost.saw(sum(1 + len(part.drafts) for part in slices), seconds - drafting_s)
         for part, found in zip(slices, drawn, strict=True):
             if isinstance(found, Accepted):
                 self._drafted += found.drafted
@@ -121,6 +68,12 @@ class Speculation:
             tokens = found.tokens if isinstance(found, Accepted) else (found,)
             if part.request.drafts is not None:
                 part.request.drafts.saw([one.token_id for one in tokens if isinstance(one, Sampled)])
+        return drafting_s
+
+    def forget(self, request: Request) -> None:
+        """It does not run here any more."""
+        if self._drafter is not None:
+            self._drafter.forget(request)
 
     def take(self) -> tuple[int, int]:
         """Drafts computed since it was asked last, and those of them that were right."""
@@ -137,7 +90,8 @@ class Speculation:
         if most <= 0:
             return None
         if request.drafts is None:
-            request.drafts = Drafts(request.token_ids)
+            request.drafts = Drafts(request.token_ids, self._drafter.share if self._drafter else 0.0)
+        request.drafts.most = most
         request.drafts.look(most)
         return request.drafts
 

@@ -8,10 +8,12 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
 from engine import apart, output, tails
+from engine.acceptance import Accepted
 from engine.ahead import Ahead
 from engine.apart import DeviceLost, Drawn, Raised
 from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, ReservationFailed, Reserved
 from engine.figures import Figures
+from engine.findable import make_findable
 from engine.late import Deadlines
 from engine.leaving import Leaving
 from engine.lent import Lent
@@ -23,7 +25,7 @@ from engine.runner import Runs
 from engine.sampler import Sampled
 from engine.scheduler import Scheduler
 from engine.slices import Slice
-from engine.speculation import Accepted, Speculation
+from engine.speculation import Speculation
 from engine.states import State
 from engine.suspended import Suspended
 from kernels.draw import NO_TOKEN
@@ -109,10 +111,7 @@ class Stepper:
         holders: list[tuple[Hashable, str]] = [(request.key, REQUEST)]
         if request.transfer is not None:
             holders.append((("ship", request.transfer), SHIP))
-        for i in range(request.registered, until):
-            parent = request.block_ids[i - 1] if i else None
-            request.block_ids[i] = self._pool.register(holders, request.block_ids[i], request.hashes[i], parent)
-            request.registered = i + 1
+        make_findable(self._pool, request, until, holders)
 
     def report_blocks(self) -> None:
         """Tell what became findable or was evicted."""
@@ -141,10 +140,10 @@ class Stepper:
         batch.seconds += time.monotonic() - began
         slices = batch.slices
         if drawn is not None:
-            self._speculation.settle(slices, drawn, batch.seconds)
+            drafting_s = self._speculation.settle(slices, drawn, batch.seconds)
             streams = sum(part.streams for part in slices)
             prompts = sum(part.count for part in slices) - streams
-            self._scheduler.budget.stepped(streams, prompts, batch.seconds - self._runner.waited_s)
+            self._scheduler.budget.stepped(streams, prompts, batch.seconds - drafting_s - self._runner.waited_s)
             for part, found in zip(slices, drawn, strict=True):
                 self._settle(part, found)
             self._runner.masks.advance(_trailing(slices))

@@ -17,18 +17,20 @@ from engine.ledger import Ledger
 from engine.likeness import tolerance
 from engine.models import load_model
 from engine.models.base import Computing, Model, ModelInfo
-from engine.models.decoder import Decoder
 from engine.models.dense_modules import load_dense
 from engine.pooling import Pooler
 from engine.runner import Runner
 from engine.shift import Shift
 from kernels.cpu import CpuOps
-from kernels.cpu.dense import PackedLinear
 from kernels.ops import Ops, select
+from model_files.draft import resolve_draft
 from model_files.refusals import resolve_runnable
+from model_files.source import ModelSource
 from model_files.task import read_task
 from node.adapters import read_first
+from node.drafting import draft_layout, make_draft
 from node.grammar_masks import make_masks
+from node.invariance import require_batch_invariance
 from node.pool_memory import make_pool
 from process.cores import Cores
 from process.limits import available_memory
@@ -71,32 +73,25 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         from node.encoder import assemble_encoder  # which builds on this module
 
         return assemble_encoder(settings, source, task, device, progress)
-    wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant, graphs=not settings.enforce_eager)
     if settings.kv_cache_dtype == "int8" and ops.name == "triton":
         raise ConfigError("kv_cache_dtype int8 has no triton kernels; use auto", param="kv_cache_dtype")
-    model = load_model(
-        source,
-        device=device,
-        dtype=wanted,
-        ops=ops,
-        impl=settings.model_impl,
-        quantization=settings.quantization,
-        load_format=settings.load_format,
-        max_model_len=settings.max_model_len,
-        progress=progress,
-        weights_fd=settings.weights_fd,
-    )
+    decodes = settings.role == "decode" or settings.elastic
+    drafting = resolve_draft(settings, source) if decodes else None
+    model = _load(settings, source, device, ops, progress, weights_fd=settings.weights_fd)
     if settings.batch_invariant:
         require_batch_invariance(model)
-    dtype = torch.int8 if settings.kv_cache_dtype == "int8" else model.dtype
+    kv_dtype = torch.int8 if settings.kv_cache_dtype == "int8" else None
+    dtype = kv_dtype or model.dtype
     layout = model.info.layout(dtype, settings.block_size)
-    num_blocks = pool_blocks(settings, layout, device)
+    small = _load(settings, drafting, device, ops) if drafting is not None else None
+    small_layout = draft_layout(small, settings.block_size, kv_dtype)
+    block_bytes = layout.block_bytes + (small_layout.block_bytes if small_layout is not None else 0)
+    num_blocks = pool_blocks(settings, block_bytes, device)
     kv = make_pool(layout, num_blocks, device)
     max_model_len = longest_sequence(settings, model.info, num_blocks)
     fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops))
     limits = step_limits(settings, device)
-    decodes = settings.role == "decode" or settings.elastic
     shares = settings.cores_fd >= 0 and device.type == "cpu"
     config = EngineConfig(
         fingerprint, settings.block_size, max_model_len, limits,
@@ -107,7 +102,11 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     masks = make_masks(source, model.info.vocab_size)
     shift = Shift(Cores(settings.cores_fd), settings.itl_target_ms / 1000) if shares else None
     runner = Runner(model, kv, settings.block_size, masks, pooler, shift)
-    engine = Engine(config, runner, pool)
+    draft = make_draft(
+        small, small_layout, num_blocks,
+        chunk=limits.max_prefill_tokens_while_decoding, vocab_size=model.info.vocab_size, shift=shift,
+    )  # fmt: skip
+    engine = Engine(config, runner, pool, draft)
     if decodes and settings.canary_rate:
         tolerated = tolerance(model.dtype, dtype, exact=settings.batch_invariant)
         engine.canary = Canary(
@@ -130,6 +129,28 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     )
     names = tuple(name for name, _ in adapters)
     return Assembled(engine, kv, model.info, layout, fingerprint, max_model_len, names)
+
+
+def _load(
+    settings: WorkerSettings,
+    source: ModelSource,
+    device: torch.device,
+    ops: Ops,
+    progress: Callable[[float], None] | None = None,
+    weights_fd: int = -1,
+) -> Model:
+    return load_model(
+        source,
+        device=device,
+        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
+        ops=ops,
+        impl=settings.model_impl,
+        quantization=settings.quantization,
+        load_format=settings.load_format,
+        max_model_len=settings.max_model_len,
+        progress=progress,
+        weights_fd=weights_fd,
+    )
 
 
 def describe(parts: Assembled) -> dict[str, str]:
@@ -161,22 +182,6 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def require_batch_invariance(model: Model) -> None:
-    """Raises ConfigError unless every operation of the model gives a token the same bits in every batch."""
-    dim = model.info.head_dim
-    if not isinstance(model, Decoder):
-        reason = "a model of our own decoder, not transformers' (--model-impl kvferry)"
-    elif model.dtype != torch.bfloat16:
-        reason = "--dtype bfloat16"
-    elif dim % 32 or dim > 512:
-        reason = f"head dims that are multiples of 32 up to 512; the model's are {dim}"
-    elif not all(isinstance(linear, PackedLinear) for linear in model.dense_layers()):
-        reason = "an even number of inputs of every dense layer"
-    else:
-        return
-    raise ConfigError(f"batch_invariant needs {reason}", param="batch_invariant")
-
-
 def arithmetic(settings: WorkerSettings, model: Computing, ops: Ops) -> str:
     """What of a node's arithmetic is part of the fingerprint: the model's number format, and the instruction set where
     equal bits are promised."""
@@ -193,25 +198,26 @@ def available_bytes(device: torch.device) -> int:
     return available_memory()
 
 
-def pool_blocks(settings: WorkerSettings, layout: KVLayout, device: torch.device) -> int:
-    """Blocks of the pool. Raises ConfigError when they do not fit into memory."""
+def pool_blocks(settings: WorkerSettings, block_bytes: int, device: torch.device) -> int:
+    """Blocks of the pool, of which one takes so much, with what the draft model has of the same tokens. Raises
+    ConfigError when they do not fit into memory."""
     available = available_bytes(device)
     if settings.kv_blocks:
         blocks, flag = settings.kv_blocks, "kv_blocks"
     else:
         default = GPU_POOL_SHARE * available if device.type == "cuda" else CPU_POOL_GIB * GIB
         wanted = settings.kv_cache_gib * GIB if settings.kv_cache_gib else default
-        blocks, flag = int(wanted // layout.block_bytes), "kv_cache_gib"
+        blocks, flag = int(wanted // block_bytes), "kv_cache_gib"
     name = flag.replace("_", "-")
-    if blocks * layout.block_bytes > MEMORY_MARGIN * available:
-        needed = blocks * layout.block_bytes / GIB
+    if blocks * block_bytes > MEMORY_MARGIN * available:
+        needed = blocks * block_bytes / GIB
         raise ConfigError(
             f"the KV pool would take {needed:.2f} GiB but {available / GIB:.2f} GiB are available; lower --{name}",
             param=flag,
         )
     if blocks < 2:
         raise ConfigError(
-            f"the KV pool has room for {blocks} blocks of {layout.block_bytes} bytes; raise --{name}", param=flag
+            f"the KV pool has room for {blocks} blocks of {block_bytes} bytes; raise --{name}", param=flag
         )
     return blocks
 

@@ -82,6 +82,8 @@ def warm_up(engine: Engine) -> Rates:
 
     length = min(FIRST_TOKENS, longest)
     try:
+        if engine.draft_model is not None:
+            warm_draft(engine, request, longest)
         if engine.runner.model.device.type == "cuda":
             compile_all(engine, request, longest)
         run(0, length)
@@ -101,6 +103,19 @@ def warm_up(engine: Engine) -> Rates:
         elif turns >= LEAST_TURNS:
             break
     return Rates(prefill_tokens_per_s=rate, step_s=step_s)
+
+
+def warm_draft(engine: Engine, request: Request, longest: int) -> None:
+    """The first steps of the draft model, whose pool has as many blocks."""
+    assert engine.draft_model is not None
+    runner = engine.draft_model.runner
+    longest = min(longest, runner.model.info.max_model_len - 1)
+    if runner.model.device.type == "cuda":
+        for slices in first_steps(request, request, longest, engine.config.limits.max_num_seqs):
+            runner.run(slices)
+    runner.run([Slice(request, 0, min(FIRST_TOKENS, longest))])
+    for _ in range(2):
+        runner.run([Slice(request, longest, 1)])
 
 
 def compile_all(engine: Engine, request: Request, longest: int) -> None:

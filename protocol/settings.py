@@ -201,6 +201,7 @@ class WorkerSettings(CommonSettings):
         least=0,
         most=64,
     )
+    speculative_model: str = setting("", "small model of the same vocabulary, named like --model, that drafts, too")
     enable_prefix_caching: bool = setting(True, "reuse the blocks of equal prefixes")
     kernels: str = setting(
         "auto",

@@ -15,6 +15,7 @@ class SpeculationMetrics:
             return registry.family(Counter, name, text, ["role"]).labels(role)
 
         self.drafted = counter(
-            "kvferry_spec_decode_draft_tokens", "Tokens computed because they followed before (speculation)."
+            "kvferry_spec_decode_draft_tokens",
+            "Tokens computed beside a stream's last one because they may follow (speculation).",
         )
         self.accepted = counter("kvferry_spec_decode_accepted_tokens", "Those of them that were drawn.")

@@ -117,3 +117,19 @@ def test_formats_of_a_gguf(kind, level, tmp_path):
     assert found.level == level
     words = "our own decoder, GGUF of float32 and Q4_0" if level == "ok" else "GGUF tensor type IQ2_XS is not supported"
     assert words in found.found
+
+
+def test_who_drafts_and_what_that_takes(tmp_path):
+    paths = [tmp_path / name for name in ("model", "small", "other")]
+    for path in paths:
+        path.mkdir()
+    model, small, other = (
+        directory(path, **changes) for path, changes in zip(paths, ({}, {}, {"vocab_size": 64}), strict=True)
+    )
+    assert "; small drafts; " in told(model, num_speculative_tokens=4, speculative_model=small).found
+    refused = told(model, num_speculative_tokens=4, speculative_model=other)
+    assert (refused.level, report([refused])) == ("fail", 2)
+    assert "other has a vocabulary of 64 tokens, model has another of 128" in refused.found
+    settings = ServeSettings(model=(model,), device="cpu", kv_cache_gib=0.01, speculative_model=small)
+    (memory,) = all_checks(settings, [("memory", doctor.memory)])
+    assert "GiB of weights that draft" in memory.found

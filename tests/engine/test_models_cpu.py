@@ -31,7 +31,7 @@ from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from model_files.adapter import read_adapter
 from model_files.source import resolve
-from node.assembly import require_batch_invariance
+from node.invariance import require_batch_invariance
 from protocol.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import VOCAB, expected, make_engine, make_job, tokens_of, toy_next
 
+from engine.acceptance import Accepted, accept
 from engine.drafts import AT_FIRST, LONGEST, SURE, Drafts
 from engine.engine import Engine
 from engine.events import Generated, Stepped
 from engine.sampler import Sampled
-from engine.speculation import ROW, Accepted, StepCost, accept
+from engine.step_cost import ROW, StepCost
 from protocol.messages import Job
 from protocol.sampling import SamplingParams
 from protocol.work import Generate

@@ -1,0 +1,28 @@
+"""Which of a stream's drafts were right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.sampler import Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Drawn for one slice: as many tokens as its drafts were right, and the next one. `drafted`: how many it had."""
+
+    tokens: tuple[Sampled, ...]
+    drafted: int
+
+
+def accept(drafts: Sequence[int], drawn: Sequence[Sampled | None]) -> Accepted:
+    """Of what was drawn behind the last token and behind each draft, what follows right drafts alone."""
+    right = 0
+    while right < len(drafts) and _is(drawn[right], drafts[right]):
+        right += 1
+    return Accepted(tuple(one for one in drawn[: right + 1] if one is not None), len(drafts))
+
+
+def _is(drawn: Sampled | None, token_id: int) -> bool:
+    return drawn is not None and drawn.token_id == token_id

@@ -1,0 +1,175 @@
+"""A small model of the same vocabulary, which guesses what streams go on with.
+
+It has a request of its own for every stream that it follows, a shadow: the stream's tokens, then those that it drew
+behind them, in blocks of a pool of its own. They are drawn with the stream's parameters and with the noise of their
+places, so they are the stream's own tokens wherever both models say much the same (speculative decoding: Leviathan et
+al., arXiv 2211.17192; but here a draft is right only if it is the very token that is drawn).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from engine.block_pool import BlockPool
+from engine.findable import make_findable
+from engine.models.base import always
+from engine.request import Key, Request
+from engine.roster import Roster
+from engine.runner import Found, Runner
+from engine.sampler import Sampled
+from engine.shift import Shift
+from engine.slices import Slice, chunks_of
+from engine.step_cost import StepCost
+from protocol.layout import blocks_for
+from protocol.work import Generate
+
+FEW = 4
+"""Tokens that are computed as rows of a decode step, which takes less than a chunk of them."""
+LEARN = 0.3
+"""Weight of the newest chunk."""
+
+
+@dataclass(slots=True, eq=False)
+class Shadow:
+    """Of one stream. known: how many of its request's tokens are the stream's; the rest was drawn here. fits: the draft
+    model knows all of them."""
+
+    request: Request
+    known: int = 0
+    fits: bool = True
+
+    def follow(self, stream: Request) -> list[int]:
+        """Take over the stream's tokens from the first one that is another than was drawn here, and return those. What
+        was computed behind that is forgotten."""
+        own, tokens, same = self.request.token_ids, stream.token_ids, self.known
+        while same < min(len(own), len(tokens)) and own[same] == tokens[same]:
+            same += 1
+        new = tokens[same:]
+        own[same:] = new
+        self.known = len(tokens)
+        self.request.computed_len = min(self.request.computed_len, same, self.known - 1)
+        self.request.hashes = stream.hashes
+        return new
+
+
+class DraftModel:
+    """Of one engine, on its thread. chunk: tokens that it catches up in a step at most; vocab_size: ids of tokens that
+    streams can have; shift: when it may compute (its runner asks nobody). cost: seconds of its decode steps; token_s:
+    of each token of a chunk."""
+
+    def __init__(self, runner: Runner, pool: BlockPool, chunk: int, vocab_size: int, shift: Shift) -> None:
+        self.cost = StepCost()
+        self.token_s = 0.0
+        self.runner, self.pool = runner, pool
+        self._chunk, self._shift = chunk, shift
+        info = runner.model.info
+        self._longest, self._ids, self._vocab = info.max_model_len, info.vocab_size, min(info.vocab_size, vocab_size)
+        self._shadows: dict[Key, Shadow] = {}
+
+    def lack(self, stream: Request) -> int:
+        """Tokens of the stream that are to be computed before the first draft."""
+        shadow = self._shadows.get(stream.key)
+        return len(stream.token_ids) - (min(shadow.request.computed_len, shadow.known) if shadow else 0)
+
+    def draft(self, wanted: Sequence[tuple[Request, int]]) -> list[tuple[int, ...]]:
+        """What may follow each of the streams, so many tokens at most: none where there is no room for them, or where
+        more of the stream is to be computed than a step may take. One pass for each place, of all streams."""
+        shadows = [self._shadow(stream, count) for stream, count in wanted]
+        counts = [(shadow, count) for shadow, (_, count) in zip(shadows, wanted, strict=True) if shadow is not None]
+        with self._shift.computing(always, whole=True):
+            self._run(self._uncomputed([shadow.request for shadow, _ in counts]))
+            for place in range(1, max((count for _, count in counts), default=0)):
+                ready = [s.request for s, count in counts if count > place == len(s.request.token_ids) - s.known]
+                self._run([Slice(request, request.computed_len, 1) for request in ready])
+        return [tuple(s.request.token_ids[s.known :]) if s is not None else () for s in shadows]
+
+    def forget(self, stream: Request) -> None:
+        """It does not run here any more. What was computed of it may be found again, and gives way to others."""
+        shadow = self._shadows.pop(stream.key, None)
+        if shadow is None:
+            return
+        shadow.follow(stream)
+        self._register(shadow.request)
+        self.pool.release(*shadow.request.holder, shadow.request.block_ids)
+
+    def forget_all(self) -> None:
+        for shadow in self._shadows.values():
+            self.pool.release(*shadow.request.holder, shadow.request.block_ids)
+        self._shadows.clear()
+
+    def audit(self, roster: Roster) -> Iterator[None]:
+        """Assert that its books balance, and that it follows nobody who has gone; in pieces below a millisecond."""
+        yield from self.pool.audit()
+        assert all(roster.find(key) for key in self._shadows), "the draft model follows streams that have gone"
+        held = {block for shadow in self._shadows.values() for block in shadow.request.block_ids}
+        assert self.pool.holds.num_held == len(held), "blocks of the draft model leaked"
+
+    def _shadow(self, stream: Request, count: int) -> Shadow | None:
+        """The stream's shadow as of now, with room for `count` drafts; None where it can have none."""
+        shadow = self._shadows.get(stream.key)
+        new = stream.token_ids if shadow is None else shadow.follow(stream)
+        if shadow is None:
+            shadow = self._shadows[stream.key] = self._open(stream)
+        shadow.fits &= max(new, default=0) < self._ids
+        request, upto = shadow.request, shadow.known + count - 1
+        if not shadow.fits or upto > self._longest:
+            return None
+        missing = blocks_for(upto, request.block_size) - len(request.block_ids)
+        if missing > 0:
+            more = self.pool.acquire(*request.holder, [], missing)
+            if more is None:
+                return None
+            request.block_ids.extend(more)
+        return shadow
+
+    def _open(self, stream: Request) -> Shadow:
+        """With what is found of the stream: its prompt may begin as another one did."""
+        params = replace(stream.job.params, logprobs=None)
+        job = replace(stream.job, token_ids=(), work=Generate(params))
+        shadow = Shadow(Request(job, stream.root, stream.block_size))
+        shadow.follow(stream)
+        request = shadow.request
+        found = self.pool.match(request.reusable_hashes)
+        request.block_ids = self.pool.acquire(*request.holder, found, 0) or []
+        request.registered = len(request.block_ids)
+        request.computed_len = request.registered * request.block_size
+        return shadow
+
+    def _uncomputed(self, requests: Sequence[Request]) -> list[Slice]:
+        """What is to be computed before their first drafts: all of those that lack little, and a chunk of the others,
+        the nearest to their ends first."""
+        few = [request for request in requests if request.uncomputed <= FEW]
+        rows = [Slice(request, at, 1) for request in few for at in range(request.computed_len, len(request.token_ids))]
+        far = sorted((r for r in requests if r.uncomputed > FEW), key=lambda request: request.uncomputed)
+        return rows + sorted(chunks_of(far, self._chunk), key=lambda part: not part.decodes)
+
+    def _run(self, slices: Sequence[Slice]) -> None:
+        """Compute them, and draw behind those that end with their request's last token."""
+        if not slices:
+            return
+        began = time.monotonic()
+        found = self.runner.run(slices)
+        seconds = time.monotonic() - began
+        if slices[-1].decodes:
+            self.cost.saw(len(slices), seconds)
+        else:
+            self.token_s += (LEARN if self.token_s else 1.0) * (seconds / sum(s.count for s in slices) - self.token_s)
+        for part, drawn in zip(slices, found, strict=True):
+            self._commit(part, drawn)
+
+    def _commit(self, part: Slice, drawn: Found) -> None:
+        request = part.request
+        request.computed_len += part.count
+        if not part.decodes:
+            self._register(request)
+        if isinstance(drawn, Sampled) and 0 <= drawn.token_id < self._vocab:
+            request.token_ids.append(drawn.token_id)
+
+    def _register(self, request: Request) -> None:
+        """Its full blocks can be found from now on. Not between two decode steps, whose plan is kept: a block may be
+        exchanged for its equal."""
+        full = min(request.computed_len // request.block_size, len(request.hashes))
+        make_findable(self.pool, request, full, [request.holder])
+        self.pool.drain_changes()

@@ -1,0 +1,127 @@
+"""When a draft model is asked: where its drafts bring more than they take, in measured seconds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from engine.acceptance import Accepted
+from engine.draft_model import FEW, DraftModel
+from engine.drafts import Drafts
+from engine.request import Request
+from engine.slices import Slice
+
+log = logging.getLogger("kvferry.engine")
+
+Line = tuple[float, float]
+"""Seconds of a step of one row, and of each further one."""
+AT_FIRST = 0.6
+"""How often its drafts are taken for right before any was seen."""
+LEARN = 0.05
+"""Weight of one stream's share in that, once there are some."""
+TRIALS = 0.02
+"""Share of the time of steps for which drafts are tried that do not seem to pay."""
+DEBT_S = 2.0
+"""Seconds that drafts which seem to pay may have lost so far, and the most that is remembered of what they gained."""
+EXPECTED = 128
+"""Tokens that a stream is taken to make still, or as many as it has made, whichever is more."""
+
+
+class Drafter:
+    """Of one engine. share: how often the model's drafts were right, over all streams."""
+
+    def __init__(self, model: DraftModel) -> None:
+        self.model: DraftModel | None = model
+        self.share = AT_FIRST
+        self._spent_s = self._gained_s = 0.0
+
+    def improve(self, requests: Sequence[Request], drafts: Sequence[Drafts | None], step: Line) -> None:
+        """Have the model draft where nothing likelier was found, and it pays. step: what a step takes. What the model
+        raises ends its service, and nothing else."""
+        began = time.monotonic()
+        asked = [
+            (request, own)
+            for request, own in zip(requests, drafts, strict=True)
+            if own is not None and not (own.found and own.share > own.of_model)
+        ]
+        wanted = self._wanted(self.model, asked, len(requests), step) if self.model is not None and asked else {}
+        if self.model is None or not wanted:
+            return
+        try:
+            found = self.model.draft([(asked[i][0], count) for i, count in wanted.items()])
+        except Exception:
+            log.exception("the draft model failed, and is not asked any more")
+            self.model.forget_all()
+            self.model = None
+            return
+        for i, drawn in zip(wanted, found, strict=True):
+            if drawn:
+                asked[i][1].put(drawn)
+        self._spent_s = time.monotonic() - began
+
+    def settle(self, slices: Sequence[Slice], drawn: Sequence[object], seconds: float, step: Line) -> float:
+        """What became of the drafts, before they are forgotten: what the tokens that were right would have taken, less
+        what all of them took. Returns how many of the step's seconds the model took."""
+        rows = right = 0
+        for part, found in zip(slices, drawn, strict=True):
+            own = part.request.drafts
+            if own is None or not own.by_model or not own.found:
+                continue
+            self.share += LEARN * (own.of_model - self.share)
+            if isinstance(found, Accepted):
+                rows, right = rows + found.drafted, right + len(found.tokens) - 1
+        spent_s, self._spent_s = self._spent_s, 0.0
+        a_token = (step[0] + step[1] * (len(slices) - 1)) / len(slices)
+        gained = right * a_token - rows * step[1] - spent_s + TRIALS * (seconds - spent_s)
+        self._gained_s = min(DEBT_S, self._gained_s + gained)
+        return spent_s
+
+    def forget(self, request: Request) -> None:
+        """It does not run here any more."""
+        if self.model is not None:
+            self.model.forget(request)
+
+    def _wanted(
+        self, model: DraftModel, asked: Sequence[tuple[Request, Drafts]], count: int, step: Line
+    ) -> dict[int, int]:
+        """How many drafts of which: as many as pay or, once in a while, one of the stream that lacks least."""
+        shares = [(own.of_model, own.most) for _, own in asked]
+        counts, saved_s = worth(shares, count, step, model.cost.line())
+        lacks = [model.lack(request) for request, _ in asked]
+        pays = {
+            i: drafts
+            for i, drafts in enumerate(counts)
+            if drafts and (lacks[i] <= FEW or lacks[i] * model.token_s <= saved_s * _rest(asked[i][0]))
+        }
+        if pays:
+            return pays if self._gained_s > -DEBT_S else {}
+        return {min(range(len(asked)), key=lacks.__getitem__): 1} if self._gained_s > 0 else {}
+
+
+def worth(streams: Sequence[tuple[float, int]], count: int, step: Line, pass_: Line) -> tuple[list[int], float]:
+    """Of each stream (how often a draft is right, drafts at most) how many are to be drafted beside others, `count` in
+    all, so that most tokens are made in a second, and the seconds that a token then takes less. step, pass_: what the
+    steps of the model and of the draft model take."""
+    counts = [0] * len(streams)
+    tokens, seconds = float(count), step[0] + step[1] * (count - 1)
+    before = seconds / tokens
+    for place in range(1, max((most for _, most in streams), default=0) + 1):
+        pace = (step[1] + pass_[1]) * tokens
+        chances = {
+            i: share**place
+            for i, (share, most) in enumerate(streams)
+            if counts[i] == place - 1 and most >= place and share**place * seconds > pace
+        }
+        more_s = pass_[0] + pass_[1] * (len(chances) - 1) + step[1] * len(chances)
+        if sum(chances.values()) * seconds <= more_s * tokens:
+            break
+        for i in chances:
+            counts[i] = place
+        tokens, seconds = tokens + sum(chances.values()), seconds + more_s
+    return counts, before - seconds / tokens
+
+
+def _rest(request: Request) -> int:
+    """Tokens that a stream is taken to make still."""
+    return min(request.job.params.max_tokens - request.output_len, max(EXPECTED, request.output_len))

@@ -1,0 +1,17 @@
+"""Blocks that became full, found by their hashes from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from engine.block_pool import BlockPool
+from engine.request import Request
+
+
+def make_findable(pool: BlockPool, request: Request, until: int, holders: Sequence[tuple[Hashable, str]]) -> None:
+    """The request's blocks before index `until`: full, hashed, and held by (owner, reason). One whose equal is findable
+    already is exchanged for it."""
+    for i in range(request.registered, until):
+        parent = request.block_ids[i - 1] if i else None
+        request.block_ids[i] = pool.register(holders, request.block_ids[i], request.hashes[i], parent)
+        request.registered = i + 1

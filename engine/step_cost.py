@@ -1,0 +1,46 @@
+"""What a step takes by its rows, learned from the steps so far."""
+
+from __future__ import annotations
+
+ROW = 0.1
+"""Of a step of one row: what another row is taken to cost before any step had more."""
+FORGET, TRUST = 0.98, 2.0
+"""What an older step counts for beside the one after it, and how many steps that guess counts for."""
+NEAR, FADE = 0.5, 0.001
+"""Steps of as many rows as usual tell nothing of what a row costs: what was known of that fades, by so much a step."""
+
+
+class StepCost:
+    """Seconds of a step by its rows, as a line through the steps so far, the latest of which count most."""
+
+    def __init__(self) -> None:
+        self._count = self._rows = self._seconds = self._squares = self._products = 0.0
+        self._row = ROW
+
+    def saw(self, rows: int, seconds: float) -> None:
+        mean = self._rows / self._count if self._count else rows
+        self._count = FORGET * self._count + 1
+        self._rows = FORGET * self._rows + rows
+        self._seconds = FORGET * self._seconds + seconds
+        self._squares = FORGET * self._squares + rows * rows
+        self._products = FORGET * self._products + rows * seconds
+        if abs(rows - mean) > NEAR:
+            first, further = self.line()
+            self._row = further / first
+        else:
+            self._row += FADE * (ROW - self._row)
+
+    @property
+    def spread(self) -> float:
+        """Of the rows of the steps that count: with little of it, what a row costs is not known from them."""
+        return max(0.0, self._squares - self._rows**2 / self._count) if self._count else 0.0
+
+    def line(self) -> tuple[float, float]:
+        """Seconds of a step of one row, and of each further one; (1, ROW) while nothing is known."""
+        if not self._count:
+            return 1.0, ROW
+        rows, seconds = self._rows / self._count, self._seconds / self._count
+        guessed = self._row * seconds / (1 + self._row * (rows - 1))
+        slope = (self._products - rows * self._seconds + TRUST * guessed) / (self.spread + TRUST)
+        slope = min(max(slope, 0.01 * seconds / rows), seconds / rows)
+        return seconds - slope * (rows - 1), slope

@@ -1,0 +1,26 @@
+"""Which models keep what --batch-invariant promises."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.models.base import Model
+from engine.models.decoder import Decoder
+from kernels.cpu.dense import PackedLinear
+from protocol.errors import ConfigError
+
+
+def require_batch_invariance(model: Model) -> None:
+    """Raises ConfigError unless every operation of the model gives a token the same bits in every batch."""
+    dim = model.info.head_dim
+    if not isinstance(model, Decoder):
+        reason = "a model of our own decoder, not transformers' (--model-impl kvferry)"
+    elif model.dtype != torch.bfloat16:
+        reason = "--dtype bfloat16"
+    elif dim % 32 or dim > 512:
+        reason = f"head dims that are multiples of 32 up to 512; the model's are {dim}"
+    elif not all(isinstance(linear, PackedLinear) for linear in model.dense_layers()):
+        reason = "an even number of inputs of every dense layer"
+    else:
+        return
+    raise ConfigError(f"batch_invariant needs {reason}", param="batch_invariant")
