@@ -11,6 +11,7 @@ from engine.draft_model import FEW, DraftModel
 from engine.drafts import Drafts
 from engine.request import Request
 from engine.slices import Slice
+from engine.step_cost import ROW
 
 log = logging.getLogger("kvferry.engine")
 
@@ -87,7 +88,8 @@ class Drafter:
     ) -> dict[int, int]:
         """How many drafts of which: as many as pay or, once in a while, one of the stream that lacks least."""
         shares = [(own.of_model, own.most) for _, own in asked]
-        counts, saved_s = worth(shares, count, step, model.cost.line())
+        guessed = (ROW * step[0], ROW * step[1])
+        counts, saved_s = worth(shares, count, step, model.cost.line() if model.cost.known else guessed)
         lacks = [model.lack(request) for request, _ in asked]
         pays = {
             i: drafts

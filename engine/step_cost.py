@@ -35,6 +35,11 @@ class StepCost:
         """Of the rows of the steps that count: with little of it, what a row costs is not known from them."""
         return max(0.0, self._squares - self._rows**2 / self._count) if self._count else 0.0
 
+    @property
+    def known(self) -> bool:
+        """Whether any step was seen."""
+        return self._count > 0
+
     def line(self) -> tuple[float, float]:
         """Seconds of a step of one row, and of each further one; (1, ROW) while nothing is known."""
         if not self._count:
