@@ -57,7 +57,8 @@ def warmed(monkeypatch: pytest.MonkeyPatch, budget: int, token_s: float, slow_tu
         block_size=16, max_model_len=100_000, limits=SimpleNamespace(max_num_batched_tokens=budget)
     )
     pool, runner = SimpleNamespace(num_blocks=10_000), SimpleNamespace(run=run, model=MODEL)
-    rates = warm_up(cast(Engine, SimpleNamespace(config=config, pool=pool, runner=runner)))
+    engine = SimpleNamespace(config=config, pool=pool, runner=runner, draft_model=None)
+    rates = warm_up(cast(Engine, engine))
     return rates, [count for count in chunks if count != 1]
 
 
@@ -91,7 +92,8 @@ def test_a_model_whose_first_step_fails_is_named() -> None:
 
     config = SimpleNamespace(block_size=16, max_model_len=100, limits=SimpleNamespace(max_num_batched_tokens=64))
     runner = SimpleNamespace(run=run, model=MODEL)
-    engine = SimpleNamespace(config=config, pool=SimpleNamespace(num_blocks=10), runner=runner)
+    pool = SimpleNamespace(num_blocks=10)
+    engine = SimpleNamespace(config=config, pool=pool, runner=runner, draft_model=None)
     with pytest.raises(
         ConfigError, match=r"tiny cannot be run: its first step failed with RuntimeError: no kernel for$"
     ):
