@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -104,8 +105,8 @@ def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], seats: 
         f"{_times(copy)} {weight:.2f} GiB of weights and {_times(count)} {pool:.4g} GiB of KV pool"
         for copy, count, weight, pool in zip(copies, counts, weights, pools, strict=True)
     )
-    drafts = _draft_gib(settings) * sum(min(count, settings.decode) for count in counts)
-    asked += f", {drafts:.2f} GiB of weights that draft" if drafts else ""
+    drafts = _draft_gib(settings, "cpu") * sum(min(count, _drafting(settings)) for count in counts)
+    asked += f", {drafts:.2f} GiB for what drafts" if drafts else ""
     all_weights = drafts + sum(copy * weight for copy, weight in zip(copies, weights, strict=True))
     if all_weights + sum(count * pool for count, pool in zip(counts, pools, strict=True)) > available:
         room = (available - all_weights) / workers
@@ -125,7 +126,8 @@ def on_cpu_by_model(seats: Sequence[Seat], models: int) -> list[int]:
 def shares_weights(settings: ServeSettings, needs: ModelNeeds) -> bool:
     """Whether a model's workers on the CPU have one copy of its weights, as our own decoder has on compiled kernels."""
     packed = settings.dtype in ("auto", "bfloat16") and settings.kernels in ("auto", "cpu") and _kernels_are_compiled()
-    return settings.share_weights and packed and needs.cached and settings.model_impl != "transformers"
+    ours = needs.own and settings.model_impl != "transformers"
+    return settings.share_weights and hasattr(os, "memfd_create") and packed and ours
 
 
 def weight_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> float:
@@ -168,10 +170,11 @@ def _device(wanted: str, index: int, count: int) -> str:
 def _gpu_seat(
     settings: ServeSettings, needs: ModelNeeds, device: str, sharing: Sequence[ModelNeeds], found: Sequence[int]
 ) -> Seat:
-    """Of a worker on a GPU that workers of the models `sharing` use, its own among them."""
+    """Of a worker on a GPU that workers of the models `sharing` use, its own among them. Each leaves room for the model
+    that drafts, which those have that decode."""
     total = found[int(device.partition(":")[2])] / GIB
     weights = [weight_bytes(settings, model, device) / GIB for model in sharing]
-    left = (total - sum(weights)) / len(sharing)
+    left = (total - sum(weights)) / len(sharing) - _draft_gib(settings, device)
     given = _pool_gib(settings, needs)
     if (given and sum(_pool_gib(settings, model) for model in sharing) > MARGIN * left * len(sharing)) or left <= 0:
         pool = f" and {given:.4g} GiB of KV pool" if given else ""
@@ -189,11 +192,19 @@ def _gpu_seat(
     return Seat(device, round(GPU_SHARE * left, 3))
 
 
-def _draft_gib(settings: ServeSettings) -> float:
-    """Weights of the model that drafts on a decode worker on the CPU; its KV is part of the pool."""
+def _drafting(settings: ServeSettings) -> int:
+    """How many workers of a model have the model that drafts: those that decode, or may."""
+    return settings.decode + (settings.prefill if settings.elastic else 0)
+
+
+def _draft_gib(settings: ServeSettings, device: str) -> float:
+    """What the model that drafts takes of a worker's memory there: its weights, and a block for each that was asked
+    for; of a pool in GiB it has a part."""
     if not settings.speculative_model:
         return 0.0
-    return weight_bytes(settings, needs_of(resolve(settings.speculative_model, weights=False)), "cpu") / GIB
+    needs = needs_of(resolve(settings.speculative_model, weights=False))
+    blocks = _pool_gib(settings, needs) if settings.kv_blocks else 0.0
+    return weight_bytes(settings, needs, device) / GIB + blocks
 
 
 def _pool_gib(settings: ServeSettings, needs: ModelNeeds) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from model_files.decoders import DECODERS, gguf_family
 from model_files.encoders import is_encoder
 from model_files.gguf import GGUFFile, read_gguf
 from model_files.headers import Tensor, safetensors_header, weights_of
@@ -60,7 +61,7 @@ class Count:
 class ModelNeeds:
     """dense: weights that multiply each token, in all layers; embedding; head: the vocabulary projection where it is
     not the embedding. max_model_len is in tokens; query_size: numbers of all query heads of one layer;
-    cached: K and V are kept from step to step, as no encoder does."""
+    cached: K and V are kept from step to step, as no encoder does; own: our own decoder knows its family."""
 
     dense: Count
     embedding: Count
@@ -71,6 +72,7 @@ class ModelNeeds:
     query_size: int
     max_model_len: int
     cached: bool = True
+    own: bool = False
 
     @property
     def parameters(self) -> int:
@@ -110,8 +112,8 @@ def config_needs(config: dict[str, Any], tensors: Iterable[Tensor] = (), max_mod
     head_dim = text.get("head_dim") or hidden // heads
     share = (text.get("num_experts_per_tok") or 1) / (_experts(text) or 1)
     dense, embedding, head = _counted(tensors or _gated_decoder(text, hidden, layers, heads, kv_heads, head_dim), share)
-    query_size, cached = heads * head_dim, not is_encoder(config)
-    return ModelNeeds(dense, embedding, head, layers, kv_heads, head_dim, query_size, max_model_len, cached)
+    query_size, cached, own = heads * head_dim, not is_encoder(config), text.get("model_type") in DECODERS
+    return ModelNeeds(dense, embedding, head, layers, kv_heads, head_dim, query_size, max_model_len, cached, own)
 
 
 def _whole(config: dict[str, Any], *names: str) -> int:
@@ -156,6 +158,7 @@ def gguf_needs(file: GGUFFile) -> ModelNeeds:
     """Of a GGUF header that is already read. Raises ConfigError."""
     heads, hidden = int(file.get("attention.head_count", 1)), int(file.get("embedding_length", 0))
     config = {
+        "model_type": gguf_family(file),
         "hidden_size": hidden,
         "num_hidden_layers": file.get("block_count"),
         "num_attention_heads": heads,

@@ -12,8 +12,8 @@ import os
 import time
 
 _POLL_S = 0.05
-STALLED_S = 60.0
-"""How long a writer may add nothing before others do without it."""
+STALLED_S = 600.0
+"""How long a writer may add nothing, as while a slow disk brings the largest tensor, before others do without it."""
 
 
 def make() -> int:

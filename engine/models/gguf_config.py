@@ -8,15 +8,9 @@ from typing import Any
 
 from engine.models.config import DecoderConfig, parse_config
 from engine.models.families import FAMILIES
+from model_files.decoders import gguf_family
 from model_files.gguf import GGUFFile
 from protocol.errors import ConfigError
-
-
-def gguf_family(file: GGUFFile) -> str:
-    """The model_type of the file's architecture, which may be none of our families."""
-    if file.architecture == "llama" and file.get("expert_count"):
-        return "mixtral"
-    return {"qwen3moe": "qwen3_moe", "command-r": "cohere"}.get(file.architecture, file.architecture)
 
 
 def parse_gguf(file: GGUFFile) -> DecoderConfig:

@@ -13,7 +13,7 @@ from engine.models.decoder import Decoder
 from engine.models.directory import FileWeights, open_directory
 from engine.models.dummy_weights import DummyWeights
 from engine.models.families import FAMILIES
-from engine.models.gguf_config import gguf_family, parse_gguf
+from engine.models.gguf_config import parse_gguf
 from engine.models.heap import trim_heap
 from engine.models.one_copy import one_copy
 from engine.models.parameters import ParameterLoader, Parameters, Progress
@@ -22,6 +22,7 @@ from engine.models.stacked import StackedWeights
 from engine.models.weights import GGUFWeights, Weights
 from kernels.cpu import CpuOps
 from kernels.ops import Ops
+from model_files.decoders import gguf_family
 from model_files.gguf import read_gguf
 from model_files.multimodal import is_multimodal, text_config
 from model_files.quantisation import quantisation

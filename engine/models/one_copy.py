@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from kernels.cpu.extension import extension
-from kernels.cpu.filed import read, write
+from kernels.cpu.filed import OtherForm, read, write
 from process.written_once import WrittenOnce
 from protocol.version import VERSION
 
@@ -30,15 +30,14 @@ def one_copy(descriptor: int, kernels: Kernels, form: str, load: Callable[[], Lo
     try:
         with contextlib.closing(WrittenOnce(descriptor)) as memory:
             if memory.take_turn():
-                write(memory.writing, kernels, lambda: (form, load()))
+                write(memory.writing, kernels, form, load)
                 memory.seal()
             reader = memory.reader()
             try:
-                found, loaded = read(reader, kernels)
+                return read(reader, kernels, form)  # type: ignore[no-any-return]
             finally:
                 os.close(reader)
-        if found == form:
-            return loaded  # type: ignore[no-any-return]
+    except OtherForm:
         why = "what the others have is another model, or packed in another way"
     except (OSError, MemoryError) as error:
         why = str(error) or "out of memory"

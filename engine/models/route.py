@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from engine.models.config import parse_config, unsupported
 from engine.models.dequantise import BLOCKS, PLAIN, stored_bytes
 from engine.models.families import FAMILIES
-from engine.models.gguf_config import gguf_family, parse_gguf
+from engine.models.gguf_config import parse_gguf
 from engine.models.hf import gguf_architectures, language_models
+from model_files.decoders import gguf_family
 from model_files.encoders import is_encoder
 from model_files.gguf import GGUFFile, gguf_parts, read_gguf
 from model_files.multimodal import is_multimodal, text_config

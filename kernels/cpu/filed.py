@@ -1,5 +1,5 @@
 """What holds packed layers, laid into a file that other processes map: the panels as they are computed with, behind
-them everything else, pickled, and last the sizes of both."""
+them everything else, pickled, then its form in words, and last the sizes of the three."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from kernels.cpu.dense import PackedLinear
 if TYPE_CHECKING:
     from kernels.cpu._native import Kernels, Place
 
-_SIZES = struct.Struct("<QQ")
+_SIZES = struct.Struct("<QQQ")
 
 
-def write(descriptor: int, kernels: Kernels, make: Callable[[], object]) -> None:
-    """Fill the empty file with what `make` returns, whose layers these kernels pack. Raises OSError and MemoryError:
-    there is no room."""
+class OtherForm(Exception):
+    """What lies in a file is not what was asked for."""
+
+
+def write(descriptor: int, kernels: Kernels, form: str, make: Callable[[], object]) -> None:
+    """Fill the empty file with what `make` returns, whose layers these kernels pack. form: what `read` must ask for.
+    Raises OSError and MemoryError: there is no room."""
     kernels.pack_into(descriptor)
     try:
         rest = io.BytesIO()
@@ -28,23 +32,26 @@ def write(descriptor: int, kernels: Kernels, make: Callable[[], object]) -> None
         panels = kernels.finish()
     finally:
         kernels.pack_into(-1)
-    rest.write(_SIZES.pack(panels, rest.tell()))
+    pickled, named = rest.tell(), form.encode()
+    rest.write(named + _SIZES.pack(panels, pickled, len(named)))
     left, at = memoryview(rest.getbuffer()), panels
     while left:
         written = os.pwrite(descriptor, left, at)
         left, at = left[written:], at + written
 
 
-def read(descriptor: int, kernels: Kernels) -> Any:
-    """What was written, its layers mapped. It must come from this program: it is unpickled. Raises OSError and
-    MemoryError."""
+def read(descriptor: int, kernels: Kernels, form: str) -> Any:
+    """What was written, its layers mapped. It must come from this program: it is unpickled. Raises OtherForm, before
+    anything is mapped, OSError and MemoryError."""
     end = os.fstat(descriptor).st_size - _SIZES.size
-    panels, size = _SIZES.unpack(os.pread(descriptor, _SIZES.size, end))
+    panels, pickled, named = _SIZES.unpack(os.pread(descriptor, _SIZES.size, end))
+    if os.pread(descriptor, named, panels + pickled) != form.encode():
+        raise OtherForm
     if panels:
         kernels.map(descriptor, panels)
     with os.fdopen(os.dup(descriptor), "rb") as file:
         file.seek(panels)
-        return _Unpickler(io.BytesIO(file.read(size)), kernels).load()
+        return _Unpickler(io.BytesIO(file.read(pickled)), kernels).load()
 
 
 class _Pickler(pickle.Pickler):

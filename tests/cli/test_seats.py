@@ -25,6 +25,7 @@ NEEDS = ModelNeeds(
     head_dim=128,
     query_size=1024,
     max_model_len=8192,
+    own=True,
 )
 BLOCK = 16 * 16 * 2 * 8 * 128 * 2
 """Bytes of a block of 16 tokens in bfloat16."""
@@ -111,8 +112,42 @@ def test_on_a_cpu_all_weights_and_pools_are_summed_up_first(monkeypatch, availab
     assert "\n" not in caught.value.message
 
 
+def test_weights_that_transformers_loads_are_counted_for_each_worker(monkeypatch):
+    """It knows nothing of the one copy: with it they would seem to fit."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=7 * GIB))
+    monkeypatch.setattr("cli.seats._kernels_are_compiled", lambda: True)
+    settings = ServeSettings(device="cpu", prefill=1, decode=1)
+    assert require_memory(settings, [NEEDS], seated(device="cpu")).startswith("1 time 4.00 GiB")
+    foreign = [dataclasses.replace(NEEDS, own=False)]
+    with pytest.raises(ConfigError, match=r"2 times 4\.00 GiB of weights"):
+        require_memory(settings, foreign, take_seats(settings, foreign, []))
+
+
 SMALL = dataclasses.replace(NEEDS, dense=Count(weights=GIB // 2, plain=GIB // 2, active=1.0))
 """A model of 1 GiB."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "gib"),
+    [
+        ({}, 1.0),
+        ({"elastic": True}, 3.0),
+        ({"kv_blocks": 256}, 1.0 + 256 * BLOCK / GIB),
+    ],
+)
+def test_what_drafts_is_counted_where_it_may_run(monkeypatch, settings, gib):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=99 * GIB))
+    monkeypatch.setattr(seats, "resolve", lambda name, weights: name)
+    monkeypatch.setattr(seats, "needs_of", lambda source: SMALL)
+    wanted = ServeSettings(device="cpu", prefill=2, decode=1, speculative_model="small", **settings)
+    assert f", {gib:.2f} GiB for what drafts" in require_memory(wanted, [NEEDS], take_seats(wanted, [NEEDS], []))
+
+
+def test_on_a_gpu_what_drafts_has_room_beside_the_pools(monkeypatch):
+    monkeypatch.setattr(seats, "resolve", lambda name, weights: name)
+    monkeypatch.setattr(seats, "needs_of", lambda source: SMALL)
+    plain, drafting = (seated([80], prefill=1, decode=1, speculative_model=name) for name in ("", "small"))
+    assert plain[1].kv_cache_gib - drafting[1].kv_cache_gib == pytest.approx(0.8 * 1)
 
 
 def test_workers_of_several_models_sit_one_model_after_the_other():

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.models.families import FAMILIES
+from model_files.decoders import DECODERS
 from model_files.gguf import GGUFFile, GGUFTensor
 from model_files.needs import config_needs, gguf_needs, model_needs
 from model_files.source import resolve
@@ -127,3 +129,12 @@ def test_an_encoder_keeps_nothing_between_steps() -> None:
     shape = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     assert config_needs(shape | {"model_type": "llama"}).kv_bytes("bfloat16") == 2 * 2 * 32 * 2
     assert config_needs(shape | {"model_type": "bert"}).kv_bytes("bfloat16") == 0
+
+
+def test_who_runs_on_our_own_decoder_is_known_without_loading_it() -> None:
+    """By names that are those of its families."""
+    assert set(FAMILIES) == DECODERS
+    assert model_needs(resolve("smollm2")).own
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    assert config_needs({**text, "model_type": "qwen3"}).own
+    assert not config_needs({**text, "model_type": "gpt_neox"}).own

@@ -167,6 +167,7 @@ class NativeKernels {
 
   // Ends the file, and returns its bytes. What was packed lies there as long as something holds it.
   size_t finish() {
+    nb::gil_scoped_release released;
     const size_t bytes = arena_->finish();
     arena_ = std::make_shared<Arena>();
     return bytes;

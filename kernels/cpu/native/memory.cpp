@@ -1,5 +1,6 @@
 #include "memory.h"
 
+#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -79,8 +80,13 @@ void* Arena::take(size_t bytes) {
   chunk.used += bytes;
 #if defined(__linux__)
   // a page that the system cannot give is an error here, and would be a signal where it is written
-  if (descriptor_ >= 0 && posix_fallocate(descriptor_, static_cast<off_t>(offset_of(piece)), static_cast<off_t>(bytes)) != 0)
-    throw std::bad_alloc();
+  if (descriptor_ >= 0) {
+    const off_t begin = static_cast<off_t>(offset_of(piece));
+    int error;
+    do error = posix_fallocate(descriptor_, begin, static_cast<off_t>(bytes));
+    while (error == EINTR);  // a signal came meanwhile
+    if (error != 0) throw std::bad_alloc();
+  }
 #endif
   return piece;
 }

@@ -1,0 +1,21 @@
+"""Decoders that run on our own kernels, known by their config or GGUF header."""
+
+from __future__ import annotations
+
+from model_files.gguf import GGUFFile
+
+DECODERS = frozenset(
+    (
+        *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mistral"),
+        *("mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl"),
+        *("qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "smollm3"),
+    )
+)
+"""By model_type: the families of `engine.models.families`, for who must not load torch to name them."""
+
+
+def gguf_family(file: GGUFFile) -> str:
+    """The model_type of the file's architecture, which may be none of our families."""
+    if file.architecture == "llama" and file.get("expert_count"):
+        return "mixtral"
+    return {"qwen3moe": "qwen3_moe", "command-r": "cohere"}.get(file.architecture, file.architecture)
