@@ -57,16 +57,21 @@ class Shadow:
 class DraftModel:
     """Of one engine, on its thread. chunk: tokens that it catches up in a step at most; vocab_size: ids of tokens that
     streams can have; shift: when it may compute (its runner asks nobody). cost: seconds of its decode steps; token_s:
-    of each token of a chunk."""
+    of each token of a chunk; waited_s: for the cores, in the last `draft`."""
 
     def __init__(self, runner: Runner, pool: BlockPool, chunk: int, vocab_size: int, shift: Shift) -> None:
         self.cost = StepCost()
-        self.token_s = 0.0
+        self.token_s = self.waited_s = 0.0
         self.runner, self.pool = runner, pool
         self._chunk, self._shift = chunk, shift
         info = runner.model.info
         self._longest, self._ids, self._vocab = info.max_model_len, info.vocab_size, min(info.vocab_size, vocab_size)
         self._shadows: dict[Key, Shadow] = {}
+
+    def can(self, stream: Request) -> bool:
+        """Whether it may have a draft: it is not beyond what the draft model was made for, nor of other tokens."""
+        shadow = self._shadows.get(stream.key)
+        return len(stream.token_ids) < self._longest and (shadow is None or shadow.fits)
 
     def lack(self, stream: Request) -> int:
         """Tokens of the stream that are to be computed before the first draft."""
@@ -78,11 +83,15 @@ class DraftModel:
         more of the stream is to be computed than a step may take. One pass for each place, of all streams."""
         shadows = [self._shadow(stream, count) for stream, count in wanted]
         counts = [(shadow, count) for shadow, (_, count) in zip(shadows, wanted, strict=True) if shadow is not None]
+        self.waited_s = 0.0
+        if not counts:
+            return [()] * len(wanted)
         with self._shift.computing(always, whole=True):
             self._run(self._uncomputed([shadow.request for shadow, _ in counts]))
-            for place in range(1, max((count for _, count in counts), default=0)):
+            for place in range(1, max(count for _, count in counts)):
                 ready = [s.request for s, count in counts if count > place == len(s.request.token_ids) - s.known]
                 self._run([Slice(request, request.computed_len, 1) for request in ready])
+        self.waited_s = self._shift.waited_s
         return [tuple(s.request.token_ids[s.known :]) if s is not None else () for s in shadows]
 
     def forget(self, stream: Request) -> None:

@@ -35,31 +35,33 @@ class Drafter:
     def __init__(self, model: DraftModel) -> None:
         self.model: DraftModel | None = model
         self.share = AT_FIRST
-        self._spent_s = self._gained_s = 0.0
+        self._spent_s = self._waited_s = self._gained_s = 0.0
 
     def improve(self, requests: Sequence[Request], drafts: Sequence[Drafts | None], step: Line) -> None:
         """Have the model draft where nothing likelier was found, and it pays. step: what a step takes. What the model
         raises ends its service, and nothing else."""
-        began = time.monotonic()
+        began, model = time.monotonic(), self.model
+        if model is None:
+            return
         asked = [
             (request, own)
             for request, own in zip(requests, drafts, strict=True)
-            if own is not None and not (own.found and own.share > own.of_model)
+            if own is not None and not (own.found and own.share > own.of_model) and model.can(request)
         ]
-        wanted = self._wanted(self.model, asked, len(requests), step) if self.model is not None and asked else {}
-        if self.model is None or not wanted:
+        wanted = self._wanted(model, asked, len(requests), step) if asked else {}
+        if not wanted:
             return
         try:
-            found = self.model.draft([(asked[i][0], count) for i, count in wanted.items()])
+            found = model.draft([(asked[i][0], count) for i, count in wanted.items()])
         except Exception:
             log.exception("the draft model failed, and is not asked any more")
-            self.model.forget_all()
+            model.forget_all()
             self.model = None
             return
         for i, drawn in zip(wanted, found, strict=True):
             if drawn:
                 asked[i][1].put(drawn)
-        self._spent_s = time.monotonic() - began
+        self._spent_s, self._waited_s = time.monotonic() - began, model.waited_s
 
     def settle(self, slices: Sequence[Slice], drawn: Sequence[object], seconds: float, step: Line) -> float:
         """What became of the drafts, before they are forgotten: what the tokens that were right would have taken, less
@@ -72,9 +74,10 @@ class Drafter:
             self.share += LEARN * (own.of_model - self.share)
             if isinstance(found, Accepted):
                 rows, right = rows + found.drafted, right + len(found.tokens) - 1
-        spent_s, self._spent_s = self._spent_s, 0.0
+        spent_s, computed_s = self._spent_s, self._spent_s - self._waited_s
+        self._spent_s = self._waited_s = 0.0
         a_token = (step[0] + step[1] * (len(slices) - 1)) / len(slices)
-        gained = right * a_token - rows * step[1] - spent_s + TRIALS * (seconds - spent_s)
+        gained = right * a_token - rows * step[1] - computed_s + TRIALS * (seconds - spent_s)
         self._gained_s = min(DEBT_S, self._gained_s + gained)
         return spent_s
 

@@ -103,7 +103,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     shift = Shift(Cores(settings.cores_fd), settings.itl_target_ms / 1000) if shares else None
     runner = Runner(model, kv, settings.block_size, masks, pooler, shift)
     draft = make_draft(
-        small, small_layout, num_blocks,
+        small, small_layout, num_blocks, prefix_caching=settings.enable_prefix_caching,
         chunk=limits.max_prefill_tokens_while_decoding, vocab_size=model.info.vocab_size, shift=shift,
     )  # fmt: skip
     engine = Engine(config, runner, pool, draft)

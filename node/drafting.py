@@ -26,12 +26,19 @@ def draft_layout(model: Model | None, block_size: int, kv_dtype: torch.dtype | N
 
 
 def make_draft(
-    model: Model | None, layout: KVLayout | None, num_blocks: int, *, chunk: int, vocab_size: int, shift: Shift | None
+    model: Model | None,
+    layout: KVLayout | None,
+    num_blocks: int,
+    *,
+    prefix_caching: bool,
+    chunk: int,
+    vocab_size: int,
+    shift: Shift | None,
 ) -> DraftModel | None:
     """Its pool has as many blocks as the one of the model that it drafts for, so it holds the same tokens."""
     if model is None or layout is None:
         return None
     runner = Runner(model, make_pool(layout, num_blocks, model.device), layout.block_size)
     log.info("%s drafts, %.2f GiB of KV blocks", model.info.name, num_blocks * layout.block_bytes / GIB)
-    pool = BlockPool(num_blocks, Ledger(num_blocks))
+    pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=prefix_caching)
     return DraftModel(runner, pool, chunk, vocab_size, shift or Shift())

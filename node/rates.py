@@ -9,6 +9,7 @@ import time
 from engine.engine import Engine
 from engine.events import Stepped
 from engine.request import Request
+from engine.runner import Runs
 from engine.slices import Slice
 from node.first_steps import first_steps
 from protocol.errors import ConfigError, reason
@@ -81,17 +82,16 @@ def warm_up(engine: Engine) -> Rates:
         return time.monotonic() - began
 
     length = min(FIRST_TOKENS, longest)
+    if engine.draft_model is not None:
+        warm_draft(engine, request, longest)
     try:
-        if engine.draft_model is not None:
-            warm_draft(engine, request, longest)
         if engine.runner.model.device.type == "cuda":
             compile_all(engine, request, longest)
         run(0, length)
         run(length, 1)
     except Exception as error:
         log.debug("first step", exc_info=True)
-        name = engine.runner.model.info.name
-        raise ConfigError(f"{name} cannot be run: its first step failed with {reason(error)}", param="model") from error
+        raise _useless(engine.runner, error, "model") from error
     rate, step_s, turns, full = 0.0, math.inf, 0, 0
     while full < FULL_TURNS:
         seconds = run(0, length)
@@ -106,16 +106,26 @@ def warm_up(engine: Engine) -> Rates:
 
 
 def warm_draft(engine: Engine, request: Request, longest: int) -> None:
-    """The first steps of the draft model, whose pool has as many blocks."""
+    """The first steps of the draft model, whose pool has as many blocks. Raises ConfigError when it cannot compute
+    one."""
     assert engine.draft_model is not None
     runner = engine.draft_model.runner
     longest = min(longest, runner.model.info.max_model_len - 1)
-    if runner.model.device.type == "cuda":
-        for slices in first_steps(request, request, longest, engine.config.limits.max_num_seqs):
-            runner.run(slices)
-    runner.run([Slice(request, 0, min(FIRST_TOKENS, longest))])
-    for _ in range(2):
-        runner.run([Slice(request, longest, 1)])
+    try:
+        if runner.model.device.type == "cuda":
+            for slices in first_steps(request, request, longest, engine.config.limits.max_num_seqs):
+                runner.run(slices)
+        runner.run([Slice(request, 0, min(FIRST_TOKENS, longest))])
+        for _ in range(2):
+            runner.run([Slice(request, longest, 1)])
+    except Exception as error:
+        log.debug("first step of the draft model", exc_info=True)
+        raise _useless(runner, error, "speculative_model") from error
+
+
+def _useless(runner: Runs, error: Exception, param: str) -> ConfigError:
+    name = runner.model.info.name
+    return ConfigError(f"{name} cannot be run: its first step failed with {reason(error)}", param=param)
 
 
 def compile_all(engine: Engine, request: Request, longest: int) -> None:

@@ -132,4 +132,4 @@ def test_who_drafts_and_what_that_takes(tmp_path):
     assert "other has a vocabulary of 64 tokens, model has another of 128" in refused.found
     settings = ServeSettings(model=(model,), device="cpu", kv_cache_gib=0.01, speculative_model=small)
     (memory,) = all_checks(settings, [("memory", doctor.memory)])
-    assert "GiB of weights that draft" in memory.found
+    assert "GiB for what drafts" in memory.found

@@ -311,12 +311,15 @@ def test_tokens_that_it_does_not_know_are_not_given_to_it() -> None:
 def test_a_sequence_longer_than_it_takes_goes_on_without() -> None:
     short = Guessing()
     short.info = ModelInfo("toy", "toy", 1, 1, 1, VOCAB, 40)
-    engine = make_engine(make_draft(short))
+    draft = make_draft(short)
+    engine, turns, computing = make_engine(draft), [], draft._shift.computing
+    draft._shift.computing = lambda *args, **named: turns.append(1) or computing(*args, **named)  # type: ignore[method-assign, assignment, func-returns-value]
     engine.add(make_job("a", prompt(10), 90))
     finish(engine)
     assert tokens_of(engine, "a") == expected(prompt(10), 90)
     _, drafted, _ = figures(engine)
     assert 0 < drafted <= 30
+    assert 0 < len(turns) <= len(short.rows), "it takes no cores for nothing"
 
 
 def test_a_draft_model_that_fails_is_not_asked_again() -> None:

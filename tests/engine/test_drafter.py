@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from engine.drafter import worth
 from engine.drafts import Drafts
 from engine.engine import Engine
 from engine.models.base import Halfway, Wanted, always
+from engine.shift import Shift
 from kernels.plan import BatchPlan
 
 STEP_S, ROW_S = 0.050, 0.002
@@ -115,3 +118,22 @@ def test_so_many_drafts_are_worth_it() -> None:
     counts, saved_s = worth([(0.9, 4), (0.05, 4), (0.9, 2)], 3, (0.1, 0.01), (0.005, 0.001))
     assert counts == [4, 0, 2]
     assert 0 < saved_s < 0.12 / 3
+
+
+def test_waiting_for_shared_cores_is_no_cost_of_drafts() -> None:
+    """What the neighbours compute meanwhile would be computed all the same."""
+
+    class Crowded(Shift):
+        @contextmanager
+        def computing(self, wanted: Wanted, *, whole: bool = False, urgent: bool = False) -> Iterator[Wanted]:
+            Clocked.now += 1.0
+            self.waited_s = 1.0
+            yield wanted
+
+    engine = engine_with(Clocked(0.005, 0.0002))
+    assert engine.draft_model is not None
+    engine.draft_model._shift = Crowded()
+    engine.add(make_job("a", prompt(9), 200))
+    while engine.has_work():
+        engine.step()
+    assert figures(engine)[1] > 100

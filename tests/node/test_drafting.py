@@ -90,3 +90,24 @@ def test_an_equal_count_of_other_tokens_is_another_vocabulary(tmp_path: Path) ->
 
 def test_without_a_tokenizer_sizes_decide(tmp_path: Path) -> None:
     assert assemble(settings(tmp_path, speculative_model=save(tmp_path / "small", 2, 0))).engine.draft_model
+
+
+def test_prefixes_are_kept_by_neither_pool_where_they_are_not_to_be(tmp_path: Path) -> None:
+    small = save(tmp_path / "small", 2)
+    engine = assemble(settings(tmp_path, speculative_model=small, enable_prefix_caching=False)).engine
+    assert engine.draft_model is not None
+    assert not engine.pool.prefix_caching
+    assert not engine.draft_model.pool.prefix_caching
+
+
+def test_one_whose_first_step_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = assemble(settings(tmp_path, speculative_model=save(tmp_path / "small", 2))).engine
+    assert engine.draft_model is not None
+
+    def run(slices: object) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(engine.draft_model.runner, "run", run)
+    with pytest.raises(ConfigError, match="small cannot be run: its first step failed with RuntimeError") as caught:
+        warm_up(engine)
+    assert caught.value.param == "speculative_model"
