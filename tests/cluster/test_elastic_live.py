@@ -79,10 +79,10 @@ def test_roles_follow_the_load_there_and_back_and_no_token_is_another(cluster: L
     """More streams than decode has seats make a prefill node decode. Prompts that wait make it compute them again, and
     what it decoded is in its cache still. A node that is killed has its command's role when it is back."""
     assert roles(cluster) == {"prefill": 2, "decode": 1}
-    right = [ask(cluster, client, 100, 300)[0] for client in range(2 * SEATS)]
+    right = [ask(cluster, client, 100, 120)[0] for client in range(2 * SEATS)]
 
     def stream(client: int) -> None:
-        assert ask(cluster, client, 100, 300)[0] == right[client]
+        assert ask(cluster, client, 100, 120)[0] == right[client]
 
     with asked_again_and_again(2 * SEATS, stream):
         changed(cluster, prefill=1, decode=2)
@@ -91,8 +91,9 @@ def test_roles_follow_the_load_there_and_back_and_no_token_is_another(cluster: L
     with asked_again_and_again(12, lambda client: ask(cluster, random.getrandbits(60), 1500, 1)):
         changed(cluster, prefill=2, decode=1)
     cluster.settle()
-    assert all(ask(cluster, client, 100, 300)[0] == right[client] for client in range(2 * SEATS))
-    assert all(ask(cluster, client, 100, 300)[1] >= 80 for client in range(2 * SEATS))
+    again = [ask(cluster, client, 100, 120) for client in range(2 * SEATS)]
+    assert [tokens for tokens, _ in again] == right
+    assert all(cached >= 80 for _, cached in again), again
 
     (decode,) = [lease for lease in cluster.leases() if lease.role == "decode"]
     cluster.worker(decode.node_id).kill()
@@ -100,4 +101,4 @@ def test_roles_follow_the_load_there_and_back_and_no_token_is_another(cluster: L
     wait_for(lambda: sum(roles(cluster).values()) == 3, CHANGE_S, lambda: str(roles(cluster)))
     (back,) = [lease for lease in cluster.leases() if lease.node_id == decode.node_id]
     assert back.role == decode.node_id.partition("-")[0]
-    assert ask(cluster, 0, 100, 300)[0] == right[0]
+    assert ask(cluster, 0, 100, 120)[0] == right[0]
