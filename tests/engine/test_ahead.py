@@ -445,15 +445,24 @@ class Life:
                 kept = self.kv[request.block_ids[at // BLOCK], 0, 1, 0, at % BLOCK, 0]
                 assert int(kept) == request.token_ids[at], f"K/V of {request.key} at {at}"
 
+    def arrive(self) -> None:
+        """Ships whose prompts are computed have arrived: they would keep blocks that others wait for."""
+        for transfer in list(self.ships):
+            if self.engine.roster.find((f"r{self.ships[transfer][0]}", transfer)) is None:
+                self.engine.lent.ship_quiet(transfer)
+                del self.ships[transfer]
+
     def end(self) -> None:
         while self.engine.has_work():
             self.step()
             if not self.engine.has_work() or self.engine.scheduler.refused is not None:
                 self.land(ok=True)
+                self.arrive()
         while self.granted:
             self.land(ok=False)
         while self.engine.has_work():
             self.step()
+            self.arrive()
         for transfer in list(self.ships):
             self.engine.lent.ship_quiet(transfer)
         self.engine.check_integrity()
