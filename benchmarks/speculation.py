@@ -3,7 +3,6 @@
     python -m benchmarks.speculation [--model smollm2 --quantization none --most 8 --rounds 3 --streams 1 8]
     python -m benchmarks.speculation --speculative-model smollm2 --deeper 4
 
-
 Texts: a copy of prose and of code (what extraction, quoting and edits are like for the most part), and free text that
 is drawn at temperature 1, in which little repeats. Prompts are in the cache; medians of the rounds. Both ways must make
 the same tokens, or it ends with an error. With --deeper the model is the demo model made so many times as deep

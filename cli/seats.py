@@ -79,8 +79,9 @@ def take_seats(settings: ServeSettings, needs: Sequence[ModelNeeds], found: Sequ
     sharing = {
         device: [model for model, other in zip(models, devices, strict=True) if other == device] for device in devices
     }
+    draft_gib = _draft_gib(settings, "cuda") if any(device.startswith("cuda") for device in devices) else 0.0
     return [
-        _gpu_seat(settings, model, device, sharing[device], found)
+        _gpu_seat(settings, model, device, sharing[device], found, draft_gib)
         if device.startswith("cuda")
         else Seat(device, settings.kv_cache_gib)
         for model, device in zip(models, devices, strict=True)
@@ -168,13 +169,18 @@ def _device(wanted: str, index: int, count: int) -> str:
 
 
 def _gpu_seat(
-    settings: ServeSettings, needs: ModelNeeds, device: str, sharing: Sequence[ModelNeeds], found: Sequence[int]
+    settings: ServeSettings,
+    needs: ModelNeeds,
+    device: str,
+    sharing: Sequence[ModelNeeds],
+    found: Sequence[int],
+    draft_gib: float,
 ) -> Seat:
     """Of a worker on a GPU that workers of the models `sharing` use, its own among them. Each leaves room for the model
     that drafts, which those have that decode."""
     total = found[int(device.partition(":")[2])] / GIB
     weights = [weight_bytes(settings, model, device) / GIB for model in sharing]
-    left = (total - sum(weights)) / len(sharing) - _draft_gib(settings, device)
+    left = (total - sum(weights)) / len(sharing) - draft_gib
     given = _pool_gib(settings, needs)
     if (given and sum(_pool_gib(settings, model) for model in sharing) > MARGIN * left * len(sharing)) or left <= 0:
         pool = f" and {given:.4g} GiB of KV pool" if given else ""
