@@ -97,7 +97,7 @@ def _settle(target: Path) -> set[str]:
         return set()
     kept = []
     try:
-        for line in target.read_text().splitlines():
+        for line in target.read_text().split("\n"):
             try:
                 row = json.loads(line)
                 if _good(row):

@@ -6,6 +6,7 @@ not answer in time, and Prometheus would take that for a counter that began agai
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import generate_latest
@@ -43,7 +44,7 @@ def together(texts: Mapping[int, str | None]) -> str:
 def _families(text: str) -> Iterator[tuple[str, list[str]]]:
     """The lines that describe each, and its samples."""
     header, samples = "", list[str]()
-    for line in text.splitlines(keepends=True):
+    for line in io.StringIO(text, newline="\n"):
         if not line.startswith("#"):
             samples.append(line)
             continue

@@ -42,6 +42,16 @@ def read(path: Path) -> dict[str, Any]:
     return {row["custom_id"]: row for row in map(json.loads, path.read_text().splitlines())}
 
 
+def test_what_ends_a_line_in_an_answer_ends_no_row(tmp_path: Path, url: str, cluster: FakeCluster) -> None:
+    cluster.script = says("One.\u2028Two.\x85")
+    source, target = write(tmp_path / "in", ask("a")), tmp_path / "out"
+    command = ["batch", str(source), str(target), "--url", url]
+    assert run(command) == 0
+    written = target.read_text()
+    assert run(command) == 0
+    assert (len(cluster.journeys), target.read_text()) == (1, written)
+
+
 def test_rows_are_answered_once(tmp_path: Path, url: str, cluster: FakeCluster) -> None:
     source, target = write(tmp_path / "in", *(ask(str(i)) for i in range(20))), tmp_path / "out"
     command = ["batch", str(source), str(target), "--url", url, "--concurrency", "4"]

@@ -80,7 +80,7 @@ async def test_a_scrape_tells_of_each_process_and_of_who_is_missing(tmp_path: Pa
     assert [each.labels["worker"] for each in codes if each.name.endswith("_total")] == ["1"]
 
 
-@pytest.mark.parametrize("sample", ["a 1.0", 'a{b="c"} 1.0', 'a{b="c d{e} f"} 1.0'])
+@pytest.mark.parametrize("sample", ["a 1.0", 'a{b="c"} 1.0', 'a{b="c d{e} f"} 1.0', 'a{b="\u2028\x85"} 1.0'])
 def test_each_sample_gets_the_label(sample: str) -> None:
     (family,) = text_string_to_metric_families(f"# TYPE a gauge\n{sample}\n")
     labelled = together({4: f"# TYPE a gauge\n{sample}\n"})
