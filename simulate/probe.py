@@ -7,7 +7,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import linear_regression, mean, median
 from typing import NamedTuple
@@ -52,12 +52,21 @@ class Door:
         async with self.client.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
             if answer.status_code != 200:
                 raise ConfigError(f"{self.url} answered a probe with status {answer.status_code}", param="probe")
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {") and json.loads(line[6:]).get("choices"):
+            async for line in lines(answer):
+                if line.startswith(b"data: {") and json.loads(line[6:]).get("choices"):
                     times.append(time.monotonic())
         if not times:
             raise ConfigError(f"{self.url} answered a probe with no token", param="probe")
         return Answered(times[0] - began, (times[-1] - times[0]) / max(1, output - 1))
+
+
+async def lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """Of a stream of events. They end as bytes do; in text, outputs hold more that ends a line."""
+    rest = b""
+    async for data in answer.aiter_bytes():
+        *whole, rest = (rest + data).split(b"\n")
+        for line in whole:
+            yield line
 
 
 async def probed(url: str, machine: Machine, api_key: str = "") -> Machine:
@@ -110,11 +119,13 @@ async def _probe(door: Door, machine: Machine) -> Machine:
 def fitted(alone_s: dict[int, float], machine: Machine) -> tuple[float, float]:
     """Seconds of a request beside those of computing, and prompt tokens in a second, by seconds to the first token of
     prompts of so many tokens. Raises ConfigError where longer prompts took no longer."""
-    work = [machine.work(0, length) for length in alone_s]
-    token_s, overhead_s = linear_regression(work, list(alone_s.values()))
+    work, times = [machine.work(0, length) for length in alone_s], list(alone_s.values())
+    token_s, overhead_s = linear_regression(work, times)
     if token_s <= 0:
         raise ConfigError("probes of longer prompts took no longer: the cluster is not idle", param="probe")
-    return max(0.0, overhead_s), 1 / token_s
+    if overhead_s < 0:
+        token_s, overhead_s = linear_regression(work, times, proportional=True)
+    return overhead_s, 1 / token_s
 
 
 def share(alone_s: float, beside_s: float, overhead_s: float) -> float:

@@ -54,13 +54,17 @@ class LocalCluster:
                     found.append(child)
         return found
 
-    def leases(self) -> list[NodeLease]:
-        """What the registry says, read as any process would."""
+    @property
+    def redis_url(self) -> str:
         (valkey,) = self.children("valkey-server")
         port = next(c.laddr.port for c in valkey.net_connections() if c.status == psutil.CONN_LISTEN)
+        return f"redis://127.0.0.1:{port}/0"
+
+    def leases(self) -> list[NodeLease]:
+        """What the registry says, read as any process would."""
 
         async def read() -> list[NodeLease]:
-            store = RedisStore(f"redis://127.0.0.1:{port}/0", "default")
+            store = RedisStore(self.redis_url, "default")
             try:
                 return list(await store.nodes())
             finally:

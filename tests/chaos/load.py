@@ -17,6 +17,8 @@ from chaos.plan import ROUTERS
 from chaos.stage import MODEL
 from chaos.watch import Late
 
+from simulate.probe import lines
+
 PATIENCE_S = 60.0
 """A client waits this long for its next token, or its answer; longer is an error."""
 RAMP_S = 2.0
@@ -177,13 +179,13 @@ class Clients:
                 done = True
             else:
                 parts, done = [], False
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
+                async for line in lines(response):
+                    if line.startswith(b"data: {"):
                         parts.append(part := json.loads(line[6:]))
                         if made := sum(len(each.get("token_ids") or ()) for each in part.get("choices") or ()):
                             first = first or time.monotonic() - began
                             count(made)
-                    elif line == "data: [DONE]":
+                    elif line == b"data: [DONE]":
                         done = True
         for part in parts:
             if "error" in part:

@@ -1,87 +1,49 @@
-"""A simulation with the rates of a real cluster tells about the times to first token that this has.
+"""A simulation with the rates of a real cluster tells the times to first token that this has, within 20 %.
 
-The machine that runs the tests is not quiet, so the bounds are wide; the figures are printed (`pytest -s`).
+The machine that runs the tests is seldom quiet: what counts is the medians over some rounds, of those in which its
+speed stayed about the same; the figures are printed (`pytest -s`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
-import time
+from collections.abc import Sequence
 
-import httpx
 import pytest
 from local_cluster import MODEL, LocalCluster, local_cluster
 
-from placement.costs import HANDOFF_S
-from simulate.ask import Ask
-from simulate.calibrate import calibrated
-from simulate.fleet import Shape
-from simulate.machine import Machine
-from simulate.ours import Ours
-from simulate.workloads import hashes_of
-from simulate.world import World
+from benchmarks.load import Target
+from benchmarks.simulated import KINDS, Round, played, table
 
-PAIRS, BUSY, APART = 10, 0.4, 3.0
-"""Requests come two at a time, so that every second one waits; prompts keep their node busy for such a share of its
-time; and measured and simulated medians may be so many times apart."""
+REQUESTS, BUSY, LEAST_ROUNDS, ROUNDS = 20, 0.4, 3, 8
+NEAR, STEADY = 1.2, 1.15
+"""Times that a simulated figure may be off, and that the machine may have become faster or slower in a round."""
 
 
-async def first_token_s(url: str, prompt: list[int], output: int) -> float:
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": output, "ignore_eos": True, "stream": True}
-    began = time.monotonic()
-    first_s = 0.0
-    async with (
-        httpx.AsyncClient(timeout=120) as client,
-        client.stream("POST", f"{url}/v1/completions", json=body) as got,
-    ):
-        assert got.status_code == 200
-        async for line in got.aiter_lines():
-            if line.startswith("data: {") and not first_s:
-                first_s = time.monotonic() - began
-    return first_s
+def far(rounds: Sequence[Round]) -> dict[str, float]:
+    """The figures that are off, by the medians over all rounds."""
+    ratios = {kind: statistics.median(each.ratio(kind) for each in rounds) for kind in KINDS}
+    return {kind: ratio for kind, ratio in ratios.items() if not 1 / NEAR <= ratio <= NEAR}
 
 
-async def measured(url: str, trace: list[Ask]) -> list[float]:
-    source = random.Random(3)
-
-    async def one(ask: Ask) -> float:
-        prompt = source.choices(range(1000, 40_000), k=ask.prompt_len)
-        await asyncio.sleep(ask.at)
-        return await first_token_s(url, prompt, ask.output_len)
-
-    return list(await asyncio.gather(*map(one, trace)))
-
-
-def machine_of(cluster: LocalCluster) -> Machine:
-    """As `kvferry simulate --calibrate` takes it."""
-    leases = cluster.leases()
-    return calibrated(leases, Machine(attention_len=8192, context_s=0.0, chunk_tokens=64))
+async def steady_rounds(cluster: LocalCluster) -> list[Round]:
+    """As many as it takes to come near, else all that there are."""
+    found: list[Round] = []
+    async for each in played(Target(cluster.url, MODEL), cluster.redis_url, ROUNDS, REQUESTS, BUSY):
+        if each.drift() <= STEADY:
+            found.append(each)
+        if len(found) >= LEAST_ROUNDS and not far(found):
+            break
+    return found
 
 
 @pytest.mark.slow
-def test_a_simulation_resembles_a_cluster_that_runs() -> None:
-    source = random.Random(2)
-    lengths = [source.randrange(200, 600) for _ in range(2 * PAIRS)]
+@pytest.mark.timeout(900)
+def test_a_simulation_tells_what_a_cluster_does() -> None:
     with local_cluster("--prefill", "1", "--decode", "1") as cluster:
-        asyncio.run(measured(cluster.url, [Ask(0, 0.0, 500, 8, ()), Ask(1, 0.0, 400, 8, ())]))
-        rate = machine_of(cluster).prefill_tokens_per_s
-        apart_s = 2 * statistics.mean(lengths) / rate / BUSY
-        trace = [
-            Ask(i, apart_s * (i // 2), length, 8, hashes_of([(f"p{i}", length + 8)], 16))
-            for i, length in enumerate(lengths)
-        ]
-        real = asyncio.run(measured(cluster.url, trace))
-        machine = machine_of(cluster)
-    world = World(Shape(1, 1, machine), Ours(), trace)
-    asyncio.run(world.play())
-    told = [run.ttft_s for run in world.runs]
-    for name, of in (
-        ("p50", statistics.median),
-        ("mean", statistics.mean),
-        ("p90", lambda s: sorted(s)[int(0.9 * len(s))]),
-    ):
-        print(f"TTFT {name}: measured {of(real):.3f} s, simulated {of(told):.3f} s, {of(told) / of(real):.2f} times")
-    assert statistics.median(told) > HANDOFF_S
-    assert 1 / APART < statistics.median(told) / statistics.median(real) < APART
+        rounds = asyncio.run(steady_rounds(cluster))
+    if len(rounds) < LEAST_ROUNDS:
+        pytest.skip(f"the machine kept its speed in {len(rounds)} of {ROUNDS} rounds only")
+    print(table(rounds))
+    assert not far(rounds)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
+import httpx
 import pytest
 from click.testing import CliRunner
 
@@ -12,7 +13,7 @@ from cli.main import kvferry
 from protocol.errors import ConfigError
 from simulate import probe
 from simulate.machine import Machine
-from simulate.probe import Answered, Door, fitted, share
+from simulate.probe import Answered, Door, fitted, lines, share
 
 OVERHEAD_S, TOKEN_S, STEP_S, STREAM_S, BESIDE = 0.012, 0.0005, 0.02, 0.004, 0.8
 PLAIN = Machine(attention_len=0)
@@ -60,6 +61,12 @@ def test_a_line_through_the_probes_has_attentions_share() -> None:
     assert fitted(alone_s, machine) == pytest.approx((0.01, 2000.0))
 
 
+def test_no_request_costs_less_than_nothing_and_its_line_still_lies_between_the_probes() -> None:
+    overhead_s, rate = fitted({100: 0.09, 300: 0.3, 700: 0.77}, PLAIN)
+    assert overhead_s == 0.0
+    assert rate == pytest.approx((100**2 + 300**2 + 700**2) / (9 + 90 + 539))
+
+
 def test_a_cluster_that_is_busy_tells_nothing() -> None:
     with pytest.raises(ConfigError, match="took no longer"):
         fitted({64: 0.5, 320: 0.4, 768: 0.3}, PLAIN)
@@ -72,6 +79,15 @@ def test_a_cluster_that_is_busy_tells_nothing() -> None:
 )
 def test_what_prompts_keep_beside_streams(alone_s: float, beside_s: float, kept: float) -> None:
     assert share(alone_s, beside_s, 0.01) == pytest.approx(kept)
+
+
+async def test_what_ends_a_line_in_text_ends_none_of_a_stream() -> None:
+    async def body() -> AsyncIterator[bytes]:
+        for data in ("data: {\u2028\x85", "\x1d}\n\nda", "ta: [DO", "NE]\n"):
+            yield data.encode()
+
+    found = [line async for line in lines(httpx.Response(200, content=body()))]
+    assert found == ["data: {\u2028\x85\x1d}".encode(), b"", b"data: [DONE]"]
 
 
 def test_who_cannot_be_asked_is_named() -> None:
