@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -17,8 +18,9 @@ from benchmarks.load import Target
 from benchmarks.simulated import KINDS, Round, played, table
 
 REQUESTS, BUSY, LEAST_ROUNDS, ROUNDS = 20, 0.4, 3, 8
-NEAR, STEADY = 1.2, 1.15
-"""Times that a simulated figure may be off, and that the machine may have become faster or slower in a round."""
+NEAR, STEADY, ENOUGH_S = 1.2, 1.15, 400
+"""Times that a simulated figure may be off, and that the machine may have become faster or slower in a round; and after
+so many seconds no further round begins."""
 
 
 def far(rounds: Sequence[Round]) -> dict[str, float]:
@@ -28,12 +30,14 @@ def far(rounds: Sequence[Round]) -> dict[str, float]:
 
 
 async def steady_rounds(cluster: LocalCluster) -> list[Round]:
-    """As many as it takes to come near, else all that there are."""
+    """As many as it takes to come near, else all that there is time for."""
     found: list[Round] = []
+    began = time.monotonic()
     async for each in played(Target(cluster.url, MODEL), cluster.redis_url, ROUNDS, REQUESTS, BUSY):
         if each.drift() <= STEADY:
             found.append(each)
-        if len(found) >= LEAST_ROUNDS and not far(found):
+        near = len(found) >= LEAST_ROUNDS and not far(found)
+        if near or time.monotonic() - began > ENOUGH_S:
             break
     return found
 
@@ -44,6 +48,6 @@ def test_a_simulation_tells_what_a_cluster_does() -> None:
     with local_cluster("--prefill", "1", "--decode", "1") as cluster:
         rounds = asyncio.run(steady_rounds(cluster))
     if len(rounds) < LEAST_ROUNDS:
-        pytest.skip(f"the machine kept its speed in {len(rounds)} of {ROUNDS} rounds only")
+        pytest.skip(f"the machine kept its speed in {len(rounds)} rounds only")
     print(table(rounds))
     assert not far(rounds)
