@@ -16,7 +16,7 @@ from router.text.load import load_text_model
 NEW_TOKENS = 16
 TIE = 1e-4
 """Logits this close may be decided either way."""
-LENGTHS = [round(10 * 40 ** (i / 29)) for i in range(30)] + [700, 2000]
+LENGTHS = [round(10 * 40 ** (i / 17)) for i in range(18)] + [700, 1200]
 
 
 @dataclass(frozen=True)
