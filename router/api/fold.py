@@ -13,15 +13,14 @@ from router.api.answers import ErrorAnswer
 from router.api.bodies.generating import RequestBody
 from router.api.bodies.translated import TranslatedChat
 from router.api.coalescing import Held, flushing
-from router.api.generation import Choice, Generation
+from router.api.following import Choice, ChoicePiece
+from router.api.generation import Generation
 from router.api.pool import Pool, Pools
 from router.api.responder import Responder
 from router.api.sse import event
 from router.api.visit import Visit
 from router.call import Call
 from router.text.transcript import Piece
-
-ChoicePiece = tuple[Choice, Piece]
 
 
 class Answer:

@@ -7,7 +7,8 @@ from typing import Any
 
 from protocol.errors import KvferryError
 from router.api.fold import Answer
-from router.api.generation import Choice, Generation
+from router.api.following import Choice
+from router.api.generation import Generation
 from router.api.pool import Pool
 from router.api.responses.asked import Asked, ResponsesChat
 from router.api.shapes.logprobs import LogprobWriter
