@@ -63,8 +63,8 @@ async def test_one_that_is_in_progress_is_not_continued() -> None:
 async def test_it_is_cancelled_with_what_it_has() -> None:
     api = Api(FakeCluster(says(ANSWER * 50), gap_s=0.01))
     begun = await begin(api)
-    await until(lambda: any(journey.yielded > 2 for journey in api.cluster.journeys))
     (journey,) = api.cluster.journeys
+    await until(lambda: journey.yielded > 2)
     body = (await api.http.post(f"/v1/responses/{begun['id']}/cancel")).json()
     Response.model_validate(body)
     assert body["status"] == "cancelled"
