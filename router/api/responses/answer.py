@@ -79,6 +79,7 @@ class ResponseAnswer(Answer):
             pass
 
     async def settle(self) -> None:
+        await self.flush()
         await self.keep(self.body())
 
     async def keep(self, response: dict[str, Any]) -> None:
