@@ -79,8 +79,8 @@ class Following:
             assert choice.journey
             transcript = choice.transcript = self._whole.transcript(choice.spec)
             self._whole.count_first(now, choice.journey.route)
-        else:
-            _count_gap(metrics, now - self._last, len(output.token_ids))
+        elif tokens := len(output.token_ids):
+            metrics.itl.observe((now - self._last) / tokens, tokens)
         self._last = now
         piece = transcript.add(output)
         metrics.output_tokens.inc(len(piece.token_ids))
@@ -91,8 +91,3 @@ class Following:
     async def aclose(self) -> None:
         """Left to the collector, the journey would be ended by a task of its own."""
         await self._outputs.aclose()
-
-
-def _count_gap(metrics: ModelMetrics, seconds: float, tokens: int) -> None:
-    for _ in range(tokens):
-        metrics.itl.observe(seconds / tokens)
