@@ -16,6 +16,7 @@ from protocol.loop_metrics import LoopMetrics
 from protocol.model_metrics import ModelMetrics, live_nodes
 from protocol.reuse_metrics import ReuseMetrics
 from protocol.scaling_metrics import RouterScaling
+from protocol.tally import Tallies
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
@@ -37,7 +38,7 @@ class RouterMetrics:
             registry=r,
             buckets=LATENCY_BUCKETS,
         )
-        self.itl = Histogram(
+        self.itl = Tallies(
             "kvferry_inter_token_latency_seconds",
             "Seconds between consecutive output tokens of one request, by model.",
             labels.MODEL,

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 
 from protocol import labels
+from protocol.tally import Tally
 
 Family = TypeVar("Family", Counter, Gauge, Histogram)
 
@@ -18,7 +19,7 @@ class ModelMetrics:
     """Those metrics of a router that carry the label `model_name`, bound to one model. prompt_tokens: by source."""
 
     ttft: Histogram
-    itl: Histogram
+    itl: Tally
     prompt_tokens: dict[str, Counter]
     output_tokens: Counter
 

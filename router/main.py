@@ -45,9 +45,10 @@ from router.text.load import load_text_models
 
 log = logging.getLogger(__name__)
 
-GARBAGE = 5_000
-"""Objects that are made before the garbage collector looks for cycles among them: requests leave few, and thirty that
-run at once hold more than the default, so that it would look through them all the time."""
+GARBAGE = 50_000
+"""Objects that are made before the garbage collector looks for cycles among them: requests leave few, and a thousand
+that run at once hold more than the default, so that it would look through them all the time. What is there before the
+first request is never looked through."""
 SWITCH_S = 0.001
 """What a thread that renders or tokenises may keep the interpreter from the event loop."""
 HURRY_S = 2.0
@@ -143,6 +144,7 @@ async def run_router(
             await asyncio.sleep(0.01)
         url = f"{'https' if config.is_ssl else 'http'}://{host_port(settings.host, sock.getsockname()[1])}"
         log.info("router ready at %s", url)
+        gc.freeze()
         status.ready(url, model=texts[0].name)
         async with batches:
             last = draining.answering(

@@ -18,7 +18,8 @@ from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 from protocol.work import Generate
 from router.api.bodies.generating import GenerationBody
-from router.api.generation import Choice, Generation
+from router.api.following import Choice, ChoicePiece
+from router.api.generation import Generation
 from router.api.pool import Pool
 from router.journey.beam_search import Beam, BeamSearch
 from router.journey.spec import Fork, Output, RequestSpec
@@ -42,7 +43,7 @@ class BeamGeneration(Generation):
     def size(self) -> Size:
         return replace(super().size, sequences=len(self.prompts) * self._width)
 
-    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
+    async def pieces(self) -> AsyncGenerator[ChoicePiece]:
         searches = [self._task(self._search(leader)) for leader in self._leaders]
         for leader, search in zip(self._leaders, searches, strict=True):
             beams, first = await search
@@ -92,13 +93,13 @@ class BeamGeneration(Generation):
         async for output in journey:
             if output.logprobs:
                 if not beam.entries:
-                    self._count_first(time.monotonic(), journey.route)
+                    self.count_first(time.monotonic(), journey.route)
                 return output, output.logprobs[0], journey.fork
         raise KvferryError("a step of the beam search ended without a token")
 
     def _piece(self, choice: Choice, beam: Beam, first: Output | None) -> Piece:
         """All of a beam's output."""
-        transcript = choice.transcript = self._transcript(choice.spec)
+        transcript = choice.transcript = self.transcript(choice.spec)
         shown = None
         if self._top is not None:
             shown = tuple(replace(entry, top=entry.top[: self._top]) for entry in beam.entries)
@@ -109,7 +110,7 @@ class BeamGeneration(Generation):
             beam.token_ids[-1] if beam.ended else None,
             first.prompt_logprobs if first else None,
         )
-        self._metrics.output_tokens.inc(len(beam.entries))
+        self.metrics.output_tokens.inc(len(beam.entries))
         choice.ended = True
         return transcript.add(output)
 

@@ -33,11 +33,15 @@ class Held:
             if self._size >= MOST_BYTES:
                 await self.flush()
 
+    def take(self) -> bytes:
+        """For who writes it with more."""
+        data, self._size = b"".join(self._parts), 0
+        self._parts.clear()
+        return data
+
     async def flush(self) -> None:
         if self._parts:
-            data, self._size = b"".join(self._parts), 0
-            self._parts.clear()
-            await self._responder.write(data)
+            await self._responder.write(self.take())
 
 
 @coroutine

@@ -13,15 +13,14 @@ from router.api.answers import ErrorAnswer
 from router.api.bodies.generating import RequestBody
 from router.api.bodies.translated import TranslatedChat
 from router.api.coalescing import Held, flushing
-from router.api.generation import Choice, Generation
+from router.api.following import Choice, ChoicePiece
+from router.api.generation import Generation
 from router.api.pool import Pool, Pools
 from router.api.responder import Responder
 from router.api.sse import event
 from router.api.visit import Visit
 from router.call import Call
 from router.text.transcript import Piece
-
-ChoicePiece = tuple[Choice, Piece]
 
 
 class Answer:
@@ -31,17 +30,18 @@ class Answer:
     def __init__(self, generation: Generation, *, streams: bool) -> None:
         self.generation = generation
         self._streams = streams
+        self._held: Held | None = None
 
     async def fold(self, first: ChoicePiece, rest: AsyncIterator[ChoicePiece], responder: Responder) -> None:
         """Write the pieces as events, or collect them. Nothing is written before `first` is there; what came together
-        is written together (see `coalescing`)."""
+        is written together (see `coalescing`), and what comes last with the end."""
         if not self._streams:
             self.take(*first)
             async for choice, piece in rest:
                 self.take(choice, piece)
             return
         await responder.begin_stream(self._route(), self.failing)
-        held = Held(responder)
+        held = self._held = Held(responder)
         await held.add(self.opening() + self.events(*first))
         try:
             while (found := await flushing(anext(rest, None), held.flush)) is not None:
@@ -49,14 +49,20 @@ class Answer:
         except KvferryError:
             await held.flush()
             raise
-        await held.flush()
 
     async def settle(self) -> None:
-        """What must have happened before the client hears of the end, after the last piece. Never raises."""
+        """What must have happened before the client hears of the end, after the last piece. Never raises. The last
+        events go out with the end, so `flush` before anything is waited for here."""
+
+    async def flush(self) -> None:
+        """Write what is held back."""
+        if self._held is not None:
+            await self._held.flush()
 
     async def finish(self, responder: Responder) -> None:
         if self._streams:
-            await responder.write(self.closing(), more=False)
+            last = self._held.take() if self._held is not None else b""
+            await responder.write(last + self.closing(), more=False)
         else:
             await responder.whole(200, self.body(), self._route())
 

@@ -1,25 +1,24 @@
 """All sequences of one HTTP request: starts their journeys, merges what they produce, counts, cancels the rest.
 
-What a journey yields becomes a Piece in `_follow`: the transcript makes text of it. Where calls of tools or reasoning
+What a journey yields becomes a Piece in `Following`: the transcript makes text of it. Where calls of tools or reasoning
 may be in the text, a stage of parsers stands behind the transcript, before the shape that shows the piece.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from protocol.errors import KvferryError
 from protocol.model_metrics import ModelMetrics
 from protocol.reuse import Reuse
 from protocol.sampling import SamplingParams
 from protocol.work import Generate
+from router.api.following import Choice, ChoicePiece, Following, Pieces
 from router.api.pool import Pool
 from router.api.visit import Used
-from router.journey.spec import Journey, RequestSpec, Route
+from router.journey.spec import RequestSpec, Route
 from router.tenants.lane import Turn
 from router.tenants.turns import Size
 from router.text.parsers.families import shown_ids
@@ -29,19 +28,6 @@ from router.text.transcript import Piece, TextOptions, Transcript
 _SEEDS = 2**64
 AT_ONCE = 16
 """Journeys that begin before other requests get a turn of the event loop."""
-
-
-@dataclass(slots=True)
-class Choice:
-    """One sequence under way: `index` in the response, made from prompt number `prompt`. Its transcript begins with its
-    first output: until then the nodes should not wait for it."""
-
-    index: int
-    prompt: int
-    spec: RequestSpec
-    journey: Journey | None = None
-    transcript: Transcript | Stage | None = None
-    ended: bool = False
 
 
 class Generation:
@@ -64,7 +50,7 @@ class Generation:
         n: int = 1,
     ) -> None:
         self._pool = pool
-        self._metrics = pool.metrics
+        self.metrics = pool.metrics
         self._options = options
         if parsing is not PLAIN:
             self._options = replace(options, shown_ids=shown_ids(pool.text.tokenizer, options))
@@ -81,15 +67,14 @@ class Generation:
         self._leaders = self.choices[::n]
         self._followers = {leader.index: self.choices[leader.index + 1 : leader.index + n] for leader in self._leaders}
 
-    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
+    def pieces(self) -> Pieces:
         """What the choices produce, as it comes. Raises the KvferryError of the first journey that fails."""
         if self.turn is not None and self.turn.newcomer:
             for leader in self._leaders:
                 leader.spec = replace(leader.spec, newcomer=True)
-        if len(self.choices) == 1:
-            async for piece in self._follow(self.choices[0]):
-                yield self.choices[0], piece
-            return
+        return self._follow(self.choices[0]) if len(self.choices) == 1 else self._merged()
+
+    async def _merged(self) -> AsyncGenerator[ChoicePiece]:
         queue: asyncio.Queue[tuple[Choice, Piece | Exception]] = asyncio.Queue()
         room = asyncio.Semaphore(self.turn.at_once if self.turn is not None else len(self.choices))
         for number, leader in enumerate(self._leaders, start=1):
@@ -111,7 +96,7 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if left := [choice for choice in self.choices if not choice.ended]:
-            await asyncio.gather(*map(self._cancel, left), return_exceptions=True)
+            await asyncio.gather(*map(self.cancel, left), return_exceptions=True)
 
     @property
     def route(self) -> Route | None:
@@ -154,8 +139,8 @@ class Generation:
         async def pump() -> None:
             try:
                 async with room:
-                    async for piece in self._follow(choice):
-                        queue.put_nowait((choice, piece))
+                    async for found in self._follow(choice):
+                        queue.put_nowait(found)
                         for follower in self._followers.pop(choice.index, ()):
                             assert choice.journey
                             follower.spec = replace(follower.spec, fork_of=choice.journey.fork)
@@ -165,29 +150,12 @@ class Generation:
 
         self._tasks.add(asyncio.create_task(pump()))
 
-    async def _follow(self, choice: Choice) -> AsyncGenerator[Piece]:
+    def _follow(self, choice: Choice) -> Following:
         if choice.journey is None:
             choice.journey = self._pool.cluster.start(choice.spec)
-        journey, transcript, last = choice.journey, None, 0.0
-        async for output in journey:
-            now = time.monotonic()
-            if transcript is None:
-                transcript = choice.transcript = self._transcript(choice.spec)
-                self._count_first(now, journey.route)
-            else:
-                self._count_gap(now - last, len(output.token_ids))
-            last = now
-            piece = transcript.add(output)
-            self._metrics.output_tokens.inc(len(piece.token_ids))
-            choice.ended = output.finish_reason is not None
-            yield piece
-            if piece.finish_reason is not None:
-                await self._cancel(choice, enough=True)
-                return
-        choice.ended = True
-        raise KvferryError("the request ended without a finish reason")
+        return Following(choice, aiter(choice.journey), self)
 
-    def _transcript(self, spec: RequestSpec) -> Transcript | Stage:
+    def transcript(self, spec: RequestSpec) -> Transcript | Stage:
         assert isinstance(spec.work, Generate)
         tokenizer = self._pool.text.tokenizer
         transcript = Transcript(tokenizer, spec.token_ids, spec.work.params, self._options)
@@ -195,21 +163,17 @@ class Generation:
             return transcript
         return Stage(transcript, self._parsing, opened=self._parsing.opened(tokenizer, spec.token_ids))
 
-    async def _cancel(self, choice: Choice, *, enough: bool = False) -> None:
+    async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
         if choice.journey is not None and not choice.ended:
             choice.ended = True
             await choice.journey.cancel(enough=enough)
 
-    def _count_first(self, now: float, route: Route | None) -> None:
+    def count_first(self, now: float, route: Route | None) -> None:
         if not self._started:
             self._started = True
-            self._metrics.ttft.observe(now - self.prompts[0].call.arrival)
+            self.metrics.ttft.observe(now - self.prompts[0].call.arrival)
         if route is not None:
-            count_prompt(self._metrics, route)
-
-    def _count_gap(self, seconds: float, tokens: int) -> None:
-        for _ in range(tokens):
-            self._metrics.itl.observe(seconds / tokens)
+            count_prompt(self.metrics, route)
 
 
 def choice_seed(seed: int, choice: int) -> int:

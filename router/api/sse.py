@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from json.encoder import encode_basestring
 from typing import Any
 
+from pydantic_core import to_json
+
 DONE = b"data: [DONE]\n\n"
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def dump(value: Any) -> bytes:
     """Compact JSON in UTF-8."""
-    return _ENCODER.encode(value).encode()
+    return to_json(value)
 
 
 def event(value: Any) -> bytes:

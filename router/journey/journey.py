@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from math import inf
 
 from placement.terms import Placement
@@ -56,7 +56,7 @@ class RouterJourney:
         self._outcome = ""
         self._over = False
 
-    def __aiter__(self) -> AsyncIterator[Output]:
+    def __aiter__(self) -> AsyncGenerator[Output]:
         return self._outputs()
 
     @property
@@ -76,7 +76,7 @@ class RouterJourney:
             self._end(cancel=True)
             self._mail.post(Cancelled("the request was cancelled"))
 
-    async def _outputs(self) -> AsyncIterator[Output]:
+    async def _outputs(self) -> AsyncGenerator[Output]:
         if self._over:
             raise Cancelled("the request was cancelled")
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,7 +92,7 @@ class Journey(Protocol):
     def fork(self) -> Fork | None:
         """For those that fork from it."""
 
-    def __aiter__(self) -> AsyncIterator[Output]: ...
+    def __aiter__(self) -> AsyncGenerator[Output]: ...
 
     async def cancel(self, *, enough: bool = False) -> None:
         """Drop the request everywhere. `enough`: it ends well, its client has all that it asked for, as at a stop

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from placement.blocks import freed_per_s
-from placement.refusals import full, no_nodes
 from placement.terms import NodeKey, NodeView
 from protocol.errors import KvferryError, NodeLost
 from protocol.layout import blocks_for
 from protocol.lease import Load, NodeLease
 from protocol.messages import AttemptFailed, Pulse, StepFrame, TokenDelta
 from router.nodes.book import Book
+from router.nodes.room import Part, Room
 
 log = logging.getLogger(__name__)
 
@@ -42,46 +42,6 @@ class Listener(Protocol):
         """The node drains: what runs there should go on elsewhere."""
 
 
-class Part(NamedTuple):
-    """What one node adds to the Room: nodes of each role that are ready, blocks that may still be asked of it, blocks
-    asked of it beyond what it takes, and blocks it gives back in a second."""
-
-    prefills: int = 0
-    decodes: int = 0
-    spare_blocks: int = 0
-    excess_blocks: int = 0
-    freed_per_s: float = 0.0
-
-
-class Room:
-    """What a model's nodes come to, kept at every change. `total`: the sum of their parts: whether anything can be
-    placed is known without asking each node. `views`: of those of the group that can be reached. `placed` counts the
-    bookings ever made."""
-
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self.total = Part()
-        self.views: dict[NodeKey, NodeView] = {}
-        self.placed = 0
-
-    def change(self, before: Part, after: Part) -> None:
-        if before != after:
-            own = self.total
-            self.total = Part(
-                own.prefills + after.prefills - before.prefills,
-                own.decodes + after.decodes - before.decodes,
-                own.spare_blocks + after.spare_blocks - before.spare_blocks,
-                own.excess_blocks + after.excess_blocks - before.excess_blocks,
-                own.freed_per_s + after.freed_per_s - before.freed_per_s,
-            )
-
-    def refusal(self) -> KvferryError | None:
-        """Why a request that needs a decode node cannot be placed whatever its length; None if it may be."""
-        if not self.total.decodes:
-            return no_nodes(self.model)
-        return None if self.total.spare_blocks else full(self.total.excess_blocks / self.total.freed_per_s)
-
-
 @dataclass(slots=True, eq=False)
 class Booking:
     """What one attempt was promised on one node, until `release`. `lost` is called once if the node is lost."""
@@ -93,13 +53,13 @@ class Booking:
 
     def settle(self) -> None:
         """The prompt is computed, or the blocks are in use: from now on the lease alone speaks for them."""
-        self._entry.count(-self.tokens, -self.blocks, 0)
+        self._entry._count(-self.tokens, -self.blocks, 0)
         self.tokens = self.blocks = 0
 
     def release(self) -> None:
         if self in self._entry.bookings:
             del self._entry.bookings[self]
-            self._entry.count(-self.tokens, -self.blocks, -1)
+            self._entry._count(-self.tokens, -self.blocks, -1)
 
 
 class NodeEntry:
@@ -107,8 +67,6 @@ class NodeEntry:
     whether it is or may be again with nothing lost; `stalled` whether a thread of the node hangs; `reachable` whether
     what is sent there is worked on, as far as its stream tells. corrupt: told of each ship to the node from another one
     that was wrong."""
-
-    view: NodeView
 
     def __init__(
         self, lease: NodeLease, room: Room, corrupt: Callable[[NodeKey, NodeKey], None] = lambda sender, here: None
@@ -120,7 +78,12 @@ class NodeEntry:
         self.listeners: dict[str, Listener] = {}
         self._book, self._room, self._corrupt = Book(), room, corrupt
         self._grouped, self._placed, self._part = False, 0, Part()
-        self._figure()
+        self._changed()
+
+    @property
+    def view(self) -> NodeView:
+        self._room.figure()
+        return self._view
 
     @property
     def idle(self) -> bool:
@@ -135,7 +98,7 @@ class NodeEntry:
         """The registry was read."""
         self._book.roll()
         began, self.lease = lease.state != self.lease.state, lease
-        self._figure()
+        self._changed()
         if began and self.drains:
             for listener in list(self.listeners.values()):
                 listener.drains()
@@ -144,24 +107,20 @@ class NodeEntry:
         """The lease is too old to tell what the node does now."""
         total = self.lease.load.total_blocks
         self.lease = replace(self.lease, load=Load(total_blocks=total, free_blocks=total))
-        self._figure()
+        self._changed()
 
     def join(self, grouped: bool) -> None:
         """Whether the node belongs to the group that is placed on."""
         self._grouped = grouped
-        self._figure()
+        self._changed()
 
     def promise(self, tokens: int, blocks: int, lost: Callable[[NodeLost], None]) -> Booking:
         """Book a request from now on."""
         booking = Booking(tokens, blocks, lost, self)
         self.bookings[booking] = None
         self._room.placed = self._placed = self._room.placed + 1
-        self.count(tokens, blocks, 1)
+        self._count(tokens, blocks, 1)
         return booking
-
-    def count(self, tokens: int, blocks: int, requests: int) -> None:
-        self._book.add(tokens, blocks, requests)
-        self._figure()
 
     def lose(self, error: NodeLost) -> None:
         """The node is gone: tell everyone who booked it."""
@@ -172,12 +131,12 @@ class NodeEntry:
     def opened(self) -> None:
         """The token stream is accepted."""
         self.open = self.linked = True
-        self._figure()
+        self._changed()
 
     def pause(self) -> None:
         """The token stream broke, and may go on where it broke off."""
         self.open = False
-        self._figure()
+        self._changed()
 
     def deal(self, frame: StepFrame) -> None:
         """A frame of the token stream, for whom it concerns."""
@@ -196,7 +155,7 @@ class NodeEntry:
     def broken(self, error: KvferryError) -> None:
         """The token stream ended, and what was asked of the node with it."""
         self.open = self.linked = self.stalled = False
-        self._figure()
+        self._changed()
         self._give_up(error)
 
     def _feel(self, pulse: Pulse) -> None:
@@ -206,7 +165,7 @@ class NodeEntry:
         if stalled != self.stalled:
             log.log(logging.WARNING if stalled else logging.INFO, "%s %s", self.key[0], pulse if stalled else "moves")
             self.stalled = stalled
-            self._figure()
+            self._changed()
         if hangs:
             self._give_up(NodeLost(f"{self.key[0]}: a step has taken {pulse.engine_s:.1f} s"))
 
@@ -219,21 +178,24 @@ class NodeEntry:
             for booking in list(self.bookings):
                 booking.lost(error)
 
+    def _count(self, tokens: int, blocks: int, requests: int) -> None:
+        self._book.add(tokens, blocks, requests)
+        self._changed()
+
     def _figure(self) -> None:
-        self.reachable = self.open and not self.stalled
+        """Tell the room, before anybody looks at it, what the node has become."""
         lease, load = self.lease, self.lease.load
         queued = blocks_for(load.waiting_tokens, lease.block_size) if lease.role == "decode" else 0
         tokens, blocks, requests = self._book.counted(
             load.waiting_tokens, load.granted_blocks + queued, load.running_requests + load.waiting_requests
         )
-        self.view = NodeView(lease, 0, tokens, requests, blocks, self._placed)
-        if self._grouped and self.reachable:
-            self._room.views[self.key] = self.view
-        else:
-            self._room.views.pop(self.key, None)
-        part = self._part_now()
-        self._room.change(self._part, part)
-        self._part = part
+        self._view = NodeView(lease, 0, tokens, requests, blocks, self._placed)
+        before, self._part = self._part, self._part_now()
+        self._room.change(self.key, self._view if self._grouped and self.reachable else None, before, self._part)
+
+    def _changed(self) -> None:
+        self.reachable = self.open and not self.stalled
+        self._room.changed(self._figure)
 
     def _part_now(self) -> Part:
         if not self._grouped or self.lease.state != "ready":

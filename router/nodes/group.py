@@ -13,7 +13,8 @@ from model_files.naming import ModelName
 from placement.terms import Kept, NodeView
 from protocol.labels import OWN_TIERS
 from protocol.lease import NodeLease
-from router.nodes.entry import NodeEntry, Room
+from router.nodes.entry import NodeEntry
+from router.nodes.room import Room
 
 log = logging.getLogger(__name__)
 

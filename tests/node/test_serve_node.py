@@ -20,7 +20,8 @@ from waiting import until
 
 from process.awake import LoopClock
 from router.nodes.client import NodeClient
-from router.nodes.entry import NodeEntry, Room
+from router.nodes.entry import NodeEntry
+from router.nodes.room import Room
 from router.nodes.token_streams import TokenStreams
 
 TESTS = Path(__file__).parents[1]

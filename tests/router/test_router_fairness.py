@@ -18,9 +18,9 @@ from protocol.lease import Rates
 from protocol.messages import PrefillRequest
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
-from router.api.generation import Choice, Generation
+from router.api.following import Choice, ChoicePiece
+from router.api.generation import Generation
 from router.tenants.keys import entry
-from router.text.transcript import Piece
 
 RATE = 1000.0
 """Prompt tokens that the prefill node computes in a second, one prompt after another in the order of their arrival."""
@@ -113,12 +113,12 @@ async def test_a_request_of_many_sequences_has_no_more_at_the_nodes_than_its_ten
     """They would take every seat, and newcomers have to wait for one."""
     follow, there = Generation._follow, [0, 0]
 
-    async def counted(generation: Generation, choice: Choice) -> AsyncIterator[Piece]:
+    async def counted(generation: Generation, choice: Choice) -> AsyncIterator[ChoicePiece]:
         there[0] += 1
         there[1] = max(there)
         async with aclosing(follow(generation, choice)) as pieces:
-            async for piece in pieces:
-                yield piece
+            async for found in pieces:
+                yield found
         there[0] -= 1
 
     monkeypatch.setattr(Generation, "_follow", counted)

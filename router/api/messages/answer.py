@@ -6,7 +6,8 @@ from typing import Any
 
 from protocol.errors import KvferryError
 from router.api.fold import Answer
-from router.api.generation import Choice, Generation
+from router.api.following import Choice
+from router.api.generation import Generation
 from router.api.messages.chat import MessagesChat
 from router.api.messages.errors import message_error
 from router.api.pool import Pool

@@ -7,7 +7,8 @@ from typing import Any
 
 from protocol.errors import KvferryError
 from router.api.fold import Answer
-from router.api.generation import Choice, Generation
+from router.api.following import Choice
+from router.api.generation import Generation
 from router.api.pool import Pool
 from router.api.responses.asked import Asked, ResponsesChat
 from router.api.shapes.logprobs import LogprobWriter
@@ -78,6 +79,7 @@ class ResponseAnswer(Answer):
             pass
 
     async def settle(self) -> None:
+        await self.flush()
         await self.keep(self.body())
 
     async def keep(self, response: dict[str, Any]) -> None:

@@ -65,6 +65,7 @@ class Background:
         place = (call.tenant, asked.id)
         task = self._running[place] = asyncio.create_task(self._run(visit, pool, answer, generation), name=asked.id)
         task.add_done_callback(lambda _: self._ended(place, visit))
+        await asyncio.sleep(0)  # it begins before anybody can end it: one that never began would not say so
         return Promise(generation, begun)
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from router.api.bodies.generating import ChatBody
-from router.api.generation import Choice
+from router.api.following import Choice
 from router.api.shapes.shape import Collected, Shape
 from router.text.transcript import CallDelta, Entry, Piece
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from router.api.bodies.generating import GenerationBody
 from router.api.fold import Answer
-from router.api.generation import Choice, Generation
+from router.api.following import Choice
+from router.api.generation import Generation
 from router.api.pool import Pool
 from router.api.shapes.shape import Collected, Shape
 from router.api.sse import DONE, TextEvent, event

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from router.api.bodies.generating import CompletionBody
-from router.api.generation import Choice, Generation
+from router.api.following import Choice
+from router.api.generation import Generation
 from router.api.pool import Pool
 from router.api.shapes.shape import Collected, Shape
 from router.text.detokenizer import detokenizer

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from protocol.messages import TokenLogprobs
 from router.api.bodies.generating import GenerationBody
-from router.api.generation import Choice, Generation
+from router.api.following import Choice
+from router.api.generation import Generation
 from router.api.pool import Pool
 from router.api.shapes.logprobs import LogprobWriter
 from router.text.transcript import CallDelta, Entry, Piece

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -65,6 +67,30 @@ async def test_a_router_that_knows_of_no_node_is_not_ready() -> None:
     assert (await api.http.get("/health")).status_code == 200
     api.cluster.lacks = ""
     assert (await api.http.get("/ready")).status_code == 200
+
+
+async def test_the_last_tokens_of_a_stream_go_out_with_its_end() -> None:
+    """One write less for each stream."""
+    writes: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        writes.append(message.get("body", b""))
+
+    body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 3}).encode()
+    told = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Any:
+        for message in told:
+            return message
+        await asyncio.Event().wait()
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "root_path": "",
+        "headers": [(b"content-length", str(len(body)).encode())],
+    }  # fmt: skip
+    await Api(FakeCluster(says("a b c"))).app(scope, receive, send)
+    assert writes[-1].endswith(b"data: [DONE]\n\n")
+    assert b'"finish_reason":"length"' in writes[-1]
 
 
 async def test_models() -> None:

@@ -11,7 +11,7 @@ from walk import Walk
 from protocol.messages import PrefillRequest
 
 
-async def test_twenty_seven_files_from_a_spec_to_the_post_to_prefill() -> None:
+async def test_twenty_eight_files_from_a_spec_to_the_post_to_prefill() -> None:
     walk = Walk("router", "placement")
 
     async def arrived(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -39,6 +39,7 @@ async def test_twenty_seven_files_from_a_spec_to_the_post_to_prefill() -> None:
         "router/journey/attempt.py",
         "router/journey/errands.py",
         "router/nodes/entry.py",
+        "router/nodes/room.py",
         "router/nodes/book.py",
         "router/nodes/client.py",
         "router/nodes/group.py",

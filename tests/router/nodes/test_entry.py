@@ -15,7 +15,8 @@ from protocol.errors import KvferryError, NodeLost, NoNodes, Overloaded
 from protocol.lease import Load, NodeLease, Rates
 from protocol.messages import Deviation, StepFrame, TokenDelta
 from router.nodes.book import LEASE_LAG_POLLS, Book
-from router.nodes.entry import Booking, NodeEntry, Part, Room
+from router.nodes.entry import Booking, NodeEntry
+from router.nodes.room import Part, Room
 
 
 def ignore(error: KvferryError) -> None:
@@ -59,7 +60,9 @@ def test_books_balance(steps: list[tuple[int, bool]], leased: int) -> None:
 CHANGES = st.lists(
     st.tuples(
         st.integers(0, 3),
-        st.sampled_from(["promise", "settle", "release", "renew", "forget", "join", "leave", "open", "break", "drain"]),
+        st.sampled_from(
+            ["promise", "settle", "release", "renew", "forget", "join", "leave", "open", "break", "drain", "look"]
+        ),
         st.integers(0, 300),
     ),
     max_size=60,
@@ -68,7 +71,7 @@ CHANGES = st.lists(
 
 @given(CHANGES)
 def test_the_room_is_the_sum_over_all_nodes(changes: list[tuple[int, str, int]]) -> None:
-    """Kept step by step it is what a new sum over all nodes would be, and it refuses when placing would."""
+    """Whenever it is looked at it is what a new sum over all nodes would be, and it refuses when placing would."""
     room = Room("m")
     entries = [NodeEntry(lease_of(f"d{i}", "decode"), room) for i in range(3)] + [
         NodeEntry(lease_of("p1", "prefill"), room)
@@ -95,6 +98,8 @@ def test_the_room_is_the_sum_over_all_nodes(changes: list[tuple[int, str, int]])
                 entry.opened()
             case "break":
                 entry.broken(NodeLost("x"))
+            case "look":
+                assert room.views.get(entry.key) in (None, entry.view)
     parts = [entry._part_now() for entry in entries]
     assert room.total[:4] == tuple(map(sum, list(zip(*parts, strict=True))[:4]))
     assert room.total.freed_per_s == pytest.approx(sum(part.freed_per_s for part in parts))

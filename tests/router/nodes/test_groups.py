@@ -15,8 +15,8 @@ from placement.terms import Kept
 from protocol.errors import NodeLost
 from protocol.lease import Load, NodeLease, Rates
 from protocol.metrics import RouterMetrics
-from router.nodes.entry import Part
 from router.nodes.group import NodeGroup
+from router.nodes.room import Part
 from router.nodes.table import NodeTable
 
 

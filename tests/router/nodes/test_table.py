@@ -14,8 +14,9 @@ from protocol.errors import NodeLost
 from protocol.layout import WIRE_VERSION
 from protocol.lease import Foreign, Load, NodeLease, Rates
 from protocol.metrics import RouterMetrics
-from router.nodes.entry import NodeEntry, Part
+from router.nodes.entry import NodeEntry
 from router.nodes.group import NodeGroup
+from router.nodes.room import Part
 from router.nodes.table import NodeTable
 
 

@@ -19,7 +19,8 @@ from protocol.messages import AttemptFailed, Deviation, StepFrame, TokenDelta
 from protocol.names import NodeName
 from router.nodes import token_streams
 from router.nodes.client import NodeClient
-from router.nodes.entry import NodeEntry, Room
+from router.nodes.entry import NodeEntry
+from router.nodes.room import Room
 from router.nodes.token_streams import TokenStreams
 
 D1 = lease_of("d1", "decode")

@@ -1,0 +1,93 @@
+"""One sequence under way: what its journey yields, made text piece by piece."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from dataclasses import dataclass
+from typing import Protocol
+
+from protocol.errors import KvferryError
+from protocol.model_metrics import ModelMetrics
+from router.journey.spec import Journey, Output, RequestSpec, Route
+from router.text.parsers.stage import Stage
+from router.text.transcript import Piece, Transcript
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sequence under way: `index` in the response, made from prompt number `prompt`. Its transcript begins with its
+    first output: until then the nodes should not wait for it."""
+
+    index: int
+    prompt: int
+    spec: RequestSpec
+    journey: Journey | None = None
+    transcript: Transcript | Stage | None = None
+    ended: bool = False
+
+
+ChoicePiece = tuple[Choice, Piece]
+
+
+class Pieces(Protocol):
+    """An asynchronous iterator that may be left early; `aclose` must follow."""
+
+    def __aiter__(self) -> AsyncIterator[ChoicePiece]: ...
+
+    def __anext__(self) -> Awaitable[ChoicePiece]: ...
+
+    def aclose(self) -> Awaitable[None]: ...
+
+
+class Whole(Protocol):
+    """All of the request that a choice is of."""
+
+    metrics: ModelMetrics
+
+    def transcript(self, spec: RequestSpec) -> Transcript | Stage: ...
+
+    def count_first(self, now: float, route: Route | None) -> None: ...
+
+    async def cancel(self, choice: Choice, *, enough: bool = False) -> None: ...
+
+
+class Following:
+    """The pieces of one choice. No generator, though it reads like one: each token passes here, and the event loop
+    keeps account of every generator."""
+
+    def __init__(self, choice: Choice, outputs: AsyncGenerator[Output], whole: Whole) -> None:
+        self._choice, self._outputs, self._whole = choice, outputs, whole
+        self._last, self._finished = 0.0, False
+
+    def __aiter__(self) -> Following:
+        return self
+
+    async def __anext__(self) -> ChoicePiece:
+        choice = self._choice
+        if self._finished:
+            await self._whole.cancel(choice, enough=True)
+            await self.aclose()
+            raise StopAsyncIteration
+        output = await anext(self._outputs, None)
+        if output is None:
+            choice.ended = True
+            raise KvferryError("the request ended without a finish reason")
+        now, metrics = time.monotonic(), self._whole.metrics
+        transcript = choice.transcript
+        if transcript is None:
+            assert choice.journey
+            transcript = choice.transcript = self._whole.transcript(choice.spec)
+            self._whole.count_first(now, choice.journey.route)
+        elif tokens := len(output.token_ids):
+            metrics.itl.observe((now - self._last) / tokens, tokens)
+        self._last = now
+        piece = transcript.add(output)
+        metrics.output_tokens.inc(len(piece.token_ids))
+        choice.ended = output.finish_reason is not None
+        self._finished = piece.finish_reason is not None
+        return choice, piece
+
+    async def aclose(self) -> None:
+        """Left to the collector, the journey would be ended by a task of its own."""
+        await self._outputs.aclose()
