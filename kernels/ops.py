@@ -16,7 +16,7 @@ from kernels.gate import SILU, Gate
 from kernels.low_rank import LowRank
 from kernels.masking import Masks
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, Linear, OneByOne, Step, StoredRows
+from kernels.step import DecoderForm, Linear, OneByOne, Step, Stored, StoredLinear
 from protocol.sampling import SamplingParams
 
 
@@ -30,9 +30,9 @@ class Ops(Protocol):
         """The dense layer of weight [out, in] and bias [out], made once at load: it may keep the weight in a form of
         its own."""
 
-    def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
-        """The dense layer of stored rows [.., columns] laid under each other, run as they are; None where this row of
-        the table does not run them: dequantise them then."""
+    def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> StoredLinear | None:
+        """The dense layer of stored rows or codes [.., columns] laid under each other, run as they are; None where this
+        row of the table does not run them: dequantise them then."""
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
         """The decoder's decode step as one call, where this row can replay the form; its dense layers are this row's

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from kernels.draw import NoiseKeys, draw
 from kernels.low_rank import LowRank, add_low_rank
 from kernels.masking import Masks
-from kernels.step import DecoderForm, Linear, OneByOne, Step, StoredRows
+from kernels.step import DecoderForm, Linear, OneByOne, Step, Stored, StoredLinear
 from protocol.sampling import SamplingParams
 
 
@@ -35,7 +35,7 @@ class TorchShared:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return TorchLinear(weight, bias)
 
-    def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
+    def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> StoredLinear | None:
         return None
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:

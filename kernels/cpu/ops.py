@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from kernels.codes import Codes
+from kernels.cpu.coded import rows_of
 from kernels.cpu.dense import PackedLinear, plain_rows, whole_panels
 from kernels.cpu.extension import extension, instruction_set
 from kernels.cpu.step import CpuStep, record
@@ -18,7 +20,7 @@ from kernels.noise import row_key
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
 from kernels.shared import TorchLinear
-from kernels.step import DecoderForm, Linear, OneByOne, StoredRows
+from kernels.step import DecoderForm, Linear, OneByOne, Stored
 from protocol.sampling import SamplingParams
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -65,10 +67,13 @@ class CpuOps:
             return TorchLinear(weight, bias)
         return PackedLinear(self.kernels, [rows], weight.shape[1], bias)
 
-    def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
-        if not whole_panels(parts) or any(self._row_bytes(part.kind, columns) < 0 for part in parts):
+    def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> PackedLinear | None:
+        rows = [found for part in parts if (found := rows_of(part) if isinstance(part, Codes) else part) is not None]
+        if len(rows) < len(parts) or not whole_panels(rows):
             return None
-        return PackedLinear(self.kernels, parts, columns, bias)
+        if any(self._row_bytes(part.kind, columns) < 0 for part in rows):
+            return None
+        return PackedLinear(self.kernels, rows, columns, bias)
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> CpuStep | None:
         return record(self._step_type, self.kernels, form, self._batch_invariant)
