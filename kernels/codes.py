@@ -48,6 +48,10 @@ class Codes:
         block = None if self.block is None else (1, self.block[1])
         return Codes(self.values.clone(), scales, block, self.order)
 
+    def to(self, device: torch.device) -> Codes:
+        order = None if self.order is None else self.order.to(device)
+        return Codes(self.values.to(device), self.scales.to(device), self.block, order)
+
     def write(self, out: torch.Tensor) -> None:
         """The weights, into `out` [out, in] of any float dtype, on any device."""
         step = max(1, _PIECE // self.values.shape[1])

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.capabilities import Capabilities
 from kernels.draw import NoiseKeys
 from kernels.gate import SILU, Gate
 from kernels.low_rank import LowRank
@@ -25,6 +26,7 @@ class Ops(Protocol):
     [num_blocks, 2, kv_heads, block_size, head_dim], strided, in the queries' dtype or in int8 (see `int8_cache`)."""
 
     name: str
+    capabilities: Capabilities
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """The dense layer of weight [out, in] and bias [out], made once at load: it may keep the weight in a form of

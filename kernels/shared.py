@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kernels.capabilities import Capabilities
 from kernels.draw import NoiseKeys, draw
 from kernels.low_rank import LowRank, add_low_rank
 from kernels.masking import Masks
@@ -31,6 +32,8 @@ class TorchLinear:
 
 class TorchShared:
     """Dense layers and drawing by PyTorch, for rows of the table without their own."""
+
+    capabilities = Capabilities()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return TorchLinear(weight, bias)

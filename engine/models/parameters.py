@@ -139,7 +139,7 @@ class ParameterLoader:
         """The layer in the form that `quantization` names, where the operations run it; else in the decoder's dtype."""
         if self._quantization == "auto" and factor == 1.0:
             stored = [(name, self._weights.stored(name, (rows, columns))) for name, rows in parts]
-            kept = [self._reordered(name, rows) for name, rows in stored if rows is not None]
+            kept = [self._placed(name, rows) for name, rows in stored if rows is not None]
             if len(kept) == len(parts) and (packed := self._packed(kept, columns, bias)) is not None:
                 return packed
         weight = self._stack(parts, columns, factor)
@@ -188,14 +188,16 @@ class ParameterLoader:
         self._weights.read(f"{prefix}.self_attn.sinks", out)
         return out
 
-    def _reordered(self, name: str, stored: Stored) -> Stored:
+    def _placed(self, name: str, stored: Stored) -> Stored:
+        """Its rows in our order; codes on the device."""
         if isinstance(stored, StoredRows):
             self._reorder(name, stored.data)
-        elif self._pairs_neighbours(name):
+            return stored
+        if self._pairs_neighbours(name):
             stored = stored.by_output()
             self._reorder(name, stored.values.view(torch.uint8))
             self._reorder(name, stored.scales)
-        return stored
+        return stored.to(self._device)
 
     def _reorder(self, name: str, rows: torch.Tensor) -> None:
         """In place."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from kernels.capabilities import Capabilities
 from kernels.codes import Codes
 from kernels.cpu.coded import rows_of
 from kernels.cpu.dense import PackedLinear, plain_rows, whole_panels
@@ -40,6 +41,7 @@ class CpuOps:
     extension, ValueError for a set that this processor does not run."""
 
     name = "cpu"
+    capabilities = Capabilities(blocks=True, codes=True)
 
     def __init__(self, threads: int | None = None, name: str | None = None, *, batch_invariant: bool = False) -> None:
         native = extension()

@@ -53,6 +53,22 @@ def prefill_tile(rows: int, head_dim: int, element_bytes: int) -> Tile:
     return Tile(size, 64 if dim <= 128 else 32, dim, warps=8 if size == 128 else 4, stages=3 if dim <= 128 else 2)
 
 
+def product_tile(rows: int, inputs: int, element_bytes: int, ladder: int) -> Tile:
+    """Tile of a program of a product with codes, of `rows` rows by `keys` outputs; `inputs`: those of a step of its
+    loop. Up to `ladder` rows its sums are of one order."""
+    if element_bytes == 4:
+        return Tile(16, 32, inputs, warps=4, stages=2)
+    if rows <= ladder:
+        return Tile(16 if rows <= 16 else 32, 64, inputs, warps=4, stages=4)
+    return Tile(128, 128, inputs, warps=8, stages=3)
+
+
+def product_splits(programs: int, tiles: int, processors: int) -> int:
+    """Into how many parts to split the inputs of a product, `tiles` tiles of them, a power of two: as for `kv_splits`,
+    for any batch."""
+    return kv_splits(programs, tiles, processors)
+
+
 def _float32_tile(rows: int, dim: int) -> Tile:
     """float32 products run without tensor cores, where larger tiles spill registers."""
     return Tile(rows, 32 if dim <= 64 else 16, dim, warps=4 if dim <= 64 else 8, stages=2)

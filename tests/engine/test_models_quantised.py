@@ -18,8 +18,9 @@ from engine.models.directory import open_directory
 from engine.models.quantised import QuantisedWeights
 from kernels.cpu import CpuOps, instruction_set
 from kernels.cpu.coded import rows_of
+from kernels.form import form_of
 from kernels.reference import ReferenceOps
-from model_files.needs import model_needs
+from model_files.needs import ON_CPU, ON_GPU, model_needs
 from model_files.quantisation import quantisation
 from model_files.source import resolve
 from protocol.errors import ConfigError
@@ -169,15 +170,18 @@ def test_memory_is_known_beforehand(name, plain, tmp_path):
     needs, whole = (model_needs(resolve(str(tmp_path / each))) for each in ("quantised", "values"))
     assert needs.parameters == whole.parameters
     weights = open_directory(tmp_path / "quantised", quantisation({"quantization_config": config}))
-    stored = 0
+    stored = coded = 0
     for name, tensor in load_file(tmp_path / "values" / "model.safetensors").items():
         if tensor.dim() == 2 and (codes := weights.stored(name, tuple(tensor.shape))) is not None:
             stored += rows_of(codes).data.numel()
+            if (form := form_of(codes)) is not None:
+                parts = [form.codes, form.scales, *([] if form.offsets is None else [form.offsets])]
+                coded += sum(part.nbytes for part in parts)
     assert stored > 0
     assert needs.dense.stored_bytes == stored
-    assert needs.memory(2, as_stored=True) == stored + 2 * (
-        needs.embedding.plain + needs.head.plain + needs.dense.plain
-    )
+    assert needs.dense.coded_bytes == coded
+    assert needs.memory(2, ON_GPU) == coded + 2 * (needs.parameters - needs.dense.coded)
+    assert needs.memory(2, ON_CPU) == stored + 2 * (needs.embedding.plain + needs.head.plain + needs.dense.plain)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,14 @@ def test_kernels_agree_with_the_reference() -> None:
     collect("triton_cases.py", **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}))
 
 
+def test_products_with_codes_are_those_of_the_dequantised_weights() -> None:
+    collect("triton_product_cases.py", **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}))
+
+
+def test_models_run_as_they_are_stored() -> None:
+    collect("triton_model_cases.py", TRITON_INTERPRET="1")
+
+
 def test_decode_steps_are_replayed() -> None:
     collect("triton_graph_cases.py", TRITON_INTERPRET="1")
 

@@ -13,9 +13,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kernels.codes import Codes
 from kernels.draw import NoiseKeys
 from kernels.triton import TritonOps
 from kernels.triton.checksum import digests
+from kernels.triton.product import LADDER
 from protocol.sampling import SamplingParams
 
 HOPPER_SHARED_BYTES = 227 * 1024
@@ -83,6 +85,42 @@ def test_rope_norm_and_activation(compiled: dict[str, Any], dtype: torch.dtype) 
     for gate in GATES:
         ops.gate_mul(x, gate)
     assert set(compiled) == {"rope_cache_kernel", "rms_norm_kernel", "gate_mul_kernel"}
+
+
+CODES = {
+    "int4": (torch.int8, (0, 7), 128, 32),
+    "int4-zeros": (torch.int8, (0, 15), 128, 32),
+    "int8": (torch.int8, (-128, 127), 4096, 1),
+    "fp8-block": (torch.float8_e4m3fn, (0, 8), 128, 32),
+}
+"""Number format, codes, inputs of a group and how many groups."""
+
+
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_with_codes_use_tensor_cores_and_wide_copies(
+    compiled: dict[str, Any], name: str, dtype: torch.dtype
+) -> None:
+    """Of the ladder's two heights by the same instruction, whose sums are of one order."""
+    kind, (low, high), group, groups = CODES[name]
+    values = torch.randint(low, high, (256, group * groups), dtype=torch.int8)
+    linear = TritonOps(132).packed([Codes(values.to(kind), torch.rand(256, groups))], group * groups)
+    assert linear is not None
+    for rows, product, summed in ((1, "mma.sync", True), (LADDER, "mma.sync", True), (LADDER + 1, "wgmma", False)):
+        compiled.clear()
+        linear(torch.zeros(rows, group * groups, dtype=dtype))
+        assert set(compiled) == ({"product_kernel", "sum_kernel"} if summed else {"product_kernel"})
+        kernel = compiled["product_kernel"]
+        assert product in kernel.asm["ptx"]
+        assert "cp.async.cg" in kernel.asm["ptx"]
+        assert kernel.metadata.shared <= HOPPER_SHARED_BYTES
+
+
+def test_products_with_codes_in_float32(compiled: dict[str, Any]) -> None:
+    linear = TritonOps(132).packed([Codes(torch.ones(64, 256, dtype=torch.int8), torch.ones(64, 8))], 256)
+    assert linear is not None
+    linear(torch.zeros(3, 256))
+    assert compiled["product_kernel"].metadata.shared <= HOPPER_SHARED_BYTES
 
 
 def test_checksums(compiled: dict[str, Any]) -> None:
