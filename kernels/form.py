@@ -72,7 +72,7 @@ def form_of(codes: Codes) -> CodedForm | None:
     order, values = None, own.values
     if codes.order is not None:
         order = codes.order.argsort(stable=True)
-        if columns % codes.scales.shape[1] or len(codes.order.bincount().unique()) > 1:
+        if columns % codes.scales.shape[1] or bool((codes.order.bincount() != codes.group).any()):
             return None
         values = values[:, order]
     group = codes.group

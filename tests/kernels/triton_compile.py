@@ -63,6 +63,20 @@ def test_bfloat16_attention_uses_tensor_cores_and_wide_copies(
         assert compiled[name].metadata.shared <= HOPPER_SHARED_BYTES
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_int8_k_and_v_are_read_in_words_through_tensor_cores(compiled: dict[str, Any], dtype: torch.dtype) -> None:
+    case = make_case([1, 1, 150], [1024, 30, 170], 2, heads=8, kv_heads=2, dim=128, dtype=dtype, int8=True)
+    ops, key = TritonOps(132), case.q[:, :2]
+    ops.rope_and_cache(case.q, key, key, *rope_table(32, 96), case.kv_layer, case.plan)
+    ops.paged_attention(case.q, case.kv_layer, case.plan, 0.1)
+    assert set(compiled) == {"rope_cache_kernel", "decode_kernel", "merge_kernel", "prefill_kernel"}
+    for name, product in (("decode_kernel", "mma.sync"), ("prefill_kernel", "wgmma")):
+        assert product in compiled[name].asm["ptx"]
+        assert "cp.async.ca" in compiled[name].asm["ptx"]
+        assert "ld.global.b8" not in compiled[name].asm["ptx"]
+        assert compiled[name].metadata.shared <= HOPPER_SHARED_BYTES
+
+
 @pytest.mark.parametrize(("dim", "dtype"), [(256, torch.float16), (80, torch.float32)])
 def test_attention_of_other_shapes(compiled: dict[str, Any], dim: int, dtype: torch.dtype) -> None:
     case = make_case([1, 130], [1024, 150], 1, heads=3, kv_heads=1, dim=dim, dtype=dtype)

@@ -40,9 +40,10 @@ def load(path: Path, dtype: torch.dtype, **how: object) -> Model:
     return found
 
 
-def correlation(model: Model, wanted: Model) -> float:
-    """Of a prompt, and of steps that are captured and replayed."""
-    found = [chunked_logits(each, tokens_for(20), [18, 1, 1]).flatten() for each in (model, wanted)]
+def correlation(model: Model, wanted: Model, cache: torch.dtype | None = None) -> float:
+    """Of a prompt, and of steps that are captured and replayed; cache: of the first model."""
+    made = ((model, cache), (wanted, None))
+    found = [chunked_logits(each, tokens_for(20), [18, 1, 1], dtype).flatten() for each, dtype in made]
     return float(torch.corrcoef(torch.stack(found))[0, 1])
 
 
@@ -64,3 +65,10 @@ def test_int8_of_any_model_is_near(tmp_path: Path) -> None:
     model = load(tmp_path / "plain", torch.bfloat16, ops=TritonOps(4, Taping()), quantization="int8")
     assert model.info.revision.endswith("+W8A16")
     assert correlation(model, load(tmp_path / "plain", torch.float32, ops=ReferenceOps())) > 0.995
+
+
+def test_a_cache_in_int8_is_near(tmp_path: Path) -> None:
+    save_tiny(family("LlamaConfig", num_hidden_layers=2, head_dim=16), tmp_path / "plain")
+    model = load(tmp_path / "plain", torch.float32, ops=TritonOps(4, Taping()))
+    exact = load(tmp_path / "plain", torch.float32, ops=ReferenceOps())
+    assert 0.999 < correlation(model, exact, torch.int8) < 1 - 1e-7
