@@ -62,8 +62,9 @@ class Codes:
         """float32 of outputs [first, end)."""
         values = self.values[first:end].float()
         if self.block is not None:
-            outputs = torch.arange(first, first + len(values)) // self.block[0]
-            inputs = torch.arange(values.shape[1]) // self.block[1]
+            device = values.device
+            outputs = torch.arange(first, first + len(values), device=device) // self.block[0]
+            inputs = torch.arange(values.shape[1], device=device) // self.block[1]
             return values.mul_(self.scales[outputs][:, inputs])
         scales = self.scales if len(self.scales) == 1 else self.scales[first:end]
         if self.order is not None:
