@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.adjustments import Adjusted
 from kernels.capabilities import Capabilities
 from kernels.draw import NoiseKeys
 from kernels.gate import SILU, Gate
@@ -83,6 +84,11 @@ class Ops(Protocol):
         window > 0: only the last `window` positions, the token's own included; cap > 0: a score s becomes
         cap * tanh(s / cap); sinks, float32 [heads]: a score of each head that takes its share of the weights and brings
         no value. Returns [T, heads, dim]."""
+
+    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted]) -> None:
+        """Change rows of float32 logits [n, vocab] in place as their adjustments say, each row named once at most: what
+        is added to single tokens, then the repetition penalty of all tokens so far, then frequency and presence
+        penalties of the output (OpenAI API reference)."""
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()

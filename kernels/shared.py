@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kernels.adjustments import Adjusted
 from kernels.capabilities import Capabilities
 from kernels.draw import NoiseKeys, draw
 from kernels.low_rank import LowRank, add_low_rank
@@ -46,6 +47,10 @@ class TorchShared:
 
     def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:
         add_low_rank(y, x, tokens, parts)
+
+    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted]) -> None:
+        for row, adjustments, output_len in rows:
+            adjustments.apply(logits[row], output_len)
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()

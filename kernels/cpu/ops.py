@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from kernels.adjustments import Adjusted
 from kernels.capabilities import Capabilities
 from kernels.codes import Codes
 from kernels.cpu.coded import rows_of
@@ -151,6 +152,9 @@ class CpuOps:
             rest = self._prefill_part(plan)
             out[decodes:] = self._reference.paged_attention(q[decodes:], kv_layer, rest, scale, window, cap, sinks)
         return out
+
+    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted]) -> None:
+        self._reference.adjust(logits, rows)
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()
