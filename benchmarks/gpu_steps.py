@@ -40,6 +40,13 @@ from protocol.work import Generate
 BLOCK = 16
 
 
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": ((3, 1.0),)},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """decodes: (batch, context); prompts: tokens; copied, side: of the limits; runs: of each."""
@@ -117,7 +124,7 @@ def measure(bench: Bench, rows: Rows) -> None:
     limit = bench.limits
     rows.put("device copy, matrix product", f"{limit.bandwidth / 1e9:.0f} GB/s, {limit.peak / 1e12:.1f} TFLOP/s")
     for batch, context in bench.sizes.decodes:
-        for words, sampling in (("greedy", {"temperature": 0.0}), ("top_p 0.9", {"temperature": 0.8, "top_p": 0.9})):
+        for words, sampling in SAMPLINGS.items():
             took, floor = bench.decode(batch, context, **sampling)
             what = f"decode step, batch {batch} at {context}, {words}{', weights in int8' * bench.int8}"
             rows.put(what, f"{took * 1e3:.2f} ms", floor / took, "its floor")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.adjustments import Adjusted
 from kernels.capabilities import Capabilities
 from kernels.codes import Codes
 from kernels.draw import NoiseKeys
@@ -22,6 +23,7 @@ from kernels.shared import TorchShared
 from kernels.staging import Staging
 from kernels.step import DecoderForm, Gated, OneByOne, Step, Stored
 from kernels.triton import elementwise, rope
+from kernels.triton.adjust import Adjuster
 from kernels.triton.decode import decode
 from kernels.triton.draw import draw
 from kernels.triton.launch import Tile, decode_tile, kv_splits, prefill_tile
@@ -75,6 +77,7 @@ class TritonOps(TorchShared):
         self._processors = processors
         self._capture = capture or (CudaCapture() if graphs and torch.cuda.is_available() else None)
         self._staging: Staging | None = None
+        self._adjusters: dict[int, Adjuster] = {}
         self._plan: BatchPlan | None = None
         self._launches: dict[Shape, Launch] = {}
 
@@ -129,6 +132,12 @@ class TritonOps(TorchShared):
         if launch.max_rows:
             prefill(q, kv_layer, out, plan, scale, window, cap, sinks, launch.max_rows, launch.prefill_tile)
         return out
+
+    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted]) -> None:
+        vocab = logits.shape[1]
+        if vocab not in self._adjusters:
+            self._adjusters[vocab] = Adjuster(logits.device, vocab)
+        self._adjusters[vocab](logits, rows)
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()

@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kernels.adjustments import Adjustments
 from kernels.codes import Codes
 from kernels.draw import NoiseKeys
 from kernels.triton import TritonOps
@@ -140,6 +141,13 @@ def test_products_with_codes_in_float32(compiled: dict[str, Any]) -> None:
 def test_checksums(compiled: dict[str, Any]) -> None:
     digests([torch.zeros(5000, dtype=torch.uint8)])
     assert set(compiled) == {"sums_kernel", "scramble_kernel"}
+
+
+def test_additions_and_penalties(compiled: dict[str, Any]) -> None:
+    params = SamplingParams(repetition_penalty=1.2, logit_bias=((3, 1.0),))
+    TritonOps().adjust(torch.zeros(1, 128_256), [(0, Adjustments(params, [1, 2, 3], 2), 1)])
+    assert set(compiled) == {"note_kernel", "penalise_kernel"}
+    assert "ld.global.v4" in compiled["penalise_kernel"].asm["ptx"]
 
 
 def test_draws(compiled: dict[str, Any]) -> None:
