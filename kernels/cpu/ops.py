@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from kernels.adjustments import Adjusted
 from kernels.capabilities import Capabilities
 from kernels.codes import Codes
 from kernels.cpu.coded import rows_of
@@ -16,12 +15,11 @@ from kernels.cpu.extension import extension, instruction_set
 from kernels.cpu.step import CpuStep, record
 from kernels.draw import NoiseKeys, is_greedy
 from kernels.gate import SILU, Gate
-from kernels.low_rank import LowRank
 from kernels.masking import Masks
 from kernels.noise import row_key
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
-from kernels.shared import TorchLinear
+from kernels.shared import TorchLinear, TorchShared
 from kernels.step import DecoderForm, Linear, OneByOne, Stored
 from protocol.sampling import SamplingParams
 
@@ -33,7 +31,7 @@ Scoring = tuple[float, int, float, torch.Tensor | None]
 """scale, window, cap and sinks of `Ops.paged_attention`."""
 
 
-class CpuOps:
+class CpuOps(TorchShared):
     """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for attention with head dims that
     are not multiples of 16, and for prefill attention in float32 or with head dims that are not multiples of 32. Owns a
     team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best instruction set.
@@ -80,9 +78,6 @@ class CpuOps:
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> CpuStep | None:
         return record(self._step_type, self.kernels, form, self._batch_invariant)
-
-    def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:
-        self._reference.add_low_rank(y, x, tokens, parts)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.dtype not in _DTYPES:
@@ -152,9 +147,6 @@ class CpuOps:
             rest = self._prefill_part(plan)
             out[decodes:] = self._reference.paged_attention(q[decodes:], kv_layer, rest, scale, window, cap, sinks)
         return out
-
-    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted]) -> None:
-        self._reference.adjust(logits, rows)
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()
