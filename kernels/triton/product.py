@@ -3,7 +3,7 @@
 
 Codes are multiplied as they are, for all of them are exact in 16 bits, and a group's sums by its scale: what comes out
 is the product with the weights in float32, but for the order of its sums. That order is one of tiles along the inputs,
-and the same for every batch of up to `LADDER` rows, so that a row has the same bits in each of them.
+and the same for every batch of up to `ORDERED` rows, so that a row has the same bits in each of them.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from kernels.form import CodedForm
-from kernels.triton.launch import power_of_two, product_splits, product_tile
+from kernels.graphs import LADDER
+from kernels.triton.launch import kv_splits, power_of_two, product_tile
 
-LADDER = 128
+ORDERED = LADDER[-1]
 """Rows of the largest batch that is summed in one order with all smaller ones."""
 _BAND = 8
 """Tiles of rows that go through the outputs side by side, so that what they read stays in the cache."""
@@ -175,9 +176,10 @@ def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: to
     (rows, columns), outputs = x.shape, len(form.codes)
     if not rows:
         return
-    tile = product_tile(rows, form.tile, x.element_size(), ladder=LADDER)
+    ordered = rows <= ORDERED
+    tile = product_tile(rows, form.tile, x.element_size(), ordered=ordered)
     tiles, wide = triton.cdiv(columns, form.tile), triton.cdiv(outputs, tile.keys)
-    splits = product_splits(wide, tiles, processors) if rows <= LADDER else 1
+    splits = kv_splits(wide, tiles, processors) if ordered else 1
     parts = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device) if splits > 1 else out
     added = out if bias is None else bias
     product_kernel[(triton.cdiv(rows, tile.rows) * wide, splits)](

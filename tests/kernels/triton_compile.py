@@ -18,7 +18,7 @@ from kernels.codes import Codes
 from kernels.draw import NoiseKeys
 from kernels.triton import TritonOps
 from kernels.triton.checksum import digests
-from kernels.triton.product import LADDER
+from kernels.triton.product import ORDERED
 from protocol.sampling import SamplingParams
 
 HOPPER_SHARED_BYTES = 227 * 1024
@@ -121,7 +121,7 @@ def test_products_with_codes_use_tensor_cores_and_wide_copies(
     values = torch.randint(low, high, (256, group * groups), dtype=torch.int8)
     linear = TritonOps(132).packed([Codes(values.to(kind), torch.rand(256, groups))], group * groups)
     assert linear is not None
-    for rows, product, summed in ((1, "mma.sync", True), (LADDER, "mma.sync", True), (LADDER + 1, "wgmma", False)):
+    for rows, product, summed in ((1, "mma.sync", True), (ORDERED, "mma.sync", True), (ORDERED + 1, "wgmma", False)):
         compiled.clear()
         linear(torch.zeros(rows, group * groups, dtype=dtype))
         assert set(compiled) == ({"product_kernel", "sum_kernel"} if summed else {"product_kernel"})

@@ -12,7 +12,7 @@ from kernels.codes import Codes
 from kernels.form import form_of, laid_together
 from kernels.step import StoredRows
 from kernels.triton import TritonOps
-from kernels.triton.product import LADDER, CodedLinear
+from kernels.triton.product import ORDERED, CodedLinear
 
 OUT = 70
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -102,7 +102,7 @@ def test_products_are_those_of_the_dequantised_weights(name: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("name", ["int4-128", "int8-channel", "fp8-block", "int4-zeros"])
-@pytest.mark.parametrize("rows", [1, 17, LADDER + 9])
+@pytest.mark.parametrize("rows", [1, 17, ORDERED + 9])
 def test_batches_of_all_heights(name: str, rows: int) -> None:
     codes, _ = CASES[name]
     expect(layer(codes), weight_of(codes), inputs(rows, codes.values.shape[1], torch.bfloat16))
@@ -112,7 +112,7 @@ def test_batches_of_all_heights(name: str, rows: int) -> None:
 def test_a_row_has_the_same_bits_in_every_batch_of_the_ladder(name: str) -> None:
     """The parts of the inputs that are added are those of the layer, whatever the batch."""
     codes, _ = CASES[name]
-    linear, x = layer(codes, processors=64), inputs(LADDER, codes.values.shape[1], torch.bfloat16)
+    linear, x = layer(codes, processors=64), inputs(ORDERED, codes.values.shape[1], torch.bfloat16)
     whole = linear(x, torch.float32)
     for rows in ([5], [5, 6], [1, 5, *range(20, 37)], [*range(40), 99]):
         assert torch.equal(linear(x[rows], torch.float32), whole[rows])
@@ -122,12 +122,12 @@ def test_large_layers_are_split_along_their_inputs_and_added_in_order(monkeypatc
     from kernels.triton import product
 
     splits: list[int] = []
-    original = product.product_splits
-    monkeypatch.setattr(product, "product_splits", lambda *given: splits.append(original(*given)) or splits[-1])
+    original = product.kv_splits
+    monkeypatch.setattr(product, "kv_splits", lambda *given: splits.append(original(*given)) or splits[-1])
     codes = Codes(integers(-8, 7, 1280), scales_of(OUT, 10))
     bias = torch.linspace(-1, 1, OUT)
     linear = layer(codes, bias=bias, processors=64)
-    for rows in (1, 20, LADDER + 1):
+    for rows in (1, 20, ORDERED + 1):
         expect(linear, weight_of(codes), inputs(rows, 1280, torch.bfloat16), bias)
     assert splits == [4] * 4, "twice for each batch of the ladder"
 
