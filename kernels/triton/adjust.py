@@ -93,11 +93,14 @@ class Adjuster:
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[Adjusted]) -> None:
         """As `Ops.adjust`."""
+        known = [(self._place(adjustments), len(adjustments.token_ids)) for _, adjustments, _ in rows]
         (table,) = self._staging.put([self._table(rows)])
         count, stride = len(rows), logits.stride(0)
         note_kernel[(count,)](
             logits, self._counts, table, count, self._vocab, stride, COLUMNS=COLUMNS, BLOCK=_BLOCK, num_warps=4
         )
+        for place, upto in known:  # now that they are counted: a step that fails before is taken anew
+            place.upto = upto
         if any(adjustments.counting for _, adjustments, _ in rows):
             penalise_kernel[(count, triton.cdiv(self._vocab, _TILE))](
                 logits, self._counts, table, self._vocab, stride, COLUMNS=COLUMNS, TILE=_TILE, num_warps=8
@@ -114,7 +117,6 @@ class Adjuster:
                 new = adjustments.token_ids[place.upto :]
                 prompt = min(len(new), max(0, adjustments.prompt_len - place.upto))
                 output = len(new) - prompt
-                place.upto += len(new)
                 parts.append(np.array(new, dtype=np.int32))
             added = self._additions(place, adjustments, output_len)
             parts.append(added)

@@ -102,6 +102,21 @@ def test_counts_of_who_left_are_not_found_by_the_next() -> None:
     assert len(adjuster._counts) == 8
 
 
+def test_a_step_that_failed_before_its_tokens_were_counted_is_taken_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    adjuster, request = Adjuster(CPU, VOCAB), Request("all", 30, 2)
+    request.draw(2)
+
+    def fails(arrays: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(adjuster._staging, "put", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            adjuster(logits_of(1, 0), [request.row(0, request.ours)])
+    compare(adjuster, [request], [0], 1)
+    compare(adjuster, [request], [0], 2)
+
+
 def test_what_is_no_number_and_what_is_forbidden_stay_so() -> None:
     adjuster, request = Adjuster(CPU, VOCAB), Request("all", 0, 3)
     request.tokens += [5, 6, 7, 8]
