@@ -3,11 +3,11 @@
     python -m benchmarks.gpu_kernels [--heads 32 --kv-heads 8 --dim 128 --dtype bfloat16 --runs 15 --rows FILE]
 
 Each line is one operation at one size. Every form of it (ours, then PyTorch's: SDPA on contiguous K/V, the plain
-operations of `kernels/reference.py` for the rest) is captured into a CUDA graph over up to 32 layers, as many as exceed
-the device's L2 cache, so no time of the host counts and only the smallest sizes read from cache; the graphs then run in
-turn, `--runs` times, and the median is printed. GB/s counts each byte an operation must move once; the share is of a
-device-to-device copy measured in the same rounds. Outputs are compared before anything is timed. --tiny: small sizes on
-a CPU, of the reference's operations and without graphs, to try the benchmark itself.
+operations of `kernels/reference.py`, a product in 16 bits) is captured into a CUDA graph over up to 32 layers, as many
+as exceed the device's L2 cache, so no time of the host counts and only the smallest sizes read from cache; the graphs
+then run in turn, `--runs` times, and the median is printed. GB/s counts each byte an operation must move once; the
+share is of a device-to-device copy measured in the same rounds. Outputs are compared before anything is timed. --tiny:
+small sizes on a CPU, of the reference's operations and without graphs, to try the benchmark itself.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from benchmarks.gpu_products import FORMS, product
 from benchmarks.gpu_rows import Rows
+from benchmarks.gpu_subject import Shape, Subject, layers_for
+from kernels.int8_cache import dequantise, quantise
 from kernels.ops import Ops, select
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
-from protocol.layout import blocks_for
-
-COLD_BYTES = 256 << 20
-MAX_LAYERS = 32
+from protocol.layout import SCALE_BYTES, blocks_for
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """decodes: (sequences, length); chunks: (sequences, tokens, tokens before them); tokens: of what is no attention;
-    copied: bytes of the copy."""
+    copied: bytes of the copy; rows: of products with codes."""
 
     decodes: tuple[tuple[int, int], ...]
     chunks: tuple[tuple[int, int, int], ...]
     tokens: tuple[int, ...]
     copied: int
+    rows: tuple[int, ...]
 
 
 FULL = Sizes(
@@ -50,36 +51,9 @@ FULL = Sizes(
     chunks=((1, 2048, 0), (1, 8192, 0), (1, 512, 7680), (8, 512, 0)),
     tokens=(1, 64, 8192),
     copied=1 << 30,
+    rows=(1, 16, 64, 128, 2048),
 )
-SMALL = Sizes(((2, 64),), ((1, 32, 16),), (4,), 1 << 20)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    heads: int
-    kv_heads: int
-    dim: int
-    dtype: torch.dtype
-    device: torch.device
-    block_size: int = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """One operation at one size. Forms take a layer number below `layers` and return what must agree between them;
-    moved and work are bytes and floating point operations of one layer."""
-
-    title: str
-    ours: Callable[[int], torch.Tensor]
-    peer: Callable[[int], torch.Tensor]
-    layers: int
-    moved: int
-    work: int = 0
-
-
-def layers_for(moved: int) -> int:
-    """Layers that together exceed any L2 cache of today, MAX_LAYERS at most."""
-    return max(1, min(MAX_LAYERS, -(-COLD_BYTES // moved)))
+SMALL = Sizes(((2, 64),), ((1, 32, 16),), (4,), 1 << 20, (3,))
 
 
 def paged_plan(query_lens: list[int], total_lens: list[int], shape: Shape) -> tuple[BatchPlan, int]:
@@ -99,31 +73,35 @@ def paged_plan(query_lens: list[int], total_lens: list[int], shape: Shape) -> tu
     return BatchPlan(*tensors, tuple(query_lens), tuple(total_lens), decodes, shape.block_size), sum(counts)
 
 
-def attention(ops: Ops, shape: Shape, seqs: int, query_len: int, computed_len: int) -> Subject:
-    """Attention of equal sequences; the peer reads the same K/V, laid out contiguously beforehand."""
-    total = computed_len + query_len
-    elements = 2 * seqs * total * shape.kv_heads * shape.dim + 2 * seqs * query_len * shape.heads * shape.dim
-    moved = elements * shape.dtype.itemsize
+def attention(ops: Ops, shape: Shape, seqs: int, query_len: int, computed_len: int, int8: bool = False) -> Subject:
+    """Attention of equal sequences; the peer reads the same K/V, contiguous and in the queries' format."""
+    total, itemsize = computed_len + query_len, shape.dtype.itemsize
+    vector = shape.dim + SCALE_BYTES if int8 else shape.dim * itemsize
+    moved = 2 * seqs * total * shape.kv_heads * vector + 2 * seqs * query_len * shape.heads * shape.dim * itemsize
     layers = layers_for(moved)
     plan, blocks = paged_plan([query_len] * seqs, [total] * seqs, shape)
     random = {"dtype": shape.dtype, "device": shape.device}
     pool = torch.randn(blocks, layers, 2, shape.kv_heads, shape.block_size, shape.dim, **random)
+    if int8:
+        pool = quantise(pool)
     q = torch.randn(seqs * query_len, shape.heads, shape.dim, **random)
     scale = shape.dim**-0.5
     peer = sdpa_decode if query_len == 1 else sdpa_prefill
     pairs = query_len * computed_len + query_len * (query_len + 1) // 2
     return Subject(
-        title=f"{'decode' if query_len == 1 else 'prefill'} {seqs} x {query_len} at {computed_len}",
+        title=f"{'decode' if query_len == 1 else 'prefill'} {seqs} x {query_len} at {computed_len}{', int8' * int8}",
         ours=lambda layer: ops.paged_attention(q, pool[:, layer], plan, scale),
-        peer=peer(q, [contiguous(pool[:, layer], plan, total) for layer in range(layers)], shape, scale),
+        peer=peer(q, [contiguous(pool[:, layer], plan, total, q.dtype) for layer in range(layers)], shape, scale),
         layers=layers,
         moved=moved,
         work=4 * seqs * shape.heads * shape.dim * pairs,
     )
 
 
-def contiguous(kv_layer: torch.Tensor, plan: BatchPlan, total: int) -> torch.Tensor:
+def contiguous(kv_layer: torch.Tensor, plan: BatchPlan, total: int, dtype: torch.dtype) -> torch.Tensor:
     """[2, seqs, kv_heads, total, dim] from the pool."""
+    if kv_layer.dtype == torch.int8:
+        kv_layer = dequantise(kv_layer, dtype)
     pages = kv_layer[plan.block_table.long()].permute(2, 0, 3, 1, 4, 5)
     return pages.flatten(3, 4)[:, :, :, :total].contiguous()
 
@@ -193,9 +171,14 @@ def rope(ops: Ops, plain: Ops, shape: Shape, tokens: int) -> Subject:
 def subjects(ops: Ops, shape: Shape, sizes: Sizes) -> Iterator[Subject]:
     """Built one at a time: each may hold gigabytes."""
     for seqs, length in sizes.decodes:
-        yield attention(ops, shape, seqs, 1, length - 1)
+        for int8 in (False, True):
+            yield attention(ops, shape, seqs, 1, length - 1, int8)
     for seqs, query_len, computed_len in sizes.chunks:
-        yield attention(ops, shape, seqs, query_len, computed_len)
+        for int8 in (False, True):
+            yield attention(ops, shape, seqs, query_len, computed_len, int8)
+    for form in FORMS:
+        for rows in sizes.rows:
+            yield product(ops, shape, form, rows)
     for tokens in sizes.tokens:
         yield from pointwise(ops, shape, tokens)
 

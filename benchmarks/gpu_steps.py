@@ -40,6 +40,13 @@ from protocol.work import Generate
 BLOCK = 16
 
 
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": ((3, 1.0),)},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """decodes: (batch, context); prompts: tokens; copied, side: of the limits; runs: of each."""
@@ -59,12 +66,14 @@ SMALL = Sizes(TINY, ((1, 64), (4, 64)), (128,), 1 << 20, 128, 3)
 class Bench:
     """One model, its runner, and what it is measured against."""
 
-    def __init__(self, sizes: Sizes, device: torch.device, folder: Path) -> None:
-        self.sizes, self.device = sizes, device
+    def __init__(self, sizes: Sizes, device: torch.device, folder: Path, quantization: str = "none") -> None:
+        self.sizes, self.device, self.int8 = sizes, device, quantization == "int8"
         ops = select("auto", device)
         source = resolve_runnable(str(write_model(folder, sizes.config)), "dummy")
         self.dtype = torch.bfloat16
-        self.model: Model = load_model(source, device=device, dtype=self.dtype, ops=ops, load_format="dummy")
+        self.model: Model = load_model(
+            source, device=device, dtype=self.dtype, ops=ops, load_format="dummy", quantization=quantization
+        )
         self.limits: Limits = limits(device, self.dtype, sizes.copied, sizes.side)
         self.needs: ModelNeeds = config_needs(sizes.config)
         spare = 2 + sizes.runs // BLOCK
@@ -90,7 +99,8 @@ class Bench:
         streams = [self.request(f"s{i}", context, i * each, spare, context - 1, **sampling) for i in range(batch)]
         taken = [self._step(streams) for _ in range(self.sizes.runs + 2)][2:]
         itemsize = self.dtype.itemsize
-        moved = self.needs.step_bytes(itemsize) + batch * context * self.needs.kv_bytes("bfloat16")
+        weights = self.needs.step_bytes(itemsize) - self.int8 * (itemsize - 1) * self.needs.dense.active
+        moved = weights + batch * context * self.needs.kv_bytes("bfloat16")
         return statistics.median(taken), moved / self.limits.bandwidth
 
     def _step(self, streams: Sequence[Request]) -> float:
@@ -114,15 +124,16 @@ def measure(bench: Bench, rows: Rows) -> None:
     limit = bench.limits
     rows.put("device copy, matrix product", f"{limit.bandwidth / 1e9:.0f} GB/s, {limit.peak / 1e12:.1f} TFLOP/s")
     for batch, context in bench.sizes.decodes:
-        for words, sampling in (("greedy", {"temperature": 0.0}), ("top_p 0.9", {"temperature": 0.8, "top_p": 0.9})):
+        for words, sampling in SAMPLINGS.items():
             took, floor = bench.decode(batch, context, **sampling)
-            what = f"decode step, batch {batch} at {context}, {words}"
+            what = f"decode step, batch {batch} at {context}, {words}{', weights in int8' * bench.int8}"
             rows.put(what, f"{took * 1e3:.2f} ms", floor / took, "its floor")
             print(f"{what:45} {took * 1e3:9.2f} ms {floor / took:8.0%} of its floor", flush=True)
     for tokens in bench.sizes.prompts:
         took, floor = bench.prefill(tokens)
-        rows.put(f"prefill of {tokens}", f"{took * 1e3:.1f} ms", floor / took, "the matrix peak")
-        print(f"{f'prefill of {tokens}':45} {took * 1e3:9.1f} ms {floor / took:8.0%} of the matrix peak", flush=True)
+        what = f"prefill of {tokens}{', weights in int8' * bench.int8}"
+        rows.put(what, f"{took * 1e3:.1f} ms", floor / took, "the matrix peak")
+        print(f"{what:45} {took * 1e3:9.1f} ms {floor / took:8.0%} of the matrix peak", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -134,7 +145,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit("gpu_steps measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
     device = torch.device("cpu" if asked.tiny else "cuda")
     with tempfile.TemporaryDirectory() as folder:
-        measure(Bench(SMALL if asked.tiny else FULL, device, Path(folder)), Rows("steps", asked.rows))
+        for quantization in ("none", "int8"):
+            bench = Bench(SMALL if asked.tiny else FULL, device, Path(folder), quantization)
+            measure(bench, Rows("steps", asked.rows))
+            del bench
 
 
 if __name__ == "__main__":

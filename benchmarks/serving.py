@@ -35,7 +35,7 @@ from benchmarks.subjects import ENGINES, SUBJECTS, Installed, Subject, missing
 from benchmarks.workloads import FIGURES, WORKLOADS, Figures, Workload
 from cli.door import set_threads
 from model_files.gguf import read_gguf
-from model_files.needs import gguf_needs
+from model_files.needs import NOWHERE, ON_CPU, gguf_needs
 from process.limits import available_cores
 from protocol.errors import ConfigError
 
@@ -196,7 +196,7 @@ def _ceilings(group: str, results: table.Results, models: dict[str, Path]) -> di
     read, gflops = (statistics.median(results.limits[group, name]) for name in (limits.READ, limits.PRODUCTS))
     needs = gguf_needs(read_gguf(models.get(group, models[SOURCE])))
     return {
-        (group, "single"): read * 1e9 / needs.step_bytes(2, as_stored=group != "bf16"),
+        (group, "single"): read * 1e9 / needs.step_bytes(2, NOWHERE if group == "bf16" else ON_CPU),
         (group, "prefill512"): gflops * 1e9 / needs.prompt_work(512),
         (group, "prefill2048"): gflops * 1e9 / needs.prompt_work(2048),
     }

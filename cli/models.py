@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cli.seats import GIB, gpus, kv_dtype, needs_of, take_seats, weight_bytes
+from cli.formats import kv_dtype, weight_bytes
+from cli.seats import GIB, gpus, needs_of, take_seats
 from model_files.draft import resolve_draft
 from model_files.refusals import require_runnable
 from model_files.source import ModelFacts, ModelSource, read_facts

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+from cli.formats import kv_dtype, weight_bytes
 from model_files.needs import Count, ModelNeeds, model_needs
 from model_files.source import ModelSource, resolve
 from process.limits import available_memory
@@ -29,7 +30,6 @@ GPU_SHARE = 0.8
 MARGIN = 0.95
 UNKNOWN = ModelNeeds(Count(), Count(), Count(), layers=0, kv_heads=0, head_dim=0, query_size=0, max_model_len=0)
 """Of a model whose config uses words of its own: its workers check for themselves."""
-_FULL_BYTES = {"auto": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,31 +129,6 @@ def shares_weights(settings: ServeSettings, needs: ModelNeeds) -> bool:
     packed = settings.dtype in ("auto", "bfloat16") and settings.kernels in ("auto", "cpu") and _kernels_are_compiled()
     ours = needs.own and settings.model_impl != "transformers"
     return settings.share_weights and hasattr(os, "memfd_create") and packed and ours
-
-
-def weight_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> float:
-    """Bytes of one worker's weights as they will run there."""
-    itemsize = _FULL_BYTES[settings.dtype]
-    on_cpu = device == "cpu" and itemsize == 2
-    if on_cpu and settings.quantization == "int8":
-        return needs.memory(itemsize) - needs.dense.bytes(itemsize - 1, as_stored=False)
-    return needs.memory(itemsize, as_stored=on_cpu and settings.quantization == "auto")
-
-
-def step_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> float:
-    """Bytes of weights that a step with one token reads there."""
-    itemsize = _FULL_BYTES[settings.dtype]
-    on_cpu = device == "cpu" and itemsize == 2
-    if on_cpu and settings.quantization == "int8":
-        return needs.step_bytes(itemsize) - needs.dense.active * (itemsize - 1)
-    return needs.step_bytes(itemsize, as_stored=on_cpu and settings.quantization == "auto")
-
-
-def kv_dtype(settings: ServeSettings) -> str:
-    """Number format of K and V, as in `KVLayout`."""
-    if settings.kv_cache_dtype == "int8":
-        return "int8"
-    return "bfloat16" if settings.dtype == "auto" else settings.dtype
 
 
 def _device(wanted: str, index: int, count: int) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cli.seats import GIB, GPU_SHARE, Seat, kv_dtype, step_bytes, weight_bytes
+from cli.formats import kv_dtype, step_bytes, weight_bytes
+from cli.seats import GIB, GPU_SHARE, Seat
 from model_files.needs import ModelNeeds
 from protocol.settings import CPU_POOL_GIB, ServeSettings
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from engine import likeness
-from engine.edits import edits_for
+from engine.edits import edited
 from engine.models.base import Wanted
 from engine.planner import Part
 from engine.request import Key, Request
@@ -106,4 +106,4 @@ def draws_likeliest(request: Request) -> bool:
     job = request.job
     if len(request.token_ids) != len(job.token_ids) + 1 or job.grammar is not None or not is_greedy(job.params):
         return False
-    return not edits_for(job.params, job.token_ids, job.prompt_len, 1, torch.device("cpu"))
+    return not edited(job.params)

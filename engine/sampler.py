@@ -1,5 +1,5 @@
-"""Choosing the next token of every row of a step: edits of single rows' logits (engine/edits.py), then `Ops.draw`.
-What a grammar forbids stays forbidden, whatever an edit does to it.
+"""Choosing the next token of every row of a step: edits of single rows' logits (engine/edits.py), `Ops.adjust`, then
+`Ops.draw`. What a grammar forbids stays forbidden, whatever an edit does to it.
 
 Only what some row of the batch asks for is run; rows never affect each other. Names and ranges are those of
 protocol.sampling.
@@ -15,6 +15,7 @@ import torch
 from engine.edits import Edit, edits_for
 from engine.logprobs import score_prompt, token_logprobs
 from engine.mask import Mask
+from kernels.adjustments import Adjusted, Adjustments
 from kernels.draw import NO_TOKEN, NoiseKeys, is_greedy
 from kernels.ops import Ops
 from protocol.messages import TokenLogprobs
@@ -36,8 +37,11 @@ class SampleRow:
     mask: Mask | None = None
     bare: bool = field(init=False)
     _edits: tuple[Edit, ...] | None = field(init=False, default=None)
+    _adjustments: Adjustments = field(init=False)
 
     def __post_init__(self) -> None:
+        params = self.params if self.mask is None else replace(self.params, min_tokens=0)
+        self._adjustments = Adjustments(params, self.token_ids, self.prompt_len)
         self.bare = is_greedy(self.params) and self.params.logprobs is None and self.mask is None
 
     @property
@@ -49,18 +53,19 @@ class SampleRow:
         """Of the token `count` places behind the next one, whatever those before it are: for a row without a mask, and
         with no edit that looks back."""
         row = SampleRow(self.params, range(len(self.token_ids) + count), self.prompt_len)
-        row._edits = self._edits
+        row._edits, row._adjustments = self._edits, self._adjustments
         return row
 
-    def active_edits(self, logits: torch.Tensor) -> list[Edit]:
-        """What changes the row's logits, one of [n, vocab], in this step."""
+    def edits(self, device: torch.device) -> tuple[Edit, ...]:
+        """What changes the row's logits before its adjustments."""
         if self._edits is None:
-            params = self.params if self.mask is None else replace(self.params, min_tokens=0)
-            self._edits = edits_for(params, self.token_ids, self.prompt_len, logits.shape[1], logits.device)
-        if not self._edits:
-            return []
+            self._edits = edits_for(self.params, self.token_ids, self.prompt_len, device)
+        return self._edits
+
+    def adjusted(self, row: int) -> Adjusted | None:
+        """What is added to its logits, that row of them, and taken from them in this step."""
         output_len = len(self.token_ids) - self.prompt_len
-        return [edit for edit in self._edits if edit.active(output_len)]
+        return (row, self._adjustments, output_len) if self._adjustments.active(output_len) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +83,14 @@ def sample(
     """Draw one token per row from float32 logits [n, vocab], which may be overwritten. Row i's answer depends on
     logits[i] and rows[i] alone; None: its mask is not ready. best: the most likely token of each row, where known."""
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
-    edits = [row.active_edits(logits) for row in rows]
-    if best is not None and all(row.bare for row in rows) and not any(edits):
+    edits, adjusted = [row.edits(logits.device) for row in rows], _adjusted(rows)
+    if best is not None and all(row.bare for row in rows) and not any(edits) and not adjusted:
         return [Sampled(token, None) for token in best]
     if not rows:
         return []
     scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     raw = logits[scored].log_softmax(dim=-1) if scored else None
-    _apply(edits, logits)
+    _change(logits, edits, adjusted, ops)
     drawable = [row.drawable for row in rows]  # looked at once: masks are made on other threads
     masks = [row.mask.bits if row.mask is not None and able else None for row, able in zip(rows, drawable, strict=True)]
     tokens = ops.draw(logits, [row.params for row in rows], _keys(rows), masks).tolist()
@@ -95,15 +100,21 @@ def sample(
 
 def draw_plain(logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops) -> torch.Tensor:
     """`sample` of rows without masks that nobody scores: token ids int64 [n] where the logits are, not waited for."""
-    _apply([row.active_edits(logits) for row in rows], logits)
+    _change(logits, [row.edits(logits.device) for row in rows], _adjusted(rows), ops)
     return ops.draw(logits, [row.params for row in rows], _keys(rows))
 
 
-def _apply(edits: Sequence[Sequence[Edit]], logits: torch.Tensor) -> None:
+def _adjusted(rows: Sequence[SampleRow]) -> list[Adjusted]:
+    return [found for i, row in enumerate(rows) if (found := row.adjusted(i)) is not None]
+
+
+def _change(logits: torch.Tensor, edits: Sequence[Sequence[Edit]], adjusted: Sequence[Adjusted], ops: Ops) -> None:
     """To each row its own."""
     for i, some in enumerate(edits):
         for edit in some:
             edit.apply(logits[i])
+    if adjusted:
+        ops.adjust(logits, adjusted)
 
 
 def _keys(rows: Sequence[SampleRow]) -> NoiseKeys:

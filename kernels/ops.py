@@ -11,12 +11,14 @@ from typing import Protocol
 
 import torch
 
+from kernels.adjustments import Adjusted
+from kernels.capabilities import Capabilities
 from kernels.draw import NoiseKeys
 from kernels.gate import SILU, Gate
 from kernels.low_rank import LowRank
 from kernels.masking import Masks
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, Linear, OneByOne, Step, StoredRows
+from kernels.step import DecoderForm, Linear, OneByOne, Step, Stored, StoredLinear
 from protocol.sampling import SamplingParams
 
 
@@ -25,14 +27,15 @@ class Ops(Protocol):
     [num_blocks, 2, kv_heads, block_size, head_dim], strided, in the queries' dtype or in int8 (see `int8_cache`)."""
 
     name: str
+    capabilities: Capabilities
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """The dense layer of weight [out, in] and bias [out], made once at load: it may keep the weight in a form of
         its own."""
 
-    def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
-        """The dense layer of stored rows [.., columns] laid under each other, run as they are; None where this row of
-        the table does not run them: dequantise them then."""
+    def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> StoredLinear | None:
+        """The dense layer of stored rows or codes [.., columns] laid under each other, run as they are; None where this
+        row of the table does not run them: dequantise them then."""
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
         """The decoder's decode step as one call, where this row can replay the form; its dense layers are this row's
@@ -81,6 +84,11 @@ class Ops(Protocol):
         window > 0: only the last `window` positions, the token's own included; cap > 0: a score s becomes
         cap * tanh(s / cap); sinks, float32 [heads]: a score of each head that takes its share of the weights and brings
         no value. Returns [T, heads, dim]."""
+
+    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted]) -> None:
+        """Change rows of float32 logits [n, vocab] in place as their adjustments say, each row named once at most: what
+        is added to single tokens, then the repetition penalty of all tokens so far, then frequency and presence
+        penalties of the output (OpenAI API reference)."""
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()

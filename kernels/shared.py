@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kernels.adjustments import Adjusted
+from kernels.capabilities import Capabilities
 from kernels.draw import NoiseKeys, draw
 from kernels.low_rank import LowRank, add_low_rank
 from kernels.masking import Masks
-from kernels.step import DecoderForm, Linear, OneByOne, Step, StoredRows
+from kernels.step import DecoderForm, Linear, OneByOne, Step, Stored, StoredLinear
 from protocol.sampling import SamplingParams
 
 
@@ -32,10 +34,12 @@ class TorchLinear:
 class TorchShared:
     """Dense layers and drawing by PyTorch, for rows of the table without their own."""
 
+    capabilities = Capabilities()
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return TorchLinear(weight, bias)
 
-    def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
+    def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> StoredLinear | None:
         return None
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
@@ -43,6 +47,10 @@ class TorchShared:
 
     def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:
         add_low_rank(y, x, tokens, parts)
+
+    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted]) -> None:
+        for row, adjustments, output_len in rows:
+            adjustments.apply(logits[row], output_len)
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.codes import Codes
 from kernels.plan import BatchPlan
 
 
@@ -21,6 +22,13 @@ class Linear(Protocol):
         """Rows [n, in] of the weight (as an embedding: what `ids`, int64 [n], stand for)."""
 
 
+class StoredLinear(Linear, Protocol):
+    """Over weights that run as they are stored. kinds: in which forms, for other ones make other numbers of the same
+    weights."""
+
+    kinds: frozenset[str]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredRows:
     """Neighbouring rows of a weight as stored. kind: a ggml block type (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K to
@@ -29,6 +37,9 @@ class StoredRows:
 
     kind: str
     data: torch.Tensor
+
+
+Stored = StoredRows | Codes
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,9 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     stored_bytes: float | None = None
-    """Of what runs in a form of few bits; None: it runs in the number format of the model."""
+    """Of what runs in a form of few bits on a CPU; None: it runs in the number format of the model."""
+    coded_bytes: float | None = None
+    """The same on a GPU."""
 
 
 def safetensors_header(path: Path) -> dict[str, Entry]:
@@ -54,18 +56,23 @@ def weights_of(entries: Mapping[str, Entry], quantised: Quantisation | None) -> 
         if f"{stack}{_BLOCK_SCALES}" in entries and stack != name:
             *outer, runs, half = shape
             weights = (*outer, 2 * runs * half)
-            yield Tensor(stack, weights, math.prod(weights) * (5 / 8 + 2 / _RUN))
+            count = math.prod(weights)
+            yield Tensor(stack, weights, count * (5 / 8 + 2 / _RUN), count * (1 + 2 / _RUN))
         elif f"{name.removesuffix(_BLOCK_SCALES)}{_BLOCKS}" in entries:
             continue
         elif quantised is None:
             yield Tensor(name, shape)
         elif part in ("qweight", "weight_packed"):
             outputs, inputs, bits = _sizes(entries, layer, part, shape, quantised)
-            size = _form_bytes(bits, outputs, inputs, quantised, whole=not quantised.group)
-            yield Tensor(f"{layer}.weight", (outputs, inputs), size)
+            whole = not quantised.group
+            size = _form_bytes(bits, outputs, inputs, quantised, whole)
+            coded = _coded_bytes(bits, outputs, inputs, quantised, inputs if whole else quantised.group)
+            yield Tensor(f"{layer}.weight", (outputs, inputs), size, coded)
         elif part == "weight" and len(shape) == 2 and dtype in ("I8", "F8_E4M3", "F8_E5M2"):
             whole = dtype == "I8" and math.prod(entries.get(f"{layer}.weight_scale", ("", ()))[1]) in (1, shape[0])
-            yield Tensor(name, shape, _form_bytes(8, *shape, quantised, whole))
+            group = quantised.block[1] if quantised.block else max(1, shape[1] // _groups(entries, layer))
+            coded = None if dtype == "F8_E5M2" else _coded_bytes(8, *shape, quantised, group, scale=4)
+            yield Tensor(name, shape, _form_bytes(8, *shape, quantised, whole), coded)
         elif part not in _BESIDE:
             yield Tensor(name, shape)
 
@@ -85,8 +92,27 @@ def _sizes(
     return shape[0], inputs, 32 * shape[1] // inputs
 
 
+def _groups(entries: Mapping[str, Entry], layer: str) -> int:
+    """Of an output's inputs, by the scales of a layer of bytes."""
+    shape = entries.get(f"{layer}.weight_scale", ("", ()))[1]
+    return max(1, shape[1]) if len(shape) == 2 else 1
+
+
+def _coded_bytes(
+    bits: int, outputs: int, inputs: int, quantised: Quantisation, group: int, scale: int = 2
+) -> float | None:
+    """Of the form that `kernels.form` finds, with scales of so many bytes."""
+    narrow, whole = bits < 8, group >= inputs
+    if not whole and inputs % group and quantised.block is None:
+        return None
+    if group & -group < (_RUN if narrow else _RUN // 2) and (narrow or not whole):
+        return None
+    offsets = 0 if quantised.symmetric or bits in (2, 3) else 2
+    return outputs * (inputs * (0.5 if narrow else 1.0) + -(-inputs // group) * (scale + offsets))
+
+
 def _form_bytes(bits: int, outputs: int, inputs: int, quantised: Quantisation, whole: bool) -> float | None:
-    """Of the form that `engine.models.codes` finds. whole: an output has one scale."""
+    """Of the form that `kernels.cpu.coded` finds. whole: an output has one scale."""
     if inputs % _RUN:
         return None
     if whole and bits == 8 and quantised.symmetric:

@@ -35,6 +35,8 @@ _STORED = {
 }
 """Bytes a weight of the block formats in the forms in which they run on a CPU (kernels/cpu/native/forms.h): Q4_0, Q4_1,
 Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS."""
+NOWHERE, ON_CPU, ON_GPU = "", "cpu", "gpu"
+"""Where weights run as they are stored."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "token_embd.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -44,17 +46,24 @@ _ATTENTION_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A kind of weight: how many there are, the bytes of those that are stored in block formats and the number of the
-    others, and the share of them that one token meets (below 1: mixtures of experts)."""
+    """A kind of weight: how many there are; on a CPU the bytes of those that run as they are stored and the number of
+    the others; how many of them one token meets (fewer in mixtures of experts); bytes and number of those that do on a
+    GPU."""
 
     weights: int = 0
     stored_bytes: float = 0.0
     plain: int = 0
     active: float = 0.0
+    coded_bytes: float = 0.0
+    coded: int = 0
 
-    def bytes(self, itemsize: float, as_stored: bool) -> float:
-        """In memory: block formats as they are stored, or all in `itemsize` bytes a weight."""
-        return self.stored_bytes + itemsize * self.plain if as_stored else itemsize * self.weights
+    def bytes(self, itemsize: float, stored: str = NOWHERE) -> float:
+        """In memory: as they are stored where that runs on a CPU or a GPU, or all in `itemsize` bytes a weight."""
+        if stored == NOWHERE:
+            return itemsize * self.weights
+        if stored == ON_GPU:
+            return self.coded_bytes + itemsize * (self.weights - self.coded)
+        return self.stored_bytes + itemsize * self.plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +87,15 @@ class ModelNeeds:
     def parameters(self) -> int:
         return self.dense.weights + self.embedding.weights + self.head.weights
 
-    def memory(self, itemsize: float, as_stored: bool = False) -> int:
+    def memory(self, itemsize: float, stored: str = NOWHERE) -> int:
         """Bytes of all weights."""
-        return round(sum(part.bytes(itemsize, as_stored) for part in (self.dense, self.embedding, self.head)))
+        return round(sum(part.bytes(itemsize, stored) for part in (self.dense, self.embedding, self.head)))
 
-    def step_bytes(self, itemsize: float, as_stored: bool = False) -> float:
+    def step_bytes(self, itemsize: float, stored: str = NOWHERE) -> float:
         """Bytes of weights that a step with one token reads: of an embedding that is no projection, next to none."""
         head = self.head if self.head.weights else self.embedding
         share = self.dense.active / self.dense.weights if self.dense.weights else 1.0
-        return share * self.dense.bytes(itemsize, as_stored) + head.bytes(itemsize, as_stored)
+        return share * self.dense.bytes(itemsize, stored) + head.bytes(itemsize, stored)
 
     def kv_bytes(self, dtype: str) -> int:
         """Bytes of K and V of one token in all layers; dtype as in `KVLayout`."""
@@ -187,12 +196,14 @@ def _counted(tensors: Iterable[Tensor], expert_share: float) -> tuple[Count, Cou
         part = "embedding" if _ends(tensor, _EMBEDDINGS) else "head" if _ends(tensor, _HEADS) else "dense"
         count, old = math.prod(tensor.shape), parts[part]
         share = expert_share if "expert" in tensor.name or "_exps." in tensor.name else 1.0
-        stored = tensor.stored_bytes
+        stored, coded = tensor.stored_bytes, tensor.coded_bytes
         parts[part] = Count(
             old.weights + count,
             old.stored_bytes + (stored or 0.0),
             old.plain + (count if stored is None else 0),
             old.active + share * count,
+            old.coded_bytes + (coded or 0.0),
+            old.coded + (0 if coded is None else count),
         )
     return parts["dense"], parts["embedding"], parts["head"]
 

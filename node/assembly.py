@@ -31,6 +31,7 @@ from node.adapters import read_first
 from node.drafting import draft_layout, make_draft
 from node.grammar_masks import make_masks
 from node.invariance import require_batch_invariance
+from node.kv_format import kv_format
 from node.pool_memory import make_pool
 from process.cores import Cores
 from process.limits import available_memory
@@ -74,17 +75,15 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
 
         return assemble_encoder(settings, source, task, device, progress)
     ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant, graphs=not settings.enforce_eager)
-    if settings.kv_cache_dtype == "int8" and ops.name == "triton":
-        raise ConfigError("kv_cache_dtype int8 has no triton kernels; use auto", param="kv_cache_dtype")
     decodes = settings.role == "decode" or settings.elastic
     drafting = resolve_draft(settings, source) if decodes else None
     model = _load(settings, source, device, ops, progress, weights_fd=settings.weights_fd)
     if settings.batch_invariant:
         require_batch_invariance(model)
-    kv_dtype = torch.int8 if settings.kv_cache_dtype == "int8" else None
+    small = _load(settings, drafting, device, ops) if drafting is not None else None
+    kv_dtype = kv_format(settings, model, small)
     dtype = kv_dtype or model.dtype
     layout = model.info.layout(dtype, settings.block_size)
-    small = _load(settings, drafting, device, ops) if drafting is not None else None
     small_layout = draft_layout(small, settings.block_size, kv_dtype)
     block_bytes = layout.block_bytes + (small_layout.block_bytes if small_layout is not None else 0)
     num_blocks = pool_blocks(settings, block_bytes, device)

@@ -8,7 +8,7 @@ from engine.request import Request
 from engine.slices import Slice
 from kernels.graphs import LADDER
 
-LONGEST_TILE = 128
+LONGEST_TILE = 256
 """Tokens of a chunk from which on all longer ones run in the same tiles (kernels/triton/launch.py)."""
 
 

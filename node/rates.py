@@ -10,6 +10,7 @@ from engine.engine import Engine
 from engine.events import Stepped
 from engine.request import Request
 from engine.runner import Runs
+from engine.sampler import SampleRow
 from engine.slices import Slice
 from node.first_steps import first_steps
 from protocol.errors import ConfigError, reason
@@ -29,6 +30,8 @@ LEAST_TURNS, FULL_TURNS = 3, 2
 """Of the warm-up: turns that count at least, and how many fill a step."""
 ITL_S = 10.0
 """Of steps with streams: the time over which their length is averaged."""
+ADJUSTED = SamplingParams(temperature=0.0, repetition_penalty=1.1, logit_bias=((0, 1.0),))
+"""Of a draw that adds to logits and takes from them."""
 LEAST_PREFILL_TOKENS = 32
 """Steps with fewer prompt tokens say nothing about prefill speed."""
 
@@ -134,4 +137,7 @@ def compile_all(engine: Engine, request: Request, longest: int) -> None:
     rows = limits.max_num_seqs * (1 + engine.config.drafts)
     for slices in first_steps(request, request, longest, rows):
         engine.runner.run(slices)
-    engine.runner.run([Slice(request, longest, 1)])  # which draws
+    for params in (request.job.params, ADJUSTED):
+        request.sample_row = SampleRow(params, request.token_ids, request.job.prompt_len)
+        engine.runner.run([Slice(request, longest, 1)])  # which draws
+    request.sample_row = None

@@ -86,9 +86,9 @@ def _load(
     """opened: None for transformers' model."""
     if dtype is None:
         dtype = auto_dtype(device, compiled=opened is not None and ops.name == "cpu")
-    if quantization == "int8" and (opened is None or ops.name != "cpu" or dtype != torch.bfloat16):
+    if quantization == "int8" and (opened is None or not ops.capabilities.codes or dtype != torch.bfloat16):
         raise ConfigError(
-            "quantization int8 needs our own decoder on the cpu kernels in bfloat16", param="quantization"
+            "quantization int8 needs our own decoder on the cpu or triton kernels in bfloat16", param="quantization"
         )
     if opened is None:
         from engine.models.hf import load_hf
@@ -96,7 +96,7 @@ def _load(
         model = load_hf(source, device=device, dtype=dtype, ops=ops, progress=progress)
         trim_heap()
         return model
-    if dtype != torch.bfloat16:
+    if dtype != torch.bfloat16 or (source.kind == "gguf" and quantization == "auto" and not ops.capabilities.blocks):
         quantization = "none"
     decoder = _load_decoder(source, opened, device, dtype, ops, quantization, max_model_len, progress, weights_fd)
     del opened

@@ -11,7 +11,7 @@ from engine.models.config import DecoderConfig
 from engine.models.interleaved import ROTATED, half_split
 from engine.models.weights import Weights
 from kernels.ops import Ops
-from kernels.step import Experts, Gated, LayerForm, Linear, StoredRows
+from kernels.step import Experts, Gated, LayerForm, Linear, Stored, StoredRows
 from protocol.errors import ConfigError
 
 Progress = Callable[[float], None]
@@ -139,20 +139,20 @@ class ParameterLoader:
         """The layer in the form that `quantization` names, where the operations run it; else in the decoder's dtype."""
         if self._quantization == "auto" and factor == 1.0:
             stored = [(name, self._weights.stored(name, (rows, columns))) for name, rows in parts]
-            kept = [self._reordered(name, rows) for name, rows in stored if rows is not None]
+            kept = [self._placed(name, rows) for name, rows in stored if rows is not None]
             if len(kept) == len(parts) and (packed := self._packed(kept, columns, bias)) is not None:
                 return packed
         weight = self._stack(parts, columns, factor)
         if self._quantization == "int8":
-            quantised = [StoredRows("INT8", weight.view(torch.uint8))]
+            quantised: list[Stored] = [StoredRows("INT8", weight.view(torch.uint8))]
             if (packed := self._packed(quantised, columns, bias)) is not None:
                 return packed
         return self._ops.linear(weight, bias)
 
-    def _packed(self, parts: list[StoredRows], columns: int, bias: torch.Tensor | None) -> Linear | None:
+    def _packed(self, parts: list[Stored], columns: int, bias: torch.Tensor | None) -> Linear | None:
         packed = self._ops.packed(parts, columns, bias)
         if packed is not None:
-            self.kept.update(part.kind for part in parts)
+            self.kept |= packed.kinds
         return packed
 
     def _norm(self, name: str, size: int, factor: float = 1.0) -> torch.Tensor:
@@ -188,11 +188,22 @@ class ParameterLoader:
         self._weights.read(f"{prefix}.self_attn.sinks", out)
         return out
 
-    def _reordered(self, name: str, rows: StoredRows) -> StoredRows:
-        self._reorder(name, rows.data)
-        return rows
+    def _placed(self, name: str, stored: Stored) -> Stored:
+        """Its rows in our order; codes on the device."""
+        if isinstance(stored, StoredRows):
+            self._reorder(name, stored.data)
+            return stored
+        if self._pairs_neighbours(name):
+            stored = stored.by_output()
+            self._reorder(name, stored.values.view(torch.uint8))
+            self._reorder(name, stored.scales)
+        return stored.to(self._device)
 
     def _reorder(self, name: str, rows: torch.Tensor) -> None:
-        """Those of q and k, in place, where the family's rotation pairs neighbours."""
-        if self._config.family.interleaved and any(each in name for each in ROTATED):
+        """In place."""
+        if self._pairs_neighbours(name):
             half_split(rows, self._config.head_dim, self._config.rope.dim)
+
+    def _pairs_neighbours(self, name: str) -> bool:
+        """It is a weight of q or k, and the family's rotation pairs neighbours: its rows are to be reordered."""
+        return self._config.family.interleaved and any(each in name for each in ROTATED)

@@ -6,8 +6,7 @@ from typing import Protocol
 
 import torch
 
-from engine.models.codes import Codes, of_bytes
-from kernels.step import StoredRows
+from kernels.codes import Codes
 from model_files.quantisation import AWQ, GPTQ, Quantisation
 from protocol.errors import ConfigError
 
@@ -48,9 +47,8 @@ class QuantisedWeights:
         else:
             codes.write(out)
 
-    def stored(self, name: str, shape: tuple[int, int]) -> StoredRows | None:
-        codes = self._codes(name, shape)
-        return None if codes is None else codes.rows()
+    def stored(self, name: str, shape: tuple[int, int]) -> Codes | None:
+        return self._codes(name, shape)
 
     def _codes(self, name: str, shape: tuple[int, ...]) -> Codes | None:
         """Of the weight `name`; None where it is plain. Raises ConfigError: its tensors do not fit each other."""
@@ -135,3 +133,17 @@ class QuantisedWeights:
         if found is None:
             raise ConfigError(f"the model's files lack the tensor {layer}.{name}", param="model")
         return found
+
+
+def of_bytes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes [.., n * 8 / bits] of bytes [.., n], whose lowest bits come first. Raises ValueError."""
+    if bits == 8:
+        return packed
+    if bits in (2, 4):
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        return ((packed[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+    if bits != 3:
+        raise ValueError(f"codes of {bits} bits")
+    single = ((packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
+    parts = single.view(*single.shape[:-1], -1, 3)
+    return parts[..., 0] | parts[..., 1] << 1 | parts[..., 2] << 2

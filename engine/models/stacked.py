@@ -10,12 +10,13 @@ import re
 
 import torch
 
-from engine.models.codes import RUN, Codes
 from engine.models.quantised import Tensors
 from engine.models.weights import check_shape, missing
-from kernels.step import StoredRows
+from kernels.codes import Codes
 from protocol.errors import ConfigError
 
+_RUN = 32
+"""Inputs of one scale."""
 _TENSOR = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
 _MANTISSA = 23
@@ -42,9 +43,8 @@ class StackedWeights:
         else:
             self._copy(name, self._part(found, "", outputs=-1).t(), out)
 
-    def stored(self, name: str, shape: tuple[int, int]) -> StoredRows | None:
-        codes = self._codes(name, shape)
-        return None if codes is None else codes.rows()
+    def stored(self, name: str, shape: tuple[int, int]) -> Codes | None:
+        return self._codes(name, shape)
 
     def _copy(self, name: str, part: torch.Tensor, out: torch.Tensor) -> None:
         check_shape(name, tuple(part.shape), tuple(out.shape))
@@ -58,7 +58,7 @@ class StackedWeights:
             return None
         blocks, scales = self._part(found, "_blocks"), self._part(found, "_scales")
         check_shape(name, (len(blocks), blocks[0].numel() * 2), shape)
-        check_shape(f"{_stack(found)}_scales", tuple(scales.shape), (shape[0], shape[1] // RUN))
+        check_shape(f"{_stack(found)}_scales", tuple(scales.shape), (shape[0], shape[1] // _RUN))
         halves = torch.stack((blocks & 15, blocks >> 4), -1).view(shape)
         halved = (scales.int() - 1).clamp_(min=0) << _MANTISSA
         return Codes(_DOUBLED[halves.int()], halved.view(torch.float32))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.models.dequantise import BLOCKS, dequantise, stored_bytes
-from kernels.step import StoredRows
+from kernels.step import Stored, StoredRows
 from model_files.gguf import GGUFFile, GGUFTensor
 from protocol.errors import ConfigError
 
@@ -55,8 +55,8 @@ class Weights(Protocol):
         """Write the tensor into `out` (contiguous, any dtype and device). Raises ConfigError: missing, of another
         shape, of an unsupported type, or unreadable."""
 
-    def stored(self, name: str, shape: tuple[int, int]) -> StoredRows | None:
-        """The tensor as stored, if that is a block format; else None. Raises ConfigError as `read`."""
+    def stored(self, name: str, shape: tuple[int, int]) -> Stored | None:
+        """The tensor as stored, if that is a block format or codes; else None. Raises ConfigError as `read`."""
 
 
 class PlainWeights:

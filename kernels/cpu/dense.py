@@ -20,11 +20,12 @@ class PackedLinear:
     """y = x @ weight.T + bias of bfloat16 x [n, in] over stored rows [.., in]. BF16 is multiplied as it is; for all
     other kinds x is quantised to int8 per row and 32 inputs. A row's result does not depend on the other rows."""
 
-    __slots__ = ("in_features", "kernels", "out_features", "weights")
+    __slots__ = ("in_features", "kernels", "kinds", "out_features", "weights")
 
     def __init__(self, kernels: Kernels, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None):
         self.kernels = kernels
         self.in_features, self.out_features = columns, sum(len(part.data) for part in parts)
+        self.kinds = frozenset(part.kind for part in parts)
         stored = [(part.kind, part.data) for part in parts]
         self.weights = kernels.pack(stored, columns, None if bias is None else bias.float())
 
@@ -34,6 +35,7 @@ class PackedLinear:
         found = cls.__new__(cls)
         found.kernels, found.weights = kernels, kernels.placed(place)
         found.in_features, found.out_features = place[:2]
+        found.kinds = frozenset()
         return found
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

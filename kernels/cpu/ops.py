@@ -7,18 +7,20 @@ from dataclasses import replace
 
 import torch
 
+from kernels.capabilities import Capabilities
+from kernels.codes import Codes
+from kernels.cpu.coded import rows_of
 from kernels.cpu.dense import PackedLinear, plain_rows, whole_panels
 from kernels.cpu.extension import extension, instruction_set
 from kernels.cpu.step import CpuStep, record
 from kernels.draw import NoiseKeys, is_greedy
 from kernels.gate import SILU, Gate
-from kernels.low_rank import LowRank
 from kernels.masking import Masks
 from kernels.noise import row_key
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
-from kernels.shared import TorchLinear
-from kernels.step import DecoderForm, Linear, OneByOne, StoredRows
+from kernels.shared import TorchLinear, TorchShared
+from kernels.step import DecoderForm, Linear, OneByOne, Stored
 from protocol.sampling import SamplingParams
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -29,7 +31,7 @@ Scoring = tuple[float, int, float, torch.Tensor | None]
 """scale, window, cap and sinks of `Ops.paged_attention`."""
 
 
-class CpuOps:
+class CpuOps(TorchShared):
     """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for attention with head dims that
     are not multiples of 16, and for prefill attention in float32 or with head dims that are not multiples of 32. Owns a
     team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best instruction set.
@@ -38,6 +40,7 @@ class CpuOps:
     extension, ValueError for a set that this processor does not run."""
 
     name = "cpu"
+    capabilities = Capabilities(blocks=True, codes=True)
 
     def __init__(self, threads: int | None = None, name: str | None = None, *, batch_invariant: bool = False) -> None:
         native = extension()
@@ -65,16 +68,16 @@ class CpuOps:
             return TorchLinear(weight, bias)
         return PackedLinear(self.kernels, [rows], weight.shape[1], bias)
 
-    def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
-        if not whole_panels(parts) or any(self._row_bytes(part.kind, columns) < 0 for part in parts):
+    def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> PackedLinear | None:
+        rows = [found for part in parts if (found := rows_of(part) if isinstance(part, Codes) else part) is not None]
+        if len(rows) < len(parts) or not whole_panels(rows):
             return None
-        return PackedLinear(self.kernels, parts, columns, bias)
+        if any(self._row_bytes(part.kind, columns) < 0 for part in rows):
+            return None
+        return PackedLinear(self.kernels, rows, columns, bias)
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> CpuStep | None:
         return record(self._step_type, self.kernels, form, self._batch_invariant)
-
-    def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:
-        self._reference.add_low_rank(y, x, tokens, parts)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.dtype not in _DTYPES:

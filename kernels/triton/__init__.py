@@ -10,19 +10,25 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.adjustments import Adjusted
+from kernels.capabilities import Capabilities
+from kernels.codes import Codes
 from kernels.draw import NoiseKeys
+from kernels.form import CodedForm, form_of, int8_of, laid_together
 from kernels.gate import SILU, Gate
 from kernels.graphs import Capture, CudaCapture, GraphStep
 from kernels.masking import Masks
 from kernels.plan import BatchPlan
 from kernels.shared import TorchShared
 from kernels.staging import Staging
-from kernels.step import DecoderForm, Gated, OneByOne, Step
+from kernels.step import DecoderForm, Gated, OneByOne, Step, Stored
 from kernels.triton import elementwise, rope
+from kernels.triton.adjust import Adjuster
 from kernels.triton.decode import decode
 from kernels.triton.draw import draw
 from kernels.triton.launch import Tile, decode_tile, kv_splits, prefill_tile
 from kernels.triton.prefill import prefill
+from kernels.triton.product import CodedLinear
 from protocol.layout import blocks_for
 from protocol.sampling import SamplingParams
 
@@ -65,11 +71,13 @@ class TritonOps(TorchShared):
     decode steps, None: CUDA graphs where there is a device and `graphs`."""
 
     name = "triton"
+    capabilities = Capabilities(codes=True, int8_heads=4)
 
     def __init__(self, processors: int | None = None, capture: Capture | None = None, *, graphs: bool = True) -> None:
         self._processors = processors
         self._capture = capture or (CudaCapture() if graphs and torch.cuda.is_available() else None)
         self._staging: Staging | None = None
+        self._adjusters: dict[int, Adjuster] = {}
         self._plan: BatchPlan | None = None
         self._launches: dict[Shape, Launch] = {}
 
@@ -77,6 +85,12 @@ class TritonOps(TorchShared):
         """Experts are chosen by what the host reads: such layers are not captured."""
         gated = all(isinstance(layer.mlp, Gated) for layer in form.layers)
         return GraphStep(form, one_by_one, self._capture) if gated and self._capture is not None else None
+
+    def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> CodedLinear | None:
+        forms = [found for part in parts if (found := _form(part)) is not None]
+        if len(forms) < len(parts):
+            return None
+        return CodedLinear(laid_together(forms), columns, bias, self._filled(forms[0].codes.device))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return elementwise.rms_norm(x, None, weight, eps)[0]
@@ -119,6 +133,12 @@ class TritonOps(TorchShared):
             prefill(q, kv_layer, out, plan, scale, window, cap, sinks, launch.max_rows, launch.prefill_tile)
         return out
 
+    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted]) -> None:
+        vocab = logits.shape[1]
+        if vocab not in self._adjusters:
+            self._adjusters[vocab] = Adjuster(logits.device, vocab)
+        self._adjusters[vocab](logits, rows)
+
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()
     ) -> torch.Tensor:
@@ -131,8 +151,18 @@ class TritonOps(TorchShared):
             self._plan, self._launches = plan, {}
         shape = Shape(q.shape[1], kv_layer.shape[2], q.shape[2], q.element_size(), window)
         if shape not in self._launches:
-            if self._processors is None:
-                on_gpu = q.device.type == "cuda"
-                self._processors = torch.cuda.get_device_properties(q.device).multi_processor_count if on_gpu else 1
-            self._launches[shape] = plan_launch(plan, shape, self._processors)
+            self._launches[shape] = plan_launch(plan, shape, self._filled(q.device))
         return self._launches[shape]
+
+    def _filled(self, device: torch.device) -> int:
+        """Multiprocessors to fill."""
+        if self._processors is None:
+            on_gpu = device.type == "cuda"
+            self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+        return self._processors
+
+
+def _form(part: Stored) -> CodedForm | None:
+    if isinstance(part, Codes):
+        return form_of(part)
+    return form_of(int8_of(part.data.view(torch.bfloat16))) if part.kind == "INT8" else None

@@ -44,6 +44,7 @@ def decode_kernel(
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     """Program (sequence, K/V head, part): the heads of the group share each read of K and V. The running softmax of
     the first part begins with the sinks."""
@@ -74,11 +75,11 @@ def decode_kernel(
     blocks = table + seq.to(tl.int64) * stride_table
     acc, top, total = attend(
         query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, begin, whole, position, scale, cap,
-        DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, False, PRECISION,
+        DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, False, PRECISION, INT8,
     )  # fmt: skip
     acc, top, total = attend(
         query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, end, position, scale, cap,
-        DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, True, PRECISION,
+        DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, True, PRECISION, INT8,
     )  # fmt: skip
     mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     row = seq.to(tl.int64) * heads + head
@@ -130,7 +131,7 @@ def decode(
         scale * LOG2_E.value, cap * LOG2_E.value,
         GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
         WINDOW=window, CAPPED=cap > 0, SINKS=sinks is not None, SPLIT=splits > 1,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", INT8=kv_layer.dtype == torch.int8,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:

@@ -30,7 +30,8 @@ def kv_splits(programs: int, keys: int, processors: int) -> int:
     """Into how many parts to split each sequence's K/V in decode, a power of two: as many as give each of the device's
     `processors` PROGRAMS_PER_PROCESSOR programs when there are `programs` pairs of sequence and K/V head, as long as
     the longest sequence, `keys` tiles long, leaves each part MIN_TILES_PER_SPLIT tiles. (Flash-Decoding, Dao et al.
-    2023: without it a small batch leaves most of the device idle.)"""
+    2023: without it a small batch leaves most of the device idle.) In the same way the inputs of a product, `keys`
+    tiles of them, when there are `programs` tiles of outputs."""
     wanted = processors * PROGRAMS_PER_PROCESSOR // max(1, programs)
     most = max(1, min(wanted, keys // MIN_TILES_PER_SPLIT, MAX_SPLITS))
     return 1 << (most.bit_length() - 1)
@@ -51,6 +52,16 @@ def prefill_tile(rows: int, head_dim: int, element_bytes: int) -> Tile:
         return _float32_tile(min(32, power_of_two(rows, 16)), dim)
     size = min(128, power_of_two(rows, 16))
     return Tile(size, 64 if dim <= 128 else 32, dim, warps=8 if size == 128 else 4, stages=3 if dim <= 128 else 2)
+
+
+def product_tile(rows: int, inputs: int, element_bytes: int, *, ordered: bool) -> Tile:
+    """Tile of a program of a product with codes: rows by outputs (`keys`), with so many inputs at a step of its loop.
+    ordered: of the heights whose sums are of one order."""
+    if element_bytes == 4:
+        return Tile(16, 32, inputs, warps=4, stages=2)
+    if ordered:
+        return Tile(16 if rows <= 16 else 32, 64, inputs, warps=4, stages=4)
+    return Tile(128, 128, inputs, warps=8, stages=3)
 
 
 def _float32_tile(rows: int, dim: int) -> Tile:

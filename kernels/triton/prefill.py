@@ -41,6 +41,7 @@ def prefill_kernel(
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     """Program (tile of rows, K/V head, sequence). Row r of a sequence is head r % GROUP of query token r // GROUP, so
     the heads that share a K/V head share its reads at any group size. Later tiles, the longest, start first."""
@@ -77,11 +78,11 @@ def prefill_kernel(
     if WINDOW == 0:
         acc, top, total = attend(
             query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, begin, whole, position,
-            scale, cap, DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, False, PRECISION,
+            scale, cap, DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, False, PRECISION, INT8,
         )  # fmt: skip
     acc, top, total = attend(
         query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, newest + 1, position,
-        scale, cap, DIM, SLOTS, KEYS, BLOCK_D, WINDOW, CAPPED, True, PRECISION,
+        scale, cap, DIM, SLOTS, KEYS, BLOCK_D, WINDOW, CAPPED, True, PRECISION, INT8,
     )  # fmt: skip
     mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     where = out + (row[:, None] * heads + head[:, None]) * DIM + dims[None, :]
@@ -110,6 +111,6 @@ def prefill(
         scale * LOG2_E.value, cap * LOG2_E.value,
         GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
         WINDOW=window, CAPPED=cap > 0, SINKS=sinks is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", INT8=kv_layer.dtype == torch.int8,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -44,6 +44,85 @@ def rotate(
 
 
 @triton.jit
+def rounded(value, scale):
+    """int8 of the float32 values by the scale of each row, the nearest, of two the even one."""
+    return ((tl.div_rn(value, tl.zeros_like(value) + scale[:, None]) + 12582912.0) - 12582912.0).to(tl.int8)
+
+
+@triton.jit
+def store_int8(
+    source,
+    target,
+    cos,
+    sin,
+    stride_source,
+    stride_target,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """As `rotate`, then as `kernels.int8_cache.quantise`: of numbers as the source's format rounds them. What is no
+    finite number makes the scale of its vector none."""
+    head, every = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HEADS)
+    turned, rest = tl.arange(0, BLOCK_HALF)[None, :], 2 * HALF + tl.arange(0, BLOCK_D)[None, :]
+    kind = source.dtype.element_ty
+    top, none = tl.zeros([BLOCK_HEADS], dtype=tl.float32), tl.zeros([BLOCK_HEADS], dtype=tl.float32)
+    if HALF > 0:
+        live = (head < HEADS) & (turned < HALF)
+        c = tl.load(cos + turned, mask=turned < HALF, other=0.0)
+        s = tl.load(sin + turned, mask=turned < HALF, other=0.0)
+        x = tl.load(source + head * stride_source + turned, mask=live, other=0.0).to(tl.float32)
+        y = tl.load(source + head * stride_source + turned + HALF, mask=live, other=0.0).to(tl.float32)
+        low, high = (x * c - y * s).to(kind).to(tl.float32), (y * c + x * s).to(kind).to(tl.float32)
+        top = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+        none += tl.sum((low - low) + (high - high), 1)
+    if DIM > 2 * HALF:
+        kept = (head < HEADS) & (rest < DIM)
+        value = tl.load(source + head * stride_source + rest, mask=kept, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.max(tl.abs(value), 1))
+        none += tl.sum(value - value, 1)
+    scale = tl.div_rn(top, tl.zeros_like(top) + 127.0)
+    scale = tl.maximum(scale, 1.1754943508222875e-38) + none
+    place = target + head * stride_target
+    if HALF > 0:
+        tl.store(place + turned, rounded(low, scale), mask=live)
+        tl.store(place + turned + HALF, rounded(high, scale), mask=live)
+    if DIM > 2 * HALF:
+        tl.store(place + rest, rounded(value, scale), mask=kept)
+    behind = (target + every * stride_target + DIM).to(tl.pointer_type(tl.float32))
+    tl.store(behind, scale, mask=every < HEADS)
+
+
+@triton.jit
+def store(
+    source,
+    target,
+    cos,
+    sin,
+    stride_source,
+    stride_target,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One token's heads into the cache, in its number format."""
+    if target.dtype.element_ty == tl.int8:
+        store_int8(
+            source, target, cos, sin, stride_source, stride_target, HEADS, DIM, HALF, BLOCK_HEADS, BLOCK_HALF, BLOCK_D
+        )
+    else:
+        rotate(
+            source, target, cos, sin, stride_source, stride_target, HEADS, DIM, HALF, BLOCK_HEADS, BLOCK_HALF, BLOCK_D
+        )
+
+
+@triton.jit
 def rope_cache_kernel(
     q,
     k,
@@ -82,11 +161,11 @@ def rope_cache_kernel(
         slot = tl.load(slot_ids + token)
         if slot >= 0:
             place = kv + (slot // SLOTS) * stride_block + (slot % SLOTS) * stride_slot
-            rotate(
+            store(
                 k + token * stride_k_token, place, cos + turn, sin + turn, stride_k_head, stride_head,
                 KV_HEADS, DIM, HALF, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST,
             )  # fmt: skip
-            rotate(
+            store(
                 v + token * stride_v_token, place + stride_kv, cos, sin, stride_v_head, stride_head,
                 KV_HEADS, DIM, 0, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_D,
             )  # fmt: skip

@@ -9,6 +9,12 @@ import triton.language as tl
 
 
 @triton.jit
+def scales_of(vectors, inside, DIM: tl.constexpr):
+    """float32 behind each of the int8 vectors."""
+    return tl.load((vectors + DIM).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
+
+
+@triton.jit
 def attend(
     q,  # [ROWS, BLOCK_D]
     acc,  # float32 [ROWS, BLOCK_D], the weighted sum of V so far
@@ -32,6 +38,7 @@ def attend(
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,  # False: [begin, end) is whole tiles that every row sees in full
     PRECISION: tl.constexpr,
+    INT8: tl.constexpr,  # each vector is in int8, with its scale behind it (kernels/int8_cache.py)
 ):
     """Adds the positions [begin, end) to (acc, top, total). A slot that no row may see is not read."""
     dims = tl.arange(0, BLOCK_D)
@@ -44,10 +51,15 @@ def attend(
             inside = position >= 0
             block = tl.load(table + position // SLOTS)
         live = inside[:, None] & (dims < DIM)[None, :]
-        offset = block.to(tl.int64) * stride_block + (position % SLOTS) * stride_slot
+        # The width of a vector is told to the compiler, which else would read it byte by byte.
+        offset = block.to(tl.int64) * stride_block + (position % SLOTS) * (DIM + 4 if INT8 else stride_slot)
         where = kv + offset[:, None] + dims[None, :]
-        k = tl.load(where, mask=live, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        k = tl.load(where, mask=live, other=0)
+        if INT8:
+            k = k.to(tl.float32)
+        score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
+        if INT8:
+            score *= scales_of(kv + offset, inside, DIM)[None, :]
         if CAPPED:  # cap * tanh(score / cap), for e^2x = 2^(2x log2(e))
             score = cap * (1.0 - 2.0 / (tl.exp2(score / cap * 2.8853900817779268) + 1.0))
         if MASKED:
@@ -59,8 +71,15 @@ def attend(
         pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(score - pivot[:, None])
         decay = tl.exp2(top - pivot)
-        v = tl.load(where + stride_kv, mask=live, other=0.0)
-        acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
         total = total * decay + tl.sum(weight, 1)
+        v = tl.load(where + stride_kv, mask=live, other=0)
+        if INT8:
+            v = v.to(tl.float32)
+            v_scale = scales_of(kv + stride_kv + offset, inside, DIM)
+            if q.dtype == tl.float16:  # which does not hold a small weight times a scale
+                v *= v_scale[:, None]
+            else:
+                weight *= v_scale[None, :]
+        acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision=PRECISION)
         top = new_top
     return acc, top, total

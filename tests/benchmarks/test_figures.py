@@ -15,7 +15,7 @@ from benchmarks.subjects import ENGINES, SUBJECTS, Installed, missing
 from benchmarks.table import GOALS, LIMIT, Results, as_json, markdown, number, reached, times_as_good
 from benchmarks.workloads import FIGURES, Figure, gaps, output_rate, percentile
 from model_files.gguf import read_gguf
-from model_files.needs import config_needs, gguf_needs
+from model_files.needs import ON_CPU, config_needs, gguf_needs
 from model_files.source import DEMO_MODEL, resolve
 
 NAMES = {subject.name for subject in SUBJECTS}
@@ -99,7 +99,7 @@ def test_the_demo_model_is_weighed() -> None:
     assert gguf_format(demo) == "q4_1"
     needs = gguf_needs(read_gguf(demo))
     assert (needs.dense.weights, needs.embedding.weights) == (106168320, 49152 * 576)
-    assert needs.step_bytes(2, as_stored=True) < demo.stat().st_size
+    assert needs.step_bytes(2, ON_CPU) < demo.stat().st_size
 
 
 def test_a_peer_that_is_not_there_is_left_out_with_a_reason() -> None:

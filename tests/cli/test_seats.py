@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from cli import seats
-from cli.seats import GIB, Seat, gpus, kv_dtype, require_memory, take_seats, weight_bytes
+from cli.formats import kv_dtype, weight_bytes
+from cli.seats import GIB, Seat, gpus, require_memory, take_seats
 from model_files.needs import Count, ModelNeeds
 from protocol.errors import ConfigError
 from protocol.settings import ServeSettings
@@ -185,12 +186,15 @@ def test_pools_on_gpus_take_no_memory_of_the_machine(monkeypatch):
 
 
 def test_block_formats_are_smaller_only_where_they_run_as_stored():
-    half = Count(weights=1000, stored_bytes=500.0, plain=100)
+    half = Count(weights=1000, stored_bytes=500.0, plain=100, coded_bytes=300.0, coded=600)
     needs = ModelNeeds(half, Count(), Count(), 1, 1, 8, 8, 64)
     assert weight_bytes(ServeSettings(), needs, "cpu") == 700
-    assert weight_bytes(ServeSettings(), needs, "cuda:0") == 2000
+    assert weight_bytes(ServeSettings(), needs, "cuda:0") == 1100
+    assert weight_bytes(ServeSettings(kernels="reference"), needs, "cuda:0") == 2000
+    assert weight_bytes(ServeSettings(quantization="int8"), needs, "cuda:0") == 1000
     assert weight_bytes(ServeSettings(quantization="none"), needs, "cpu") == 2000
     assert weight_bytes(ServeSettings(dtype="float32"), needs, "cpu") == 4000
+    assert weight_bytes(ServeSettings(dtype="float16"), needs, "cuda:0") == 2000
     assert [kv_dtype(ServeSettings(**given)) for given in ({}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"})] == [
         "bfloat16",
         "float16",

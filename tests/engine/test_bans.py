@@ -15,6 +15,7 @@ from toy import VOCAB, expected, make_engine, make_job
 from engine.edits import edits_for
 from engine.engine import Engine
 from engine.events import Generated
+from kernels.adjustments import Adjustments
 from protocol.errors import InvalidRequest
 from protocol.messages import Job
 from protocol.sampling import SamplingParams
@@ -37,9 +38,9 @@ def run(*jobs: Job) -> list[int]:
 def possible(params: SamplingParams, tokens: list[int], prompt_len: int, vocab: int = 12) -> set[int]:
     """Tokens that can be drawn."""
     logits = torch.zeros(vocab)
-    for edit in edits_for(params, tokens, prompt_len, vocab, CPU):
-        if edit.active(len(tokens) - prompt_len):
-            edit.apply(logits)
+    for edit in edits_for(params, tokens, prompt_len, CPU):
+        edit.apply(logits)
+    Adjustments(params, tokens, prompt_len).apply(logits, len(tokens) - prompt_len)
     return set(torch.isfinite(logits).nonzero()[:, 0].tolist())
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import VOCAB, make_engine, make_job
 
-from engine.edits import Tally
 from engine.engine import Engine
 from engine.events import Computed, Generated, Reserved
 from engine.sampler import SampleRow, sample
+from kernels.adjustments import Tally
 from kernels.reference import ReferenceOps
 from protocol.messages import Job
 from protocol.sampling import SamplingParams

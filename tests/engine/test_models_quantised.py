@@ -17,8 +17,10 @@ from engine.models import load_model
 from engine.models.directory import open_directory
 from engine.models.quantised import QuantisedWeights
 from kernels.cpu import CpuOps, instruction_set
+from kernels.cpu.coded import rows_of
+from kernels.form import form_of
 from kernels.reference import ReferenceOps
-from model_files.needs import model_needs
+from model_files.needs import ON_CPU, ON_GPU, model_needs
 from model_files.quantisation import quantisation
 from model_files.source import resolve
 from protocol.errors import ConfigError
@@ -109,11 +111,11 @@ def test_integer_codes_run_as_they_are_stored(name):
     """Rows of a packed layer are its values, but for scales that a float16 does not hold."""
     layer, config, kind = EXACT[name]
     weights, values = one_layer(layer, config)
-    rows = weights.stored("layer.weight", tuple(values.shape))
-    assert rows is not None
-    assert rows.kind == kind
-    linear = CpuOps(1).packed([rows], values.shape[1])
+    codes = weights.stored("layer.weight", tuple(values.shape))
+    assert codes is not None
+    linear = CpuOps(1).packed([codes], values.shape[1])
     assert linear is not None
+    assert linear.kinds == {kind}
     assert torch.equal(linear.rows(torch.arange(len(values))), values.bfloat16())
 
 
@@ -121,10 +123,11 @@ def test_integer_codes_run_as_they_are_stored(name):
 @pytest.mark.parametrize("name", NEAR)
 def test_what_no_integers_hold_becomes_the_nearest_of_eight_bits(name):
     weights, values = one_layer(*NEAR[name])
-    rows = weights.stored("layer.weight", tuple(values.shape))
-    assert rows is not None
-    assert rows.kind == "Q8_0"
-    found = CpuOps(1).packed([rows], values.shape[1]).rows(torch.arange(len(values))).double()
+    codes = weights.stored("layer.weight", tuple(values.shape))
+    linear = CpuOps(1).packed([codes], values.shape[1])
+    assert linear is not None
+    assert linear.kinds == {"Q8_0"}
+    found = linear.rows(torch.arange(len(values))).double()
     largest = values.view(len(values), -1, 32).abs().amax(-1, keepdim=True)
     away = (found - values).view(len(values), -1, 32).abs()
     assert (away <= largest * (1 / 254 + 2**-10) + values.view(away.shape).abs() * 2**-8).all()
@@ -132,7 +135,9 @@ def test_what_no_integers_hold_becomes_the_nearest_of_eight_bits(name):
 
 def test_inputs_that_are_no_whole_runs_are_dequantised():
     weights, _ = one_layer(gptq(4, 0, True), GPTQ | {"group_size": -1}, (32, 48))
-    assert weights.stored("layer.weight", (32, 48)) is None
+    codes = weights.stored("layer.weight", (32, 48))
+    assert codes is not None
+    assert rows_of(codes) is None
 
 
 @pytest.fixture(scope="module")
@@ -165,15 +170,18 @@ def test_memory_is_known_beforehand(name, plain, tmp_path):
     needs, whole = (model_needs(resolve(str(tmp_path / each))) for each in ("quantised", "values"))
     assert needs.parameters == whole.parameters
     weights = open_directory(tmp_path / "quantised", quantisation({"quantization_config": config}))
-    stored = 0
+    stored = coded = 0
     for name, tensor in load_file(tmp_path / "values" / "model.safetensors").items():
-        if tensor.dim() == 2 and (rows := weights.stored(name, tuple(tensor.shape))) is not None:
-            stored += rows.data.numel()
+        if tensor.dim() == 2 and (codes := weights.stored(name, tuple(tensor.shape))) is not None:
+            stored += rows_of(codes).data.numel()
+            if (form := form_of(codes)) is not None:
+                parts = [form.codes, form.scales, *([] if form.offsets is None else [form.offsets])]
+                coded += sum(part.nbytes for part in parts)
     assert stored > 0
     assert needs.dense.stored_bytes == stored
-    assert needs.memory(2, as_stored=True) == stored + 2 * (
-        needs.embedding.plain + needs.head.plain + needs.dense.plain
-    )
+    assert needs.dense.coded_bytes == coded
+    assert needs.memory(2, ON_GPU) == coded + 2 * (needs.parameters - needs.dense.coded)
+    assert needs.memory(2, ON_CPU) == stored + 2 * (needs.embedding.plain + needs.head.plain + needs.dense.plain)
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,10 @@ def test_codes_run_as_integers_of_the_same_values(mxfp4: Path) -> None:
     weights = StackedWeights(SafetensorsWeights([mxfp4 / "model.safetensors"]))
     for name, shape in (("gate_proj", (96, 64)), ("up_proj", (96, 64)), ("down_proj", (64, 96))):
         name = f"model.layers.1.mlp.experts.4.{name}.weight"
-        rows, wanted = weights.stored(name, shape), torch.empty(shape, dtype=torch.bfloat16)
+        codes, wanted = weights.stored(name, shape), torch.empty(shape, dtype=torch.bfloat16)
         weights.read(name, wanted)
-        assert rows is not None
-        linear = CpuOps(1).packed([rows], shape[1])
+        assert codes is not None
+        linear = CpuOps(1).packed([codes], shape[1])
         assert linear is not None
         assert torch.equal(linear.rows(torch.arange(shape[0])), wanted)
 

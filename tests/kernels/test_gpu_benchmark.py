@@ -9,14 +9,25 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_kernels
+from benchmarks import gpu_kernels, gpu_subject
+from benchmarks.gpu_products import FORMS, product
+from kernels.form import form_of
 from kernels.reference import ReferenceOps
+
+
+class CodesAsTold(ReferenceOps):
+    """Runs codes in the form that a GPU has them in, if the benchmark's are of the kind that it names."""
+
+    def packed(self, parts: Any, columns: int, bias: torch.Tensor | None = None) -> Any:
+        form = form_of(parts[0])
+        assert form is not None
+        return self.linear(form.rows(torch.arange(len(form.codes))), bias)
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(gpu_kernels, "COLD_BYTES", 1)
+        patched.setattr(gpu_subject, "COLD_BYTES", 1)
         yield vars(gpu_kernels)
 
 
@@ -29,6 +40,26 @@ def test_attention_forms_agree(bench: dict[str, Any], seqs: int, query_len: int,
     assert subject.moved == 4 * (kv + 2 * seqs * query_len * 6 * 16)
     pairs = sum(computed_len + j + 1 for j in range(query_len))
     assert subject.work == 4 * seqs * 6 * 16 * pairs
+
+
+@pytest.mark.parametrize(("query_len", "computed_len"), [(1, 40), (17, 20)])
+def test_attention_over_int8_moves_less(bench: dict[str, Any], query_len: int, computed_len: int) -> None:
+    shape = bench["Shape"](6, 2, 16, torch.float32, torch.device("cpu"))
+    subject = bench["attention"](ReferenceOps(), shape, 2, query_len, computed_len, True)
+    bench["check"](subject)
+    assert subject.title.endswith(", int8")
+    assert subject.moved == 2 * 2 * (query_len + computed_len) * 2 * 20 + 4 * 2 * 2 * query_len * 6 * 16
+
+
+@pytest.mark.parametrize(("form", "stored"), [*zip(FORMS, (0.5 + 2 / 128, 0.5 + 4 / 128, 1 + 4 / 128, 1), strict=True)])
+@pytest.mark.parametrize("ops", [ReferenceOps(), CodesAsTold()])
+def test_products_agree(bench: dict[str, Any], form: str, stored: float, ops: ReferenceOps) -> None:
+    shape = bench["Shape"](4, 2, 32, torch.float32, torch.device("cpu"))
+    subject = product(ops, shape, form, 3)
+    bench["check"](subject)
+    scales = 4 * 4 if form == "fp8" else 0
+    assert subject.moved == 4 * 128 * 128 * stored + scales + 4 * 3 * 5 * 128
+    assert subject.work == 2 * 3 * 4 * 128 * 128
 
 
 def test_a_wrong_kernel_is_not_timed(bench: dict[str, Any]) -> None:

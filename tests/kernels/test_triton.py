@@ -34,12 +34,28 @@ def test_kernels_agree_with_the_reference() -> None:
     collect("triton_cases.py", **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}))
 
 
+def test_products_with_codes_are_those_of_the_dequantised_weights() -> None:
+    collect("triton_product_cases.py", **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}))
+
+
+def test_k_and_v_in_int8() -> None:
+    collect("triton_int8_cases.py", **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}))
+
+
+def test_models_run_as_they_are_stored() -> None:
+    collect("triton_model_cases.py", TRITON_INTERPRET="1")
+
+
 def test_decode_steps_are_replayed() -> None:
     collect("triton_graph_cases.py", TRITON_INTERPRET="1")
 
 
 def test_tokens_are_drawn_as_by_the_reference() -> None:
     collect("triton_draw_cases.py", TRITON_INTERPRET="1")
+
+
+def test_logits_are_adjusted_as_in_pytorch() -> None:
+    collect("triton_adjust_cases.py", TRITON_INTERPRET="1")
 
 
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ decides at its import whether it interprets; on a machine with a CUDA device the
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
+from interpreted import DEVICE, bfloat16_products  # noqa: F401
 from paged_batch import GATES, Case, close, dense_attention, gated, make_case, rope_table, sinks_of
-from triton.runtime import interpreter
 from xxhash import xxh3_64_intdigest
 
 from kernels.reference import ReferenceOps
@@ -19,25 +17,7 @@ from kernels.triton.checksum import digests
 from kernels.triton.decode import decode
 from kernels.triton.launch import decode_tile, prefill_tile
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = DEVICE == "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter holds bfloat16 as uint16 and multiplies those integers in `tl.dot` (Triton 3.9); here its
-    operands are widened first, which is exact. Its rounding to bfloat16 truncates, which the tolerances cover."""
-    if not INTERPRETED:
-        return
-    builder = interpreter.InterpreterBuilder
-    product = builder.create_dot
-
-    def widened(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-        return product(self, a, b, d, *rest)
-
-    monkeypatch.setattr(builder, "create_dot", widened)
 
 
 def attend(

@@ -13,9 +13,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kernels.adjustments import Adjustments
+from kernels.codes import Codes
 from kernels.draw import NoiseKeys
 from kernels.triton import TritonOps
 from kernels.triton.checksum import digests
+from kernels.triton.product import ORDERED
 from protocol.sampling import SamplingParams
 
 HOPPER_SHARED_BYTES = 227 * 1024
@@ -61,6 +64,20 @@ def test_bfloat16_attention_uses_tensor_cores_and_wide_copies(
         assert compiled[name].metadata.shared <= HOPPER_SHARED_BYTES
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_int8_k_and_v_are_read_in_words_through_tensor_cores(compiled: dict[str, Any], dtype: torch.dtype) -> None:
+    case = make_case([1, 1, 150], [1024, 30, 170], 2, heads=8, kv_heads=2, dim=128, dtype=dtype, int8=True)
+    ops, key = TritonOps(132), case.q[:, :2]
+    ops.rope_and_cache(case.q, key, key, *rope_table(32, 96), case.kv_layer, case.plan)
+    ops.paged_attention(case.q, case.kv_layer, case.plan, 0.1)
+    assert set(compiled) == {"rope_cache_kernel", "decode_kernel", "merge_kernel", "prefill_kernel"}
+    for name, product in (("decode_kernel", "mma.sync"), ("prefill_kernel", "wgmma")):
+        assert product in compiled[name].asm["ptx"]
+        assert "cp.async.ca" in compiled[name].asm["ptx"]
+        assert "ld.global.b8" not in compiled[name].asm["ptx"]
+        assert compiled[name].metadata.shared <= HOPPER_SHARED_BYTES
+
+
 @pytest.mark.parametrize(("dim", "dtype"), [(256, torch.float16), (80, torch.float32)])
 def test_attention_of_other_shapes(compiled: dict[str, Any], dim: int, dtype: torch.dtype) -> None:
     case = make_case([1, 130], [1024, 150], 1, heads=3, kv_heads=1, dim=dim, dtype=dtype)
@@ -85,9 +102,52 @@ def test_rope_norm_and_activation(compiled: dict[str, Any], dtype: torch.dtype) 
     assert set(compiled) == {"rope_cache_kernel", "rms_norm_kernel", "gate_mul_kernel"}
 
 
+CODES = {
+    "int4": (torch.int8, (0, 7), 128, 32),
+    "int4-zeros": (torch.int8, (0, 15), 128, 32),
+    "int8": (torch.int8, (-128, 127), 4096, 1),
+    "fp8-block": (torch.float8_e4m3fn, (0, 8), 128, 32),
+}
+"""Number format, codes, inputs of a group and how many groups."""
+
+
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_with_codes_use_tensor_cores_and_wide_copies(
+    compiled: dict[str, Any], name: str, dtype: torch.dtype
+) -> None:
+    """Of the ladder's two heights by the same instruction, whose sums are of one order."""
+    kind, (low, high), group, groups = CODES[name]
+    values = torch.randint(low, high, (256, group * groups), dtype=torch.int8)
+    linear = TritonOps(132).packed([Codes(values.to(kind), torch.rand(256, groups))], group * groups)
+    assert linear is not None
+    for rows, product, summed in ((1, "mma.sync", True), (ORDERED, "mma.sync", True), (ORDERED + 1, "wgmma", False)):
+        compiled.clear()
+        linear(torch.zeros(rows, group * groups, dtype=dtype))
+        assert set(compiled) == ({"product_kernel", "sum_kernel"} if summed else {"product_kernel"})
+        kernel = compiled["product_kernel"]
+        assert product in kernel.asm["ptx"]
+        assert "cp.async.cg" in kernel.asm["ptx"]
+        assert kernel.metadata.shared <= HOPPER_SHARED_BYTES
+
+
+def test_products_with_codes_in_float32(compiled: dict[str, Any]) -> None:
+    linear = TritonOps(132).packed([Codes(torch.ones(64, 256, dtype=torch.int8), torch.ones(64, 8))], 256)
+    assert linear is not None
+    linear(torch.zeros(3, 256))
+    assert compiled["product_kernel"].metadata.shared <= HOPPER_SHARED_BYTES
+
+
 def test_checksums(compiled: dict[str, Any]) -> None:
     digests([torch.zeros(5000, dtype=torch.uint8)])
     assert set(compiled) == {"sums_kernel", "scramble_kernel"}
+
+
+def test_additions_and_penalties(compiled: dict[str, Any]) -> None:
+    params = SamplingParams(repetition_penalty=1.2, logit_bias=((3, 1.0),))
+    TritonOps().adjust(torch.zeros(1, 128_256), [(0, Adjustments(params, [1, 2, 3], 2), 1)])
+    assert set(compiled) == {"note_kernel", "penalise_kernel"}
+    assert "ld.global.v4" in compiled["penalise_kernel"].asm["ptx"]
 
 
 def test_draws(compiled: dict[str, Any]) -> None:

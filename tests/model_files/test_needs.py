@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from engine.models.families import FAMILIES
 from model_files.decoders import DECODERS
 from model_files.gguf import GGUFFile, GGUFTensor
-from model_files.needs import config_needs, gguf_needs, model_needs
+from model_files.needs import ON_CPU, config_needs, gguf_needs, model_needs
 from model_files.source import resolve
 from protocol.errors import ConfigError
 
@@ -68,7 +68,7 @@ def test_config_and_headers_tell_the_same(tmp_path, tied):
 def test_the_demo_model_is_counted_as_it_is_stored():
     needs = model_needs(resolve("smollm2"))
     assert (needs.parameters, needs.layers, needs.kv_heads, needs.head_dim) == (134_479_872, 30, 3, 64)
-    assert 92e6 < needs.memory(2, as_stored=True) < 100e6
+    assert 92e6 < needs.memory(2, ON_CPU) < 100e6
     assert needs.memory(2) == 2 * 134_479_872
     assert needs.kv_bytes("bfloat16") == 23_040
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
 
-from engine.models.base import ModelInfo
+from engine.models.base import Model, ModelInfo
+from kernels.capabilities import Capabilities
 from node import assembly
 from node.assembly import Assembled, choose_device, describe, longest_sequence, pool_blocks, step_limits
+from node.kv_format import kv_format
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.settings import WorkerSettings
@@ -60,11 +63,21 @@ def test_a_step_has_room_for_every_running_request_and_a_block_of_a_prompt() -> 
     assert (limits.max_num_batched_tokens, limits.max_num_seqs) == (508, 500)
 
 
-def test_int8_kv_is_refused_where_no_kernel_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "select", lambda name, device, **choices: SimpleNamespace(name="triton"))
-    with pytest.raises(ConfigError, match="triton") as raised:
-        assembly.assemble(WorkerSettings(device="cpu", kv_cache_dtype="int8"))
-    assert raised.value.param == "kv_cache_dtype"
+def of_heads(dim: int, unit: int) -> Model:
+    """A model with such heads, on kernels that keep int8 of multiples of the unit."""
+    ops = SimpleNamespace(name="triton", capabilities=Capabilities(int8_heads=unit))
+    return cast(Model, SimpleNamespace(info=replace(INFO, head_dim=dim), ops=ops))
+
+
+def test_int8_kv_is_refused_where_no_kernel_reads_it() -> None:
+    int8 = WorkerSettings(kv_cache_dtype="int8")
+    assert kv_format(int8, of_heads(20, 4), None) == torch.int8
+    assert kv_format(int8, of_heads(6, 1)) == torch.int8
+    assert kv_format(WorkerSettings(), of_heads(6, 4)) is None
+    for models in ((of_heads(6, 4),), (of_heads(8, 4), of_heads(6, 4))):
+        with pytest.raises(ConfigError, match="multiples of 4 on triton kernels") as raised:
+            kv_format(int8, *models)
+        assert raised.value.param == "kv_cache_dtype"
 
 
 def test_an_unknown_device_is_refused() -> None:

@@ -7,6 +7,7 @@ from toy import make_engine, make_job
 
 from engine.request import Request
 from engine.slices import Slice
+from kernels.adjustments import Adjusted
 from kernels.graphs import LADDER
 from node import rates
 from node.first_steps import first_steps
@@ -28,6 +29,16 @@ def test_every_tile_of_a_chunk_is_compiled(group: int, size: int) -> None:
     assert possible <= given
 
 
+def test_every_tile_of_a_product_with_codes_is_compiled() -> None:
+    """Which begin at 1 row: those of decodes alone do."""
+
+    def tile(rows: int) -> object:
+        return launch.product_tile(rows, 128, 2, ordered=rows <= LADDER[-1])
+
+    given = {tile(parts[0].count) for parts in steps(4096, 1) if len(parts) == 1}
+    assert {tile(rows) for rows in range(1, 4096)} == given
+
+
 def test_every_split_of_a_context_beside_a_chunk_is_compiled() -> None:
     tile = launch.decode_tile(4, 128, 2)
 
@@ -47,11 +58,15 @@ def test_every_size_of_batch_is_captured_that_may_come(most: int, largest: int) 
     assert [1, *rows] == [size for size in LADDER if size <= largest]
 
 
-def test_an_engine_takes_them_and_its_pool_is_as_before() -> None:
+def test_an_engine_takes_them_and_its_pool_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(num_blocks=16)
     request = Request(make_job("r", [1] * 61), b"", 4)
     request.block_ids = list(range(16))
+    adjusted: list[Adjusted] = []
+    monkeypatch.setattr(engine.runner.model.ops, "adjust", lambda logits, rows: adjusted.extend(rows))
     rates.compile_all(engine, request, 60)
+    assert [adjustments.counting for _, adjustments, _ in adjusted] == [True]
+    assert request.sample_row is None
     engine.check_integrity()
     assert engine.pool.available == 16
 

@@ -1,0 +1,43 @@
+"""In which number formats a worker has its weights, K and V, and what they take."""
+
+from __future__ import annotations
+
+from model_files.needs import NOWHERE, ON_CPU, ON_GPU, ModelNeeds
+from protocol.settings import ServeSettings
+
+_FULL_BYTES = {"auto": 2, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def weight_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> float:
+    """Bytes of one worker's weights as they will run there."""
+    itemsize = _FULL_BYTES[settings.dtype]
+    if _quantised(settings, "int8"):
+        return needs.memory(itemsize) - needs.dense.bytes(itemsize - 1)
+    return needs.memory(itemsize, _stored(settings, device))
+
+
+def step_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> float:
+    """Bytes of weights that a step with one token reads there."""
+    itemsize = _FULL_BYTES[settings.dtype]
+    if _quantised(settings, "int8"):
+        return needs.step_bytes(itemsize) - needs.dense.active * (itemsize - 1)
+    return needs.step_bytes(itemsize, _stored(settings, device))
+
+
+def _stored(settings: ServeSettings, device: str) -> str:
+    """Where weights run as they are stored."""
+    if not _quantised(settings, "auto"):
+        return NOWHERE
+    return ON_CPU if device == "cpu" else ON_GPU
+
+
+def _quantised(settings: ServeSettings, how: str) -> bool:
+    """Weights run as this value of --quantization says, as they do in bfloat16 alone."""
+    return settings.quantization == how and settings.dtype in ("auto", "bfloat16") and settings.kernels != "reference"
+
+
+def kv_dtype(settings: ServeSettings) -> str:
+    """Number format of K and V, as in `KVLayout`."""
+    if settings.kv_cache_dtype == "int8":
+        return "int8"
+    return "bfloat16" if settings.dtype == "auto" else settings.dtype

@@ -1,0 +1,135 @@
+"""What a request's parameters add to its logits and take from them: min_tokens, logit_bias, penalties.
+
+Made once per request, adjustments follow its tokens as they come, so that a step costs what changed and one pass over
+the distinct tokens. They depend on the tokens alone: made anew on another node they come to the same. Order and meaning
+are those of vLLM.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from protocol.sampling import SamplingParams
+
+_FEW = 8
+"""New tokens that are written to the device one by one; more are written at once."""
+
+
+class Adjustments:
+    """Of one request. token_ids: prompt and output so far, which only ever grows; `counting`: they depend on which
+    tokens these are, not on their number alone. `apply` is `Ops.adjust` of one row in PyTorch."""
+
+    def __init__(self, params: SamplingParams, token_ids: Sequence[int], prompt_len: int) -> None:
+        self.params, self.token_ids, self.prompt_len = params, token_ids, prompt_len
+        self.penalised = bool(params.frequency_penalty or params.presence_penalty)
+        self.counting = params.repetition_penalty != 1.0 or self.penalised
+        self._on_device: _OnDevice | None = None
+
+    def active(self, output_len: int) -> bool:
+        """Whether there are any after that many output tokens."""
+        params = self.params
+        repeats = params.repetition_penalty != 1.0
+        return bool(repeats or params.logit_bias or output_len < params.min_tokens or (self.penalised and output_len))
+
+    def additions(self, output_len: int, vocab_size: int) -> list[tuple[int, float]]:
+        """Tokens and what is added to their logits before all penalties: minus infinity to what ends the request before
+        min_tokens (ids that the model has not cannot be drawn anyway), and the bias; a token that is named twice gets
+        both."""
+        ends = self.params.ending_token_ids if output_len < self.params.min_tokens else ()
+        return [*((token, -float("inf")) for token in ends if 0 <= token < vocab_size), *self.params.logit_bias]
+
+    def apply(self, logits: torch.Tensor, output_len: int) -> None:
+        """To float32 logits [vocab], in place."""
+        if self._on_device is None:
+            self._on_device = _OnDevice(self, logits.device, len(logits))
+        self._on_device.apply(logits, output_len)
+
+
+Adjusted = tuple[int, Adjustments, int]
+"""A row of logits, what is done to it, and the number of its request's output tokens."""
+
+
+class _OnDevice:
+    """One request's tensors."""
+
+    def __init__(self, of: Adjustments, device: torch.device, vocab_size: int) -> None:
+        params = of.params
+        self._of = of
+        ends = [token for token in params.ending_token_ids if params.min_tokens and 0 <= token < vocab_size]
+        tokens, biases = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
+        self._biased = torch.tensor(tokens, dtype=torch.int64, device=device)
+        self._biases = torch.tensor(biases, dtype=torch.float32, device=device)
+        self._seen = Tally(of.token_ids, 0, device)
+        self._made = Tally(of.token_ids, of.prompt_len, device)
+
+    def apply(self, logits: torch.Tensor, output_len: int) -> None:
+        params = self._of.params
+        if output_len < params.min_tokens:
+            logits[self._ends] = -torch.inf
+        if params.logit_bias:
+            logits.index_add_(0, self._biased, self._biases)
+        if params.repetition_penalty != 1.0:
+            self._divide(logits, params.repetition_penalty)
+        if self._of.penalised and output_len:
+            ids, counts = self._made.follow()
+            logits.index_add_(0, ids, counts * params.frequency_penalty + params.presence_penalty, alpha=-1)
+
+    def _divide(self, logits: torch.Tensor, penalty: float) -> None:
+        """Positive logits are divided, others multiplied (Keskar et al., arXiv 1909.05858), which is the lesser of both
+        results for a penalty above 1 and the greater one below."""
+        ids, _ = self._seen.follow()
+        values = logits.index_select(0, ids)
+        either = torch.minimum if penalty > 1 else torch.maximum
+        logits.scatter_(0, ids, either(values / penalty, values * penalty))
+
+
+class Tally:
+    """The distinct ones of token_ids[start:] and how often each occurs, on the device; follows the list as it grows."""
+
+    def __init__(self, token_ids: Sequence[int], start: int, device: torch.device) -> None:
+        self._token_ids = token_ids
+        self._upto = start
+        self._places: dict[int, int] = {}
+        self._often: list[int] = []
+        self._ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._counts = torch.empty(0, device=device)
+
+    def follow(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token ids int64 [n], counts float32 [n]) as of now."""
+        new = self._token_ids[self._upto :]
+        self._upto += len(new)
+        if len(new) > _FEW or len(self._often) + len(new) > len(self._ids):
+            self._count_many(Counter(new))
+            self._write_all()
+        else:
+            for token in new:
+                place = self._count(token, 1)
+                self._ids[place], self._counts[place] = token, self._often[place]
+        return self._ids[: len(self._often)], self._counts[: len(self._often)]
+
+    def _count_many(self, counts: Counter[int]) -> None:
+        if self._places:
+            for token, count in counts.items():
+                self._count(token, count)
+        else:
+            self._places = dict(zip(counts, range(len(counts)), strict=True))
+            self._often = list(counts.values())
+
+    def _count(self, token: int, count: int) -> int:
+        place = self._places.setdefault(token, len(self._often))
+        if place == len(self._often):
+            self._often.append(0)
+        self._often[place] += count
+        return place
+
+    def _write_all(self) -> None:
+        """Anew, with room to grow."""
+        spare = [0] * max(64, len(self._often) // 4)
+        ids, counts = np.array([*self._places, *spare], dtype=np.int64), np.array([*self._often, *spare], np.float32)
+        self._ids = torch.from_numpy(ids).to(self._ids.device)
+        self._counts = torch.from_numpy(counts).to(self._counts.device)

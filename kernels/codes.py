@@ -1,0 +1,77 @@
+"""A quantised weight as codes and scales: a code times its scale is a weight. Each row of the operations table that
+runs such weights as they are stored has a form of its own for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_PIECE = 1 << 20
+"""Weights that are computed at once: 4 MiB of float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """values [out, in]: integers of at most 16 bits, or fp8. scales: float32; of all, of each output, of each group of
+    its inputs: [1 or out, groups], or of blocks of (outputs, inputs). order: each input's group, where groups are not
+    neighbours."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    block: tuple[int, int] | None = None
+    order: torch.Tensor | None = None
+
+    @classmethod
+    def offset(
+        cls, codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, order: torch.Tensor | None
+    ) -> Codes:
+        """Of codes [out, in] and their zero points [1 or out, 1 or groups], which are taken off."""
+        if zeros.shape[1] == 1:
+            return cls(_narrow(codes.to(torch.int16) - zeros), scales, order=order)
+        if order is not None:
+            return cls(_narrow(codes.to(torch.int16) - zeros[:, order]), scales, order=order)
+        grouped = codes.view(len(codes), zeros.shape[1], -1).to(torch.int16)
+        return cls(_narrow((grouped - zeros[..., None]).flatten(1)), scales)
+
+    @property
+    def group(self) -> int:
+        """Inputs of one scale, where groups are neighbours; the last of blocks may have fewer."""
+        return self.block[1] if self.block is not None else self.values.shape[1] // self.scales.shape[1]
+
+    def by_output(self) -> Codes:
+        """The same with memory of its own, and scales of each output [out, groups]."""
+        count, scales = len(self.values), self.scales
+        if self.block is not None:
+            scales = scales.repeat_interleave(self.block[0], 0)[:count]
+        scales = scales.expand(count, -1).contiguous()
+        block = None if self.block is None else (1, self.block[1])
+        return Codes(self.values.clone(), scales, block, self.order)
+
+    def to(self, device: torch.device) -> Codes:
+        order = None if self.order is None else self.order.to(device)
+        return Codes(self.values.to(device), self.scales.to(device), self.block, order)
+
+    def write(self, out: torch.Tensor) -> None:
+        """The weights, into `out` [out, in] of any float dtype, on any device."""
+        step = max(1, _PIECE // self.values.shape[1])
+        for at in range(0, len(self.values), step):
+            out[at : at + step] = self.weights(at, at + step)
+
+    def weights(self, first: int, end: int) -> torch.Tensor:
+        """float32 of outputs [first, end)."""
+        values = self.values[first:end].float()
+        if self.block is not None:
+            device = values.device
+            outputs = torch.arange(first, first + len(values), device=device) // self.block[0]
+            inputs = torch.arange(values.shape[1], device=device) // self.block[1]
+            return values.mul_(self.scales[outputs][:, inputs])
+        scales = self.scales if len(self.scales) == 1 else self.scales[first:end]
+        if self.order is not None:
+            return values.mul_(scales[:, self.order])
+        return values.view(len(values), scales.shape[1], -1).mul_(scales[..., None]).flatten(1)
+
+
+def _narrow(codes: torch.Tensor) -> torch.Tensor:
+    low, high = codes.aminmax()
+    return codes.to(torch.int8) if low >= -128 and high <= 127 else codes

@@ -1,0 +1,199 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
+"""Products with weights in codes, which become numbers in registers alone.
+
+Codes are multiplied as they are, for all of them are exact in 16 bits, and a group's sums by its scale: what comes out
+is the product with the weights in float32, but for the order of its sums. That order is one of tiles along the inputs,
+and the same for every batch of up to `ORDERED` rows, so that a row has the same bits in each of them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.form import CodedForm
+from kernels.graphs import LADDER
+from kernels.triton.launch import kv_splits, power_of_two, product_tile
+
+ORDERED = LADDER[-1]
+"""Rows of the largest batch that is summed in one order with all smaller ones."""
+_BAND = 8
+"""Tiles of rows that go through the outputs side by side, so that what they read stays in the cache."""
+
+
+@triton.jit
+def float8(bits):
+    """float32 of uint8 in e4m3: the bits of a float16 but for the offset of the exponent."""
+    wide = bits.to(tl.uint16)
+    value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def number(code, shift, x, KIND: tl.constexpr, OFFSETS: tl.constexpr):
+    """Codes [OUTS, ..] in the number format of x. shift: float32 [OUTS], what is added to the codes of each output."""
+    if KIND == "FP8":
+        value = float8(code)
+    elif KIND == "W8A16":
+        value = code.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        value = code.to(tl.float32)
+    if OFFSETS:
+        value += shift[:, None]
+    elif KIND == "W4A16":
+        value -= 8.0
+    return value.to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["rows", "share"])
+def product_kernel(
+    x,
+    codes,  # uint8 [outputs, bytes]
+    scales,  # [outputs, groups]
+    offsets,  # int16 [outputs, groups], read if OFFSETS
+    bias,  # [outputs], read if BIASED
+    out,
+    rows,
+    outputs,
+    columns,
+    groups,
+    share,  # tiles of inputs that a program takes
+    stride_x,
+    stride_out,
+    stride_part,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,  # inputs of a scale
+    WHOLE: tl.constexpr,  # one scale an output
+    EVEN: tl.constexpr,  # inputs are whole tiles
+    OFFSETS: tl.constexpr,
+    BIASED: tl.constexpr,
+    BAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (tile of rows and of outputs, part of the inputs). out: [parts, rows, outputs]."""
+    tiles, wide = tl.cdiv(rows, ROWS), tl.cdiv(outputs, OUTS)
+    at, part = tl.program_id(0), tl.program_id(1)
+    first = at // (BAND * wide) * BAND
+    height = tl.minimum(tiles - first, BAND)
+    within = at % (BAND * wide)
+    row = (first + within % height).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    output = (within // height).to(tl.int64) * OUTS + tl.arange(0, OUTS)
+    there, used = row < rows, output < outputs
+
+    SPAN: tl.constexpr = TILE // 2 if KIND == "W4A16" else TILE
+    span = tl.arange(0, SPAN)
+    source = x + row[:, None] * stride_x + span[None, :]
+    stored = codes + output[:, None] * (columns * SPAN // TILE) + span[None, :]
+    acc = tl.zeros([ROWS, OUTS], dtype=tl.float32)
+    shift = tl.zeros([OUTS], dtype=tl.float32)
+    if WHOLE:
+        scale = tl.load(scales + output, mask=used, other=0.0).to(tl.float32)
+        if OFFSETS:
+            shift = tl.load(offsets + output, mask=used, other=0).to(tl.float32)
+    begin = part * share
+    for tile in range(begin, tl.minimum(begin + share, tl.cdiv(columns, TILE))):
+        start = tile * TILE
+        seen, kept = there[:, None] & (span >= 0)[None, :], used[:, None] & (span >= 0)[None, :]
+        if not EVEN:
+            seen = seen & (start + span < columns)[None, :]
+            kept = kept & (start + span < columns)[None, :]
+        group = output * groups + start // GROUP
+        if OFFSETS and not WHOLE:
+            shift = tl.load(offsets + group, mask=used, other=0).to(tl.float32)
+        added = acc if WHOLE else tl.zeros([ROWS, OUTS], dtype=tl.float32)
+        code = tl.load(stored + tile * SPAN, mask=kept, other=0)
+        part_x = tl.load(source + start, mask=seen, other=0.0)
+        if KIND == "W4A16":
+            low = number(code & 15, shift, part_x, KIND, OFFSETS)
+            added = tl.dot(part_x, tl.trans(low), added, input_precision=PRECISION)
+            part_x = tl.load(source + start + SPAN, mask=seen, other=0.0)
+            high = number(code >> 4, shift, part_x, KIND, OFFSETS)
+            added = tl.dot(part_x, tl.trans(high), added, input_precision=PRECISION)
+        else:
+            value = number(code, shift, part_x, KIND, OFFSETS)
+            added = tl.dot(part_x, tl.trans(value), added, input_precision=PRECISION)
+        if WHOLE:
+            acc = added
+        else:
+            acc += added * tl.load(scales + group, mask=used, other=0.0).to(tl.float32)[None, :]
+    if WHOLE:
+        acc *= scale[None, :]
+    if BIASED:
+        acc += tl.load(bias + output, mask=used, other=0.0).to(tl.float32)[None, :]
+    place = out + part.to(tl.int64) * stride_part + row[:, None] * stride_out + output[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=there[:, None] & used[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def sum_kernel(parts, bias, out, rows, outputs, splits, stride_out, BIASED: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, block of outputs): the parts [splits, rows, outputs], added in their order, and the bias."""
+    row, output = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    used = output < outputs
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for part in range(splits):
+        total += tl.load(parts + (part * rows + row) * outputs + output, mask=used, other=0.0)
+    if BIASED:
+        total += tl.load(bias + output, mask=used, other=0.0).to(tl.float32)
+    tl.store(out + row * stride_out + output, total.to(out.dtype.element_ty), mask=used)
+
+
+class CodedLinear:
+    """A `StoredLinear` over forms laid under each other, of x [n, in]; bias [out], or None."""
+
+    def __init__(self, forms: Sequence[CodedForm], columns: int, bias: torch.Tensor | None, processors: int) -> None:
+        self.kinds = frozenset(form.kind for form in forms)
+        self._forms, self._columns, self._bias, self._processors = tuple(forms), columns, bias, processors
+        self._outputs = sum(len(form.codes) for form in forms)
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        out, first = torch.empty(len(x), self._outputs, dtype=dtype or x.dtype, device=x.device), 0
+        for form in self._forms:
+            behind = first + len(form.codes)
+            bias = None if self._bias is None else self._bias[first:behind]
+            product(x, form, bias, out[:, first:behind], self._processors)
+            first = behind
+        return out
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """In bfloat16."""
+        out, first = torch.empty(len(ids), self._columns, dtype=torch.bfloat16, device=ids.device), 0
+        for form in self._forms:
+            mine = form.rows((ids - first).clamp(0, len(form.codes) - 1)).to(out.dtype)
+            out = mine if not first else torch.where((ids >= first)[:, None], mine, out)
+            first += len(form.codes)
+        return out
+
+
+def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: torch.Tensor, processors: int) -> None:
+    """x [n, in] @ weight.T + bias into out [n, out], both dense along their last dimension. On a device of so many
+    multiprocessors."""
+    x = x if form.order is None else x.index_select(1, form.order)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    (rows, columns), outputs = x.shape, len(form.codes)
+    if not rows:
+        return
+    ordered = rows <= ORDERED
+    tile = product_tile(rows, form.tile, x.element_size(), ordered=ordered)
+    tiles, wide = triton.cdiv(columns, form.tile), triton.cdiv(outputs, tile.keys)
+    splits = kv_splits(wide, tiles, processors) if ordered else 1
+    parts = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device) if splits > 1 else out
+    added = out if bias is None else bias
+    product_kernel[(triton.cdiv(rows, tile.rows) * wide, splits)](
+        x, form.codes, form.scales, form.codes if form.offsets is None else form.offsets, added, parts,
+        rows, outputs, columns, form.scales.shape[1], triton.cdiv(tiles, splits),
+        x.stride(0), parts.stride(-2), parts.stride(0) if splits > 1 else 0,
+        KIND=form.kind, ROWS=tile.rows, OUTS=tile.keys, TILE=form.tile, GROUP=form.group,
+        WHOLE=form.scales.shape[1] == 1, EVEN=columns % form.tile == 0,
+        OFFSETS=form.offsets is not None, BIASED=bias is not None and splits == 1, BAND=_BAND,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if splits > 1:
+        block = min(1024, power_of_two(outputs))
+        sum_kernel[(rows, triton.cdiv(outputs, block))](
+            parts, added, out, rows, outputs, splits, out.stride(0),
+            BIASED=bias is not None, BLOCK=block, num_warps=4,
+        )  # fmt: skip

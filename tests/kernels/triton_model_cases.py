@@ -1,0 +1,74 @@
+"""Whole models whose layers run as they are stored, over Triton's interpreter. Collected by test_triton.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted import bfloat16_products  # noqa: F401
+from tape import Taping
+
+sys.path.append(str(Path(__file__).parents[1] / "engine"))
+
+from quantised_files import awq, fp8, gptq, packed, quantise
+from test_models_quantised import AWQ, FP8, GPTQ, INT4, compressed
+from tiny_models import COHERE, chunked_logits, family, save_tiny, tokens_for
+
+from engine.models import load_model
+from engine.models.base import Model
+from kernels.reference import ReferenceOps
+from kernels.triton import TritonOps
+from model_files.source import resolve
+
+CPU = torch.device("cpu")
+CASES = {
+    "gptq-ordered": (gptq(4, 32, True, ordered=True), GPTQ | {"desc_act": True}, "W4A16"),
+    "awq": (awq(32), AWQ, "W4A16"),
+    "int4": (packed(4, 32, True), compressed("pack-quantized", **INT4), "W4A16"),
+    "fp8-block": (fp8("block", "weight_scale_inv"), FP8 | {"weight_block_size": [32, 64]}, "FP8"),
+    "gptq-16": (gptq(4, 16, True), GPTQ | {"group_size": 16}, ""),
+}
+PAIRS = [("llama", name) for name in CASES] + [("cohere", "fp8-block"), ("cohere", "awq")]
+FAMILIES = {"llama": ("LlamaConfig", {}), "cohere": ("CohereConfig", COHERE)}
+"""Cohere's rotation pairs neighbours: rows of q and k are reordered, and so are their scales."""
+
+
+def load(path: Path, dtype: torch.dtype, **how: object) -> Model:
+    found: Model = load_model(resolve(str(path)), device=CPU, dtype=dtype, **({"quantization": "auto"} | how))
+    return found
+
+
+def correlation(model: Model, wanted: Model, cache: torch.dtype | None = None) -> float:
+    """Of a prompt, and of steps that are captured and replayed; cache: of the first model."""
+    made = ((model, cache), (wanted, None))
+    found = [chunked_logits(each, tokens_for(20), [18, 1, 1], dtype).flatten() for each, dtype in made]
+    return float(torch.corrcoef(torch.stack(found))[0, 1])
+
+
+@pytest.mark.parametrize(("form", "name"), PAIRS)
+def test_models_run_as_they_are_stored(form: str, name: str, tmp_path: Path) -> None:
+    layer, config, kind = CASES[name]
+    given, extra = FAMILIES[form]
+    save_tiny(family(given, num_hidden_layers=1, head_dim=32, intermediate_size=128, **extra), tmp_path / "plain")
+    quantise(tmp_path / "plain", tmp_path / "quantised", tmp_path / "values", layer, config)
+    exact = load(tmp_path / "values", torch.float32, ops=ReferenceOps())
+    stored = load(tmp_path / "quantised", torch.bfloat16, ops=TritonOps(4, Taping()))
+    dequantised = load(tmp_path / "quantised", torch.bfloat16, ops=ReferenceOps(), quantization="none")
+    assert stored.info.revision == "+".join((dequantised.info.revision, *([kind] if kind else [])))
+    assert correlation(stored, exact) > 0.995
+
+
+def test_int8_of_any_model_is_near(tmp_path: Path) -> None:
+    save_tiny(family("LlamaConfig", num_hidden_layers=1, head_dim=32), tmp_path / "plain")
+    model = load(tmp_path / "plain", torch.bfloat16, ops=TritonOps(4, Taping()), quantization="int8")
+    assert model.info.revision.endswith("+W8A16")
+    assert correlation(model, load(tmp_path / "plain", torch.float32, ops=ReferenceOps())) > 0.995
+
+
+def test_a_cache_in_int8_is_near(tmp_path: Path) -> None:
+    save_tiny(family("LlamaConfig", num_hidden_layers=2, head_dim=16), tmp_path / "plain")
+    model = load(tmp_path / "plain", torch.float32, ops=TritonOps(4, Taping()))
+    exact = load(tmp_path / "plain", torch.float32, ops=ReferenceOps())
+    assert 0.999 < correlation(model, exact, torch.int8) < 1 - 1e-7

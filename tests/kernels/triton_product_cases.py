@@ -1,0 +1,205 @@
+"""Products with weights in codes against the dequantised ones in float64, over Triton's interpreter or a GPU. Collected
+by test_triton.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import DEVICE, bfloat16_products  # noqa: F401
+from paged_batch import TOLERANCE
+
+from kernels.codes import Codes
+from kernels.form import form_of, laid_together
+from kernels.step import StoredRows
+from kernels.triton import TritonOps
+from kernels.triton.product import ORDERED, CodedLinear
+
+OUT = 70
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def integers(low: int, high: int, columns: int, seed: int = 0) -> torch.Tensor:
+    found = torch.randint(low, high + 1, (OUT, columns), generator=torch.Generator().manual_seed(seed))
+    return found.to(torch.int8 if low >= -128 and high <= 127 else torch.int16)
+
+
+def floats(columns: int, seed: int = 0) -> torch.Tensor:
+    """All bytes but those of no number."""
+    found = torch.randint(0, 127, (OUT, columns), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    signs = torch.randint(0, 2, found.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.uint8)
+    return (found | signs << 7).view(torch.float8_e4m3fn)
+
+
+def scales_of(rows: int, groups: int, seed: int = 9, half: bool = True) -> torch.Tensor:
+    """Of both signs."""
+    found = torch.randn(rows, groups, generator=torch.Generator().manual_seed(seed)) * 0.01
+    return found.half().float() if half else found
+
+
+def apart(codes: Codes, group: int, columns: int) -> Codes:
+    """Each group of each output with a zero point of its own."""
+    zeros = torch.randint(0, 16, (OUT, columns // group), generator=torch.Generator().manual_seed(4))
+    return Codes.offset(codes.values.to(torch.uint8), zeros.to(torch.int16), codes.scales, codes.order)
+
+
+def permuted(columns: int, groups: int) -> torch.Tensor:
+    return torch.randperm(columns, generator=torch.Generator().manual_seed(3)) % groups
+
+
+CASES = {
+    "int4-32": (Codes(integers(-8, 7, 192), scales_of(OUT, 6)), "W4A16"),
+    "int4-128": (Codes(integers(-8, 7, 640), scales_of(OUT, 5)), "W4A16"),
+    "int4-whole": (Codes(integers(-8, 7, 352), scales_of(OUT, 1)), "W4A16"),
+    "int4-one": (Codes(integers(-8, 7, 128), scales_of(1, 1)), "W4A16"),
+    "int4-zeros": (apart(Codes(integers(0, 15, 384), scales_of(OUT, 6)), 64, 384), "W4A16"),
+    "int4-zeros-whole": (apart(Codes(integers(0, 15, 256), scales_of(OUT, 1)), 256, 256), "W4A16"),
+    "int4-ordered": (Codes(integers(-8, 7, 256), scales_of(OUT, 8), order=permuted(256, 8)), "W4A16"),
+    "int8-group": (Codes(integers(-128, 127, 160), scales_of(OUT, 5, half=False)), "W8A16"),
+    "int8-channel": (Codes(integers(-128, 127, 201), scales_of(OUT, 1, half=False)), "W8A16"),
+    "int8-zeros": (Codes(integers(-250, -10, 128), scales_of(OUT, 4)), "W8A16"),
+    "mxfp4": (Codes(integers(-12, 12, 96), scales_of(OUT, 3)), "W8A16"),
+    "fp8-tensor": (Codes(floats(200), scales_of(1, 1)), "FP8"),
+    "fp8-channel": (Codes(floats(384), scales_of(OUT, 1)), "FP8"),
+    "fp8-block": (Codes(floats(300), scales_of(2, 5), block=(48, 64)), "FP8"),
+}
+
+
+def weight_of(codes: Codes) -> torch.Tensor:
+    out = torch.empty(codes.values.shape, dtype=torch.float64)
+    codes.write(out)
+    return out
+
+
+def layer(*parts: Codes, bias: torch.Tensor | None = None, processors: int = 8) -> CodedLinear:
+    columns = parts[0].values.shape[1]
+    moved = [part.to(torch.device(DEVICE)) for part in parts]
+    found = TritonOps(processors).packed(moved, columns, None if bias is None else bias.to(DEVICE))
+    assert found is not None
+    return found
+
+
+def inputs(rows: int, columns: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def expect(linear: CodedLinear, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """Off by what sums in float32 round, and what the result is rounded to."""
+    wanted = x.cpu().double() @ weight.T + (0 if bias is None else bias.double())
+    size = x.cpu().double().abs() @ weight.abs().T + 1.0
+    exact, rounded = linear(x, torch.float32), linear(x)
+    assert (exact.dtype, rounded.dtype) == (torch.float32, x.dtype)
+    assert bool(((exact.cpu().double() - wanted).abs() <= 2e-6 * size).all())
+    assert bool(((rounded.cpu().double() - wanted).abs() <= 2e-6 * size + TOLERANCE[x.dtype] * wanted.abs()).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_products_are_those_of_the_dequantised_weights(name: str, dtype: torch.dtype) -> None:
+    codes, kind = CASES[name]
+    linear, weight = layer(codes), weight_of(codes)
+    assert linear.kinds == {kind}
+    expect(linear, weight, inputs(3, weight.shape[1], dtype))
+
+
+@pytest.mark.parametrize("name", ["int4-128", "int8-channel", "fp8-block", "int4-zeros"])
+@pytest.mark.parametrize("rows", [1, 17, ORDERED + 9])
+def test_batches_of_all_heights(name: str, rows: int) -> None:
+    codes, _ = CASES[name]
+    expect(layer(codes), weight_of(codes), inputs(rows, codes.values.shape[1], torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["int4-128", "int4-ordered", "int8-channel", "fp8-block"])
+def test_a_row_has_the_same_bits_in_every_batch_of_the_ladder(name: str) -> None:
+    """The parts of the inputs that are added are those of the layer, whatever the batch."""
+    codes, _ = CASES[name]
+    linear, x = layer(codes, processors=64), inputs(ORDERED, codes.values.shape[1], torch.bfloat16)
+    whole = linear(x, torch.float32)
+    for rows in ([5], [5, 6], [1, 5, *range(20, 37)], [*range(40), 99]):
+        assert torch.equal(linear(x[rows], torch.float32), whole[rows])
+
+
+def test_large_layers_are_split_along_their_inputs_and_added_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.triton import product
+
+    splits: list[int] = []
+    original = product.kv_splits
+    monkeypatch.setattr(product, "kv_splits", lambda *given: splits.append(original(*given)) or splits[-1])
+    codes = Codes(integers(-8, 7, 1280), scales_of(OUT, 10))
+    bias = torch.linspace(-1, 1, OUT)
+    linear = layer(codes, bias=bias, processors=64)
+    for rows in (1, 20, ORDERED + 1):
+        expect(linear, weight_of(codes), inputs(rows, 1280, torch.bfloat16), bias)
+    assert splits == [4] * 4, "twice for each batch of the ladder"
+
+
+def test_parts_of_several_forms_are_one_layer() -> None:
+    """As q, k and v: scales of all by part, other kinds, an order of its own."""
+    columns = 256
+    parts = (
+        [Codes(integers(-8, 7, columns), scales_of(1, 1, seed)) for seed in (1, 2)]
+        + [CASES[name][0] for name in ("int4-ordered", "int4-zeros-whole")]
+        + [Codes(floats(columns), scales_of(1, 1))]
+    )
+    forms = [found for part in parts if (found := form_of(part)) is not None]
+    assert [len(form.codes) for form in laid_together(forms)] == [2 * OUT, OUT, OUT, OUT]
+    bias = torch.linspace(-2, 2, 5 * OUT)
+    linear, weight = layer(*parts, bias=bias), torch.cat([weight_of(part) for part in parts])
+    assert linear.kinds == {"W4A16", "FP8"}
+    expect(linear, weight, inputs(5, columns, torch.bfloat16), bias)
+    ids = torch.tensor([0, 3 * OUT - 1, 69, 70, 5 * OUT - 1, 3 * OUT, 140, 70])
+    assert torch.equal(linear.rows(ids.to(DEVICE)).cpu(), weight[ids].float().bfloat16())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_the_weights(name: str) -> None:
+    codes, _ = CASES[name]
+    form = form_of(codes)
+    assert form is not None
+    assert torch.equal(form.rows(torch.arange(OUT)), weight_of(codes).float())
+
+
+def test_what_is_no_number_stays_in_its_row_and_its_output() -> None:
+    codes, _ = CASES["fp8-channel"]
+    values = codes.values.view(torch.uint8).clone()
+    values[7, 3] = 0x7F
+    linear, x = layer(Codes(values.view(torch.float8_e4m3fn), codes.scales)), inputs(4, 384, torch.bfloat16)
+    x[2, 5] = torch.nan
+    found = linear(x).isnan().cpu()
+    assert bool(found[2].all())
+    assert bool(found[:, 7].all())
+    assert int(found.sum()) == OUT + 3
+
+
+def test_inputs_and_outputs_that_are_parts_of_larger_ones() -> None:
+    codes, _ = CASES["int8-channel"]
+    linear, columns = layer(codes), codes.values.shape[1]
+    wide = inputs(4, 2 * columns, torch.bfloat16)
+    expect(linear, weight_of(codes), wide[:, columns:])
+    expect(linear, weight_of(codes), inputs(columns, 4, torch.bfloat16).T)
+    assert linear(wide[:0, :columns]).shape == (0, OUT)
+
+
+@pytest.mark.parametrize(
+    "codes",
+    [
+        Codes(integers(-8, 7, 48), scales_of(OUT, 1)),
+        Codes(integers(-8, 7, 96), scales_of(OUT, 6)),
+        Codes(integers(-300, 300, 64), scales_of(OUT, 2)),
+        Codes(floats(64).float().to(torch.float8_e5m2), scales_of(OUT, 1)),
+        Codes(integers(-8, 7, 64), scales_of(OUT, 2), order=torch.arange(64) // 40),
+    ],
+)
+def test_what_fits_no_form_is_left_to_be_dequantised(codes: Codes) -> None:
+    assert TritonOps(4).packed([codes], codes.values.shape[1]) is None
+    assert TritonOps(4).packed([StoredRows("Q4_0", torch.zeros(32, 18, dtype=torch.uint8))], 32) is None
+
+
+def test_a_layer_in_int8_is_the_nearest() -> None:
+    weight = torch.randn(OUT, 96, generator=torch.Generator().manual_seed(2)).bfloat16()
+    weight[4] = 0
+    linear = TritonOps(4).packed([StoredRows("INT8", weight.to(DEVICE).view(torch.uint8))], 96)
+    assert linear is not None
+    step = weight.float().abs().amax(1, keepdim=True) / 127
+    found = linear.rows(torch.arange(OUT, device=DEVICE)).cpu().float()
+    assert bool(((found - weight.float()).abs() <= step * 0.5 + weight.float().abs() * 2**-8).all())
+    assert not linear(inputs(1, 96, torch.bfloat16))[0, 4]
