@@ -116,7 +116,7 @@ class Step(Protocol):
     """A decoder recorded once. Not thread-safe."""
 
     def takes(self, plan: BatchPlan, kv: torch.Tensor) -> bool:
-        """Whether it runs batches like this one over the pool `kv` [block, layer, 2, kv_head, slot, dim]."""
+        """Whether it runs batches like this one over the pool `kv` [block, layer, plane, kv_head, slot, dim]."""
 
     def __call__(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm, good until the next call; writes K/V. Equal to the layers run

@@ -73,6 +73,7 @@ class ModelNeeds:
     max_model_len: int
     cached: bool = True
     own: bool = False
+    planes: int = 2
 
     @property
     def parameters(self) -> int:
@@ -90,7 +91,10 @@ class ModelNeeds:
 
     def kv_bytes(self, dtype: str) -> int:
         """Bytes of K and V of one token in all layers; dtype as in `KVLayout`."""
-        return self.cached * KVLayout(self.layers, self.kv_heads, self.head_dim, dtype, 1).block_bytes
+        return self.cached * self.layout(dtype, 1).block_bytes
+
+    def layout(self, dtype: str, block_size: int) -> KVLayout:
+        return KVLayout(self.layers, self.kv_heads, self.head_dim, dtype, block_size, self.planes)
 
     def prompt_work(self, length: int) -> float:
         """Operations per token of a prompt of `length` tokens: layers, causal attention, and one row of the head."""

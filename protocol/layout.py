@@ -21,10 +21,10 @@ def blocks_for(tokens: int, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of the pool `[block, layer, 2, kv_head, slot, dim]`; a block is one contiguous byte range.
+    """Shape of the pool `[block, layer, plane, kv_head, slot, dim]`; a block is one contiguous byte range.
 
-    dtype is one of float32, bfloat16, float16, int8; block_size is in tokens (slots). In int8 each vector of head_dim
-    numbers is followed by the bytes of its scale.
+    planes: 2, of K and of V. dtype is one of float32, bfloat16, float16, int8; block_size is in tokens (slots). In int8
+    each vector of head_dim numbers is followed by the bytes of its scale.
     """
 
     num_layers: int
@@ -32,11 +32,12 @@ class KVLayout:
     head_dim: int
     dtype: str
     block_size: int = 16
+    planes: int = 2
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
         width = self.head_dim + (SCALE_BYTES if self.dtype == "int8" else 0)
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, width)
+        return (self.num_layers, self.planes, self.num_kv_heads, self.block_size, width)
 
     @property
     def block_bytes(self) -> int:
@@ -54,6 +55,7 @@ class KVLayout:
             arithmetic,
             self.dtype,
             self.num_layers,
+            self.planes,
             self.num_kv_heads,
             self.head_dim,
             self.block_size,
