@@ -59,25 +59,39 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerForm:
-    """One layer; qkv is fused in that order of outputs. q_norm, k_norm [head_dim]: a norm of each head
-    before the rotation, [heads, head_dim]: with weights of its own, [heads * head_dim]: one of all heads, or None.
-    rotated: it applies the rotary embedding; window: its sliding window, 0 for none. input_norm, post_norm: before
-    attention and MLP; behind_attention, behind_mlp: of what they add, before it is added; sinks: see
-    Ops.paged_attention; None: there is none."""
+class Gqa:
+    """Attention of heads that share K/V heads in groups; qkv is fused in that order of outputs. q_norm, k_norm
+    [head_dim]: a norm of each head before the rotation, [heads, head_dim]: with weights of its own,
+    [heads * head_dim]: one of all heads, or None. rotated: it applies the rotary embedding; window: its sliding window,
+    0 for none; sinks: see Ops.paged_attention; None: there is none."""
 
-    input_norm: torch.Tensor | None
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: Linear
-    post_norm: torch.Tensor | None
-    mlp: Gated | Experts
     rotated: bool
     window: int
+    sinks: torch.Tensor | None = None
+
+    def dense_layers(self) -> Iterator[Linear]:
+        yield from (self.qkv, self.o)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """One layer. input_norm, post_norm: before attention and MLP; behind_attention, behind_mlp: of what they add,
+    before it is added; None: there is none."""
+
+    input_norm: torch.Tensor | None
+    attention: Gqa
+    post_norm: torch.Tensor | None
+    mlp: Gated | Experts
     behind_attention: torch.Tensor | None = None
     behind_mlp: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
+
+    def dense_layers(self) -> Iterator[Linear]:
+        yield from self.attention.dense_layers()
+        yield from self.mlp.dense_layers()
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class Decoder(Model):
     def dense_layers(self) -> Iterator[Linear]:
         """All of them, the vocabulary projection last."""
         for layer in self.parameters.layers:
-            yield from (layer.qkv, layer.o, *layer.mlp.dense_layers())
+            yield from layer.dense_layers()
         yield self.parameters.head
 
     def _dense(self, linear: Linear, index: int, name: str, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
@@ -135,19 +135,19 @@ class Decoder(Model):
         return y
 
     def _attention(self, index: int, x: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        config, ops, layer = self.config, self.ops, self.parameters.layers[index]
+        config, ops, own = self.config, self.ops, self.parameters.layers[index].attention
         sizes = [config.q_size, config.kv_size, config.kv_size]
-        qkv = self._dense(layer.qkv, index, "qkv", x, plan)
+        qkv = self._dense(own.qkv, index, "qkv", x, plan)
         q, k, v = torch.split(qkv, sizes, dim=1)
         if config.family.wide_qk_norm:
-            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
+            q, k = self._normed(q, own.q_norm), self._normed(k, own.k_norm)
         q, k, v = (part.view(len(x), -1, config.head_dim) for part in (q, k, v))
         if not config.family.wide_qk_norm:
-            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
-        cos, sin = (self._local if layer.window else self._rope) if layer.rotated else (None, None)
+            q, k = self._normed(q, own.q_norm), self._normed(k, own.k_norm)
+        cos, sin = (self._local if own.window else self._rope) if own.rotated else (None, None)
         q = ops.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
-        out = ops.paged_attention(q, kv_layer, plan, self._scale, layer.window, config.caps.attention, layer.sinks)
-        return self._dense(layer.o, index, "o", out.flatten(1), plan)
+        out = ops.paged_attention(q, kv_layer, plan, self._scale, own.window, config.caps.attention, own.sinks)
+        return self._dense(own.o, index, "o", out.flatten(1), plan)
 
     def _mlp(self, index: int, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         mlp = self.parameters.layers[index].mlp

@@ -17,6 +17,7 @@ from engine.models.gguf_config import parse_gguf
 from engine.models.heap import trim_heap
 from engine.models.one_copy import one_copy
 from engine.models.parameters import ParameterLoader, Parameters, Progress
+from engine.models.reader import TensorReader
 from engine.models.rope import rope_tables, stretched
 from engine.models.stacked import StackedWeights
 from engine.models.weights import GGUFWeights, Weights
@@ -179,8 +180,8 @@ def _load_decoder(
     config = opened.config
 
     def read() -> tuple[Parameters, list[str]]:
-        loader = ParameterLoader(config, opened.weights, device, dtype, ops, progress, quantization)
-        return loader.load(), sorted(loader.kept)
+        reader = TensorReader(config, opened.weights, device, dtype, ops, quantization)
+        return ParameterLoader(reader, progress).load(), sorted(reader.kept)
 
     if weights_fd >= 0 and isinstance(ops, CpuOps) and dtype == torch.bfloat16:
         form = f"{source.path} {source.revision} {config} {quantization}"

@@ -86,9 +86,8 @@ def record(step_type: type[Step], kernels: Kernels, form: DecoderForm, batch_inv
     for layer, parts in zip(form.layers, packed, strict=True):
         if parts is None or layer.input_norm is None or layer.post_norm is None:
             return None
-        native.add_layer(
-            layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm, *parts, layer.rotated, layer.window
-        )
+        own = layer.attention
+        native.add_layer(layer.input_norm, own.q_norm, own.k_norm, layer.post_norm, *parts, own.rotated, own.window)
     return CpuStep(native, form, form.head.out_features)
 
 
@@ -96,7 +95,7 @@ def _packed_parts(layer: LayerForm) -> tuple[Packed, Packed, Packed, Packed] | N
     """qkv, o, gate_up and down, if all are packed and the MLP's width is a whole number of panels."""
     if not isinstance(layer.mlp, Gated):
         return None
-    qkv, o, gate_up, down = layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down
+    qkv, o, gate_up, down = layer.dense_layers()
     if not (
         isinstance(qkv, PackedLinear)
         and isinstance(o, PackedLinear)
