@@ -16,19 +16,23 @@ from kernels.gate import SILU, Gate
 from kernels.low_rank import LowRank
 from kernels.masking import Masks
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, Linear, OneByOne, Step, StoredRows
+from kernels.step import DecoderForm, Latent, Linear, LinearOfHeads, OneByOne, Step, StoredRows
 from protocol.sampling import SamplingParams
 
 
 class Ops(Protocol):
     """Operations of a decoder layer. `kv_layer` is the pool's view of one layer,
-    [num_blocks, 2, kv_heads, block_size, head_dim], strided, in the queries' dtype or in int8 (see `int8_cache`)."""
+    [num_blocks, planes, kv_heads, block_size, head_dim], strided, in the queries' dtype or in int8 (see `int8_cache`).
+    Planes are those of K and of V, or one whose vectors are both."""
 
     name: str
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """The dense layer of weight [out, in] and bias [out], made once at load: it may keep the weight in a form of
         its own."""
+
+    def linear_of_heads(self, weight: torch.Tensor) -> LinearOfHeads:
+        """The dense layers of weight [heads, out, in], made once at load."""
 
     def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
         """The dense layer of stored rows [.., columns] laid under each other, run as they are; None where this row of
@@ -57,7 +61,7 @@ class Ops(Protocol):
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
         kv_layer: torch.Tensor,
@@ -65,7 +69,8 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Rotate q [T, heads, dim] and k [T, kv_heads, dim] by the half-split rotary embedding (Su et al. 2021;
         cos, sin: float32 [max_len, rotary_dim / 2], indexed by position; None: no rotation), write k and v into the
-        cache at plan.slots, return rotated q. A rotary_dim smaller than dim leaves the rest unrotated."""
+        cache at plan.slots, return rotated q. A rotary_dim smaller than dim leaves the rest unrotated. v None:
+        of a pool of one plane; k may be wider than q then."""
 
     def paged_attention(
         self,
@@ -81,6 +86,12 @@ class Ops(Protocol):
         window > 0: only the last `window` positions, the token's own included; cap > 0: a score s becomes
         cap * tanh(s / cap); sinks, float32 [heads]: a score of each head that takes its share of the weights and brings
         no value. Returns [T, heads, dim]."""
+
+    def latent_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, own: Latent
+    ) -> torch.Tensor:
+        """Causal attention of rotated q [T, heads, rotated + plain] over each sequence's cached vectors, one plane of
+        one head [rotated + rank] (see `kernels.latent`). Returns [T, heads, value]."""
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()

@@ -6,12 +6,16 @@ from model_files.gguf import GGUFFile
 
 DECODERS = frozenset(
     (
-        *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mistral"),
+        *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss"),
+        *("granite", "llama", "mistral"),
         *("mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl"),
         *("qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "smollm3"),
     )
 )
 """By model_type: the families of `engine.models.families`, for who must not load torch to name them."""
+
+LATENT = frozenset(("deepseek_v2", "deepseek_v3"))
+"""Those of latent attention."""
 
 
 def gguf_family(file: GGUFFile) -> str:

@@ -190,12 +190,14 @@ def _load_decoder(
         parameters, kept = read()
     length = min(max_model_len or opened.max_model_len, opened.max_model_len)
     long = ("longrope",) if stretched(config.rope, length) else ()
+    kv_heads, dim, planes = config.cached
     info = ModelInfo(
         name=source.name,
         revision="+".join((source.revision, *kept, *long)),
         num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        planes=planes,
         vocab_size=config.vocab_size,
         max_model_len=opened.max_model_len,
     )

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.models.families import ExpertNames
 from engine.models.interleaved import half_split
+from engine.models.latent import read_latent
 from engine.models.reader import TensorReader
-from kernels.step import Experts, Gated, Gqa, LayerForm, Linear
+from kernels.step import Experts, Gated, Gqa, Latent, LayerForm, Linear
 
 Progress = Callable[[float], None]
 
@@ -68,8 +70,10 @@ class ParameterLoader:
             behind_mlp=reader.norm(f"{prefix}.{behind_mlp}", hidden) if behind else None,
         )
 
-    def _attention(self, index: int, prefix: str) -> Gqa:
+    def _attention(self, index: int, prefix: str) -> Gqa | Latent:
         config, reader = self._config, self._reader
+        if config.latent is not None:
+            return read_latent(reader, config.latent, prefix)
         hidden, kv = config.hidden_size, config.kv_size
         qkv = [("q_proj", config.q_size), ("k_proj", kv), ("v_proj", kv)]
         if config.family.fused:
@@ -99,17 +103,25 @@ class ParameterLoader:
         if experts is None or names is None or not experts.layers[index]:
             parts = ("gate_up_proj",) if config.family.fused or config.family.fused_mlp else ("gate_proj", "up_proj")
             return self._gated(f"{prefix}.mlp", parts, "down_proj", config.intermediate_size)
-        router = reader.stack([(f"{prefix}.{names.router}.weight", experts.count)], config.hidden_size)
-        bias = reader.stack([(f"{prefix}.{names.router}.bias", experts.count)], None) if names.biased else None
+        router = f"{prefix}.{names.router}"
+        shared = (names.gate, names.up), names.down, experts.shared
         return Experts(
-            router=reader.ops.linear(router, bias),
+            router=self._router(router, names, experts.count),
             each=tuple(
                 self._gated(f"{prefix}.{names.experts}.{each}", (names.gate, names.up), names.down, experts.size)
                 for each in range(experts.count)
             ),
-            chosen=experts.chosen,
-            renormalised=experts.renormalised,
+            routing=experts.routing,
+            correction=reader.float32(f"{router}.e_score_correction_bias", experts.count) if names.sigmoid else None,
+            shared=self._gated(f"{prefix}.{names.shared}", *shared) if experts.shared else None,
         )
+
+    def _router(self, name: str, names: ExpertNames, count: int) -> Linear:
+        reader, hidden = self._reader, self._config.hidden_size
+        if names.precise:
+            return reader.ops.linear(reader.float32(f"{name}.weight", count, hidden))
+        bias = reader.stack([(f"{name}.bias", count)], None) if names.biased else None
+        return reader.ops.linear(reader.stack([(f"{name}.weight", count)], hidden), bias)
 
     def _gated(self, prefix: str, parts: tuple[str, ...], down: str, inner: int) -> Gated:
         """parts: names of gate and up, or of both in one tensor; inner: the MLP's width."""

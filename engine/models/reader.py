@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.models.config import DecoderConfig
-from engine.models.interleaved import ROTATED, half_split
+from engine.models.interleaved import ROTATED, half_split, rotated_first
 from engine.models.weights import Weights
 from kernels.ops import Ops
 from kernels.step import Linear, StoredRows
@@ -90,6 +90,8 @@ class TensorReader:
         return rows
 
     def _reorder(self, name: str, rows: torch.Tensor) -> None:
-        """Those of q and k, in place, where the family's rotation pairs neighbours."""
-        if self.config.family.interleaved and any(each in name for each in ROTATED):
+        """Those of q and k, in place, where the family rotates other dims than ours."""
+        if self.config.latent is not None:
+            rotated_first(name, rows, self.config.latent)
+        elif self.config.family.interleaved and any(each in name for each in ROTATED):
             half_split(rows, self.config.head_dim, self.config.rope.dim)
