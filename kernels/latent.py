@@ -20,7 +20,7 @@ from kernels.step import Latent
 
 def absorbed(q: torch.Tensor, own: Latent) -> torch.Tensor:
     """Queries [T, heads, rotated + rank] of cached vectors, of q [T, heads, rotated + plain]."""
-    turned, plain = q.split((own.rotated, own.plain), -1)
+    turned, plain = torch.split(q, [own.rotated, own.plain], -1)
     return torch.cat((turned, own.absorb(plain)), -1)
 
 
@@ -32,8 +32,9 @@ def put_out(summed: torch.Tensor, own: Latent) -> torch.Tensor:
 def expanded(latents: torch.Tensor, own: Latent) -> tuple[torch.Tensor, torch.Tensor]:
     """K [heads, L, rotated + plain] and V of the same shape, zeros behind its dims, of cached vectors
     [L, rotated + rank]: fused attention wants equal ones."""
-    turned, c = latents.split((own.rotated, own.rank), -1)
-    plain, v = own.expand(c.contiguous()).view(len(c), -1, own.plain + own.value).split((own.plain, own.value), -1)
+    turned, c = torch.split(latents, [own.rotated, own.rank], -1)
+    made = own.expand(c).view(len(c), -1, own.plain + own.value)
+    plain, v = torch.split(made, [own.plain, own.value], -1)
     k = torch.cat((turned[:, None].expand(-1, plain.shape[1], -1), plain), -1)
     v = F.pad(v, (0, max(0, k.shape[-1] - own.value)))
     return k.transpose(0, 1), v.transpose(0, 1)

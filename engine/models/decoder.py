@@ -156,7 +156,7 @@ class Decoder(Model):
         if own.q_a is not None and own.q_norm is not None:
             made_of = ops.rms_norm(own.q_a(x), own.q_norm, own.eps)
         q = own.q(made_of).view(len(x), -1, own.rotated + own.plain)
-        key, latent = own.kv_a(x).split((own.rotated, own.rank), 1)
+        key, latent = torch.split(own.kv_a(x), [own.rotated, own.rank], 1)
         cached = torch.cat((key, ops.rms_norm(latent, own.kv_norm, own.eps)), 1)
         q = ops.rope_and_cache(q, cached[:, None], None, *self._rope, kv_layer, plan)
         return own.o(ops.latent_attention(q, kv_layer, plan, self._scale, own).flatten(1))

@@ -28,7 +28,7 @@ def rotated_first(name: str, rows: torch.Tensor, sizes: LatentSizes) -> None:
 
 def _to_front(rows: torch.Tensor, head_dim: int, sizes: LatentSizes) -> None:
     heads = rows.view(-1, head_dim, *rows.shape[1:])
-    rest, turned = heads.split((head_dim - sizes.rotated, sizes.rotated), 1)
+    rest, turned = torch.split(heads, [head_dim - sizes.rotated, sizes.rotated], 1)
     if sizes.interleaved:
         turned = torch.cat((turned[:, 0::2], turned[:, 1::2]), 1)
     heads.copy_(torch.cat((turned, rest), 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from engine.models.reader import TensorReader
 from kernels.step import Latent
 from model_files.latent import LatentSizes
@@ -13,7 +15,7 @@ def read_latent(reader: TensorReader, sizes: LatentSizes, prefix: str) -> Latent
     hidden, heads = config.hidden_size, config.num_heads
     each = sizes.plain + sizes.value
     made = reader.stack([(f"{prefix}.kv_b_proj.weight", heads * each)], sizes.rank)
-    of_k, of_v = made.view(heads, each, sizes.rank).split((sizes.plain, sizes.value), 1)
+    of_k, of_v = torch.split(made.view(heads, each, sizes.rank), [sizes.plain, sizes.value], 1)
     ranked, name = sizes.query_rank, "q_b_proj" if sizes.query_rank else "q_proj"
     return Latent(
         q_a=reader.dense(prefix, [("q_a_proj", ranked)], hidden, bias) if ranked else None,
