@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from model_files.gguf import GGUFFile
+from model_files.multimodal import is_multimodal
 
 DECODERS = frozenset(
     (
@@ -16,6 +19,13 @@ DECODERS = frozenset(
 
 LATENT = frozenset(("deepseek_v2", "deepseek_v3"))
 """Those of latent attention."""
+
+
+def own_alone(config: dict[str, Any]) -> str | None:
+    """What of a checkpoint runs on our own decoder alone; None: transformers may run it, too."""
+    if is_multimodal(config):
+        return "the text of a multimodal checkpoint"
+    return "latent attention" if config.get("model_type") in LATENT else None
 
 
 def gguf_family(file: GGUFFile) -> str:

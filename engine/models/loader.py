@@ -23,7 +23,7 @@ from engine.models.stacked import StackedWeights
 from engine.models.weights import GGUFWeights, Weights
 from kernels.cpu import CpuOps
 from kernels.ops import Ops
-from model_files.decoders import gguf_family
+from model_files.decoders import gguf_family, own_alone
 from model_files.gguf import read_gguf
 from model_files.multimodal import is_multimodal, text_config
 from model_files.quantisation import quantisation
@@ -130,8 +130,8 @@ def _open_as(source: ModelSource, impl: str, load_format: str) -> Opened | None:
     if dummy and (impl == "transformers" or source.kind == "gguf"):
         raise ConfigError("dummy weights need a config.json and our own decoder", param="load_format")
     if impl == "transformers":
-        if source.kind != "gguf" and is_multimodal(read_json(source.path / "config.json")):
-            raise ConfigError("the text of a multimodal checkpoint runs on our own decoder alone", param="model_impl")
+        if source.kind != "gguf" and (what := own_alone(read_json(source.path / "config.json"))) is not None:
+            raise ConfigError(f"{what} runs on our own decoder alone", param="model_impl")
         return None
     return _open_gguf(source, must) if source.kind == "gguf" else _open_directory(source, must or dummy, dummy)
 
@@ -139,7 +139,7 @@ def _open_as(source: ModelSource, impl: str, load_format: str) -> Opened | None:
 def _open_directory(source: ModelSource, must: bool, dummy: bool) -> Opened | None:
     whole = read_json(source.path / "config.json")
     config, multimodal = text_config(whole), is_multimodal(whole)
-    if not must and not multimodal and unsupported(config) is not None:
+    if not must and own_alone(whole) is None and unsupported(config) is not None:
         return None
     length = read_facts(source).max_model_len
     if not length:
