@@ -19,7 +19,6 @@ from model_files.needs import Count, ModelNeeds, model_needs
 from model_files.source import ModelSource, resolve
 from process.limits import available_memory
 from protocol.errors import ConfigError
-from protocol.layout import KVLayout
 from protocol.settings import CPU_POOL_GIB, ServeSettings
 
 log = logging.getLogger(__name__)
@@ -194,8 +193,7 @@ def _pool_gib(settings: ServeSettings, needs: ModelNeeds) -> float:
         return 0.0
     if not settings.kv_blocks:
         return settings.kv_cache_gib
-    layout = KVLayout(needs.layers, needs.kv_heads, needs.head_dim, kv_dtype(settings), settings.block_size)
-    return settings.kv_blocks * layout.block_bytes / GIB
+    return settings.kv_blocks * needs.layout(kv_dtype(settings), settings.block_size).block_bytes / GIB
 
 
 def _times(count: int) -> str:

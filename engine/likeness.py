@@ -35,7 +35,7 @@ def of_logits(own: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def of_blocks(kv: torch.Tensor, own: Sequence[int], theirs: Sequence[int], slots: int) -> float:
-    """The largest between blocks of the pool `kv` [block, layer, 2, kv_head, slot, dim], of their first slots."""
+    """The largest between blocks of the pool `kv` [block, layer, plane, kv_head, slot, dim], of their first slots."""
     pairs = (kv[list(ids), :, :, :, :slots] for ids in (own, theirs))
     one, other = (dequantise(x, torch.float32) if x.dtype == torch.int8 else x.float() for x in pairs)
     return K_V * max(_apart(a, b) for a, b in zip(one, other, strict=True))

@@ -58,9 +58,9 @@ class Runs(Protocol):
 
 
 class Runner:
-    """Joins a model and its KV pool. `kv` is [block, layer, 2, kv_head, slot, dim]. The masks of the requests' grammars
-    are made while the model computes. pooler: for what reads prompts; shift: when it may compute. beside: the device
-    computes beside its host, what it is given in order."""
+    """Joins a model and its KV pool. `kv` is [block, layer, plane, kv_head, slot, dim]. The masks of the requests'
+    grammars are made while the model computes. pooler: for what reads prompts; shift: when it may compute. beside: the
+    device computes beside its host, what it is given in order."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ class AttentionGroup:
     """Sequences of a batch that one attention call serves: decodes of similar length, or one prefill chunk.
 
     tokens   their query tokens in the batch
-    rows     int64 [2 * count * kv_heads * blocks]  rows of `block_rows` that hold their K, then their V
+    rows     int64 [planes * count * kv_heads * blocks]  rows of `block_rows` that hold their K, then their V
     unseen   int64 or None: rows of the gathered tokens that lie behind a sequence's end; they may hold anything
     length   positions gathered of each sequence, at most blocks * block_size
     mask     additive, of the query's dtype, [count, 1, 1, length] or [query_len, length]; None: see `causal`
@@ -32,15 +32,15 @@ class AttentionGroup:
 
 
 def block_rows(kv_layer: torch.Tensor) -> torch.Tensor:
-    """The layer's pool [num_blocks, 2, kv_heads, block_size, dim] as [rows, block_size * dim] over the same memory: a
-    row is one block of one head's K or V. Rows of other layers lie between. Needs slots and dims
-    dense and outer strides that are multiples of a row (DESIGN, The pool in memory)."""
-    blocks, _, heads, slots, dim = kv_layer.shape
+    """The layer's pool [num_blocks, planes, kv_heads, block_size, dim] as [rows, block_size * dim] over the same
+    memory: a row is one block of one head's K or V. Rows of other layers lie between. Needs slots and dims dense and
+    outer strides that are multiples of a row (DESIGN, The pool in memory)."""
+    blocks, planes, heads, slots, dim = kv_layer.shape
     sb, skv, sh, _, _ = kv_layer.stride()
     row = slots * dim
     assert kv_layer.stride()[3:] == (dim, 1), "slots and dims of the KV pool must be dense"
     assert all(step % row == 0 for step in (sb, skv, sh)), "outer strides of the KV pool must be multiples of a row"
-    count = ((blocks - 1) * sb + skv + (heads - 1) * sh) // row + 1
+    count = ((blocks - 1) * sb + (planes - 1) * skv + (heads - 1) * sh) // row + 1
     return kv_layer.as_strided((count, row), (row, 1))
 
 
@@ -51,9 +51,9 @@ class BatchIndex:
         self.plan = plan
         self.strides = kv_layer.stride()
         self.device = kv_layer.device
-        _, _, self.kv_heads, self.block_size, self.dim = kv_layer.shape
+        _, self.planes, self.kv_heads, self.block_size, self.dim = kv_layer.shape
         row = self.block_size * self.dim
-        kv = torch.arange(2, device=self.device)[:, None] * (self.strides[1] // row)
+        kv = torch.arange(self.planes, device=self.device)[:, None] * (self.strides[1] // row)
         head = torch.arange(self.kv_heads, device=self.device) * (self.strides[2] // row)
         self._block_step = self.strides[0] // row
         self._kv_head_rows = kv + head
@@ -117,7 +117,7 @@ class BatchIndex:
         unseen: torch.Tensor | None = None
         if min(seen) < max(seen):
             behind = torch.arange(blocks * self.block_size, device=self.device) >= ends
-            shape = (2, len(seqs), self.kv_heads, blocks * self.block_size)
+            shape = (self.planes, len(seqs), self.kv_heads, blocks * self.block_size)
             unseen = behind[None, :, None, :].expand(shape).flatten().nonzero().squeeze(1)
         position = torch.arange(max(seen), device=self.device)
         hidden = position >= ends

@@ -1,7 +1,7 @@
 """Mixtures of experts (Shazeer et al. 2017): gated MLPs of which each token passes through a few.
 
 Tokens are laid together by expert, so the dense layers of an expert run once a step. What a token is given depends on
-the token alone: its experts' outputs are added in the order of their ranks, in float32.
+the token alone: its experts' outputs are added in the order of their ranks, in float32, then that of what all share.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.routing import route
 from kernels.step import Experts
 
 Activated = Callable[[torch.Tensor], torch.Tensor]
@@ -18,11 +19,11 @@ Activated = Callable[[torch.Tensor], torch.Tensor]
 
 def mixture(experts: Experts, x: torch.Tensor, activated: Activated) -> torch.Tensor:
     """What the experts of each token of x [T, hidden] put out, weighted and added, in x's dtype."""
-    weights, chosen = route(experts.router(x, torch.float32), experts.chosen, experts.renormalised)
+    weights, chosen = route(experts.router(x, torch.float32), experts.routing, experts.correction)
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
     outputs = torch.empty(len(pairs), x.shape[1], dtype=torch.float32, device=x.device)
-    inputs, first = x.index_select(0, order // experts.chosen), 0
+    inputs, first = x.index_select(0, order // experts.routing.chosen), 0
     for expert, count in enumerate(pairs.bincount(minlength=len(experts.each)).tolist()):
         if count:
             mlp, rows = experts.each[expert], slice(first, first + count)
@@ -30,13 +31,8 @@ def mixture(experts: Experts, x: torch.Tensor, activated: Activated) -> torch.Te
             first += count
     places = order.argsort().view(chosen.shape)
     total = outputs.index_select(0, places[:, 0]) * weights[:, :1]
-    for rank in range(1, experts.chosen):
+    for rank in range(1, experts.routing.chosen):
         total += outputs.index_select(0, places[:, rank]) * weights[:, rank, None]
+    if (shared := experts.shared) is not None:
+        total += shared.down(activated(shared.gate_up(x)), torch.float32)
     return total.to(x.dtype)
-
-
-def route(logits: torch.Tensor, count: int, renormalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights float32 and experts int64, [T, count] each, by rank, of float32 logits [T, experts]: the softmax over
-    all, or, renormalised, over those that are chosen."""
-    weights, chosen = logits.softmax(-1).topk(count, dim=-1)
-    return (weights / weights.sum(-1, keepdim=True) if renormalised else weights), chosen

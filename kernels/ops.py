@@ -18,13 +18,14 @@ from kernels.gate import SILU, Gate
 from kernels.low_rank import LowRank
 from kernels.masking import Masks
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, Linear, OneByOne, Step, Stored, StoredLinear
+from kernels.step import DecoderForm, Latent, Linear, LinearOfHeads, OneByOne, Step, Stored, StoredLinear
 from protocol.sampling import SamplingParams
 
 
 class Ops(Protocol):
     """Operations of a decoder layer. `kv_layer` is the pool's view of one layer,
-    [num_blocks, 2, kv_heads, block_size, head_dim], strided, in the queries' dtype or in int8 (see `int8_cache`)."""
+    [num_blocks, planes, kv_heads, block_size, head_dim], strided, in the queries' dtype or in int8 (see `int8_cache`).
+    Planes are those of K and of V, or one whose vectors are both."""
 
     name: str
     capabilities: Capabilities
@@ -32,6 +33,9 @@ class Ops(Protocol):
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """The dense layer of weight [out, in] and bias [out], made once at load: it may keep the weight in a form of
         its own."""
+
+    def linear_of_heads(self, weight: torch.Tensor) -> LinearOfHeads:
+        """The dense layers of weight [heads, out, in], made once at load."""
 
     def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> StoredLinear | None:
         """The dense layer of stored rows or codes [.., columns] laid under each other, run as they are; None where this
@@ -60,7 +64,7 @@ class Ops(Protocol):
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
         kv_layer: torch.Tensor,
@@ -68,7 +72,8 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Rotate q [T, heads, dim] and k [T, kv_heads, dim] by the half-split rotary embedding (Su et al. 2021;
         cos, sin: float32 [max_len, rotary_dim / 2], indexed by position; None: no rotation), write k and v into the
-        cache at plan.slots, return rotated q. A rotary_dim smaller than dim leaves the rest unrotated."""
+        cache at plan.slots, return rotated q. A rotary_dim smaller than dim leaves the rest unrotated. v None:
+        of a pool of one plane; k may be wider than q then."""
 
     def paged_attention(
         self,
@@ -89,6 +94,12 @@ class Ops(Protocol):
         """Change rows of float32 logits [n, vocab] in place as their adjustments say, each row named once at most: what
         is added to single tokens, then the repetition penalty of all tokens so far, then frequency and presence
         penalties of the output (OpenAI API reference)."""
+
+    def latent_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, own: Latent
+    ) -> torch.Tensor:
+        """Causal attention of rotated q [T, heads, rotated + plain] over each sequence's cached vectors, one plane of
+        one head [rotated + rank] (see `kernels.latent`). Returns [T, heads, value]."""
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from kernels.batch_index import AttentionGroup, BatchIndex, block_rows
 from kernels.gate import SILU, Gate
 from kernels.int8_cache import dequantise, quantise
+from kernels.latent import absorbed, expanded, expands, put_out
 from kernels.plan import BatchPlan
 from kernels.shared import TorchShared
+from kernels.step import Latent
 
 
 class ReferenceOps(TorchShared):
@@ -50,7 +52,7 @@ class ReferenceOps(TorchShared):
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
         kv_layer: torch.Tensor,
@@ -58,14 +60,17 @@ class ReferenceOps(TorchShared):
     ) -> torch.Tensor:
         index = self._prepared(plan, kv_layer)
         if cos is not None and sin is not None:
-            both = _rotate(torch.cat((q, k), 1), *index.rope(cos, sin))
-            q, k = both[:, : q.shape[1]], both[:, q.shape[1] :]
-        if kv_layer.dtype == torch.int8:
-            k, v = quantise(k), quantise(v)
+            turn = index.rope(cos, sin)
+            if q.shape[2] == k.shape[2]:
+                both = _rotate(torch.cat((q, k), 1), *turn)
+                q, k = both[:, : q.shape[1]], both[:, q.shape[1] :]
+            else:
+                q, k = _rotate(q, *turn), _rotate(k, *turn)
         dim = kv_layer.shape[-1]
         slots = block_rows(kv_layer).view(-1, dim)
-        slots.index_copy_(0, index.write_rows[0], k.reshape(-1, dim))
-        slots.index_copy_(0, index.write_rows[1], v.reshape(-1, dim))
+        for rows, each in zip(index.write_rows, (k,) if v is None else (k, v), strict=True):
+            stored = quantise(each) if kv_layer.dtype == torch.int8 else each
+            slots.index_copy_(0, rows, stored.reshape(-1, dim))
         return q
 
     def paged_attention(
@@ -85,6 +90,22 @@ class ReferenceOps(TorchShared):
         out = torch.empty_like(q)
         for group in groups:
             out[group.tokens] = _attend(q[group.tokens], memory, kv_layer, group, scale, cap, sinks)
+        return out
+
+    def latent_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, own: Latent
+    ) -> torch.Tensor:
+        memory = block_rows(kv_layer)
+        out = q.new_empty(*q.shape[:2], own.value)
+        for group in self._prepared(plan, kv_layer).groups(0, q.dtype):
+            queries = q[group.tokens]
+            if group.count == 1 and expands(len(queries), group.length, own):
+                k, v = expanded(_gathered(memory, kv_layer, group)[0, 0, 0], own)
+                mixed = _weighed(queries.transpose(0, 1)[None], k[None], v[None], group, scale, 0.0, None)
+                out[group.tokens] = mixed[0, ..., : own.value].transpose(0, 1)
+            else:
+                summed = _attend(absorbed(queries, own), memory, kv_layer, group, scale, 0.0, None)
+                out[group.tokens] = put_out(summed, own)
         return out
 
 
@@ -107,13 +128,11 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of the group's queries q [n, heads, dim]; returns [n, heads, dim]. Heads that share a K/V head are the
     queries (decode) or the heads (prefill) of one SDPA batch entry, so K/V is never repeated."""
-    _, _, kv_heads, _, width = kv_layer.shape
+    kv_heads = kv_layer.shape[2]
     n, heads, dim = q.shape
-    gathered = memory.index_select(0, group.rows)
-    if group.unseen is not None:
-        gathered.view(-1, width).index_fill_(0, group.unseen, 0)
-    kv = gathered.view(2, group.count, kv_heads, -1, width)[:, :, :, : group.length]
-    k, v = (dequantise(kv, q.dtype) if kv.dtype == torch.int8 else kv).unbind(0)
+    kv = _gathered(memory, kv_layer, group)
+    kv = dequantise(kv, q.dtype) if kv.dtype == torch.int8 else kv
+    k, v = kv[0], kv[-1]
     sinks = None if sinks is None else sinks.view(kv_heads, -1, 1)
     if group.count == n and not group.causal:
         out = _weighed(q.view(n, kv_heads, -1, dim), k, v, group, scale, cap, sinks)
@@ -122,6 +141,15 @@ def _attend(
     q = q.transpose(0, 1).view(kv_heads, -1, n, dim)
     out = _weighed(q, k, v, group, scale, cap, None if sinks is None else sinks[..., None])
     return out.reshape(heads, n, dim).transpose(0, 1)
+
+
+def _gathered(memory: torch.Tensor, kv_layer: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
+    """What the group's sequences have cached, [planes, count, kv_heads, length, width]."""
+    _, planes, kv_heads, _, width = kv_layer.shape
+    gathered = memory.index_select(0, group.rows)
+    if group.unseen is not None:
+        gathered.view(-1, width).index_fill_(0, group.unseen, 0)
+    return gathered.view(planes, group.count, kv_heads, -1, width)[:, :, :, : group.length]
 
 
 def _weighed(

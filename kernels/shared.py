@@ -13,22 +13,32 @@ from kernels.capabilities import Capabilities
 from kernels.draw import NoiseKeys, draw
 from kernels.low_rank import LowRank, add_low_rank
 from kernels.masking import Masks
-from kernels.step import DecoderForm, Linear, OneByOne, Step, Stored, StoredLinear
+from kernels.step import DecoderForm, Linear, LinearOfHeads, OneByOne, Step, Stored, StoredLinear
 from protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class TorchLinear:
-    """A `Linear` by PyTorch."""
+    """A `Linear` by PyTorch, in the weight's dtype."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias).to(dtype or x.dtype)
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(dtype or x.dtype)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLinearOfHeads:
+    """A `LinearOfHeads` by PyTorch."""
+
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.transpose(0, 1) @ self.weight.transpose(1, 2)).transpose(0, 1)
 
 
 class TorchShared:
@@ -38,6 +48,9 @@ class TorchShared:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return TorchLinear(weight, bias)
+
+    def linear_of_heads(self, weight: torch.Tensor) -> LinearOfHeads:
+        return TorchLinearOfHeads(weight)
 
     def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> StoredLinear | None:
         return None

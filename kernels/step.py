@@ -10,6 +10,7 @@ import torch
 
 from kernels.codes import Codes
 from kernels.plan import BatchPlan
+from kernels.routing import Routing
 
 
 class Linear(Protocol):
@@ -27,6 +28,13 @@ class StoredLinear(Linear, Protocol):
     weights."""
 
     kinds: frozenset[str]
+
+
+class LinearOfHeads(Protocol):
+    """A dense layer for each head, of weights [heads, out, in]."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, heads, out] of x [n, heads, in]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,40 +63,82 @@ class Gated:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated MLPs of which a token passes through the `chosen` that the router [experts, hidden] gives most. Their
-    weights are the softmax over all experts or, renormalised, over the chosen ones."""
+    """Gated MLPs of which the router [experts, hidden] gives a token some. correction: see `route`; shared: one that
+    all tokens pass through, too; None: there is none."""
 
     router: Linear
     each: tuple[Gated, ...]
-    chosen: int
-    renormalised: bool
+    routing: Routing
+    correction: torch.Tensor | None = None
+    shared: Gated | None = None
 
     def dense_layers(self) -> Iterator[Linear]:
         yield self.router
-        for mlp in self.each:
+        for mlp in self.each if self.shared is None else (*self.each, self.shared):
             yield from mlp.dense_layers()
 
 
 @dataclass(frozen=True, slots=True)
-class LayerForm:
-    """One layer; qkv is fused in that order of outputs. q_norm, k_norm [head_dim]: a norm of each head
-    before the rotation, [heads, head_dim]: with weights of its own, [heads * head_dim]: one of all heads, or None.
-    rotated: it applies the rotary embedding; window: its sliding window, 0 for none. input_norm, post_norm: before
-    attention and MLP; behind_attention, behind_mlp: of what they add, before it is added; sinks: see
-    Ops.paged_attention; None: there is none."""
+class Gqa:
+    """Attention of heads that share K/V heads in groups; qkv is fused in that order of outputs. q_norm, k_norm
+    [head_dim]: a norm of each head before the rotation, [heads, head_dim]: with weights of its own,
+    [heads * head_dim]: one of all heads, or None. rotated: it applies the rotary embedding; window: its sliding window,
+    0 for none; sinks: see Ops.paged_attention; None: there is none."""
 
-    input_norm: torch.Tensor | None
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: Linear
-    post_norm: torch.Tensor | None
-    mlp: Gated | Experts
     rotated: bool
     window: int
+    sinks: torch.Tensor | None = None
+
+    def dense_layers(self) -> Iterator[Linear]:
+        yield from (self.qkv, self.o)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (see `kernels.latent`) of heads whose queries have `rotated` dims in front of `plain`
+    ones, over a latent of `rank` dims. Queries are made of the layer's input or, where there are q_a and q_norm, of its
+    norm behind q_a. kv_a: the shared key and the latent, in this order; kv_norm: of the latent; eps: of these norms.
+    expand: latent to K and V of each head in turn, without what rotates; absorb: a head's plain query to one of
+    latents; up_v: a latent to what a head puts out, `value` dims."""
+
+    q_a: Linear | None
+    q_norm: torch.Tensor | None
+    q: Linear
+    kv_a: Linear
+    kv_norm: torch.Tensor
+    expand: Linear
+    absorb: LinearOfHeads
+    up_v: LinearOfHeads
+    o: Linear
+    rotated: int
+    plain: int
+    rank: int
+    value: int
+    eps: float = 1e-6
+
+    def dense_layers(self) -> Iterator[Linear]:
+        yield from (each for each in (self.q_a, self.q, self.kv_a, self.expand, self.o) if each is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """One layer. input_norm, post_norm: before attention and MLP; behind_attention, behind_mlp: of what they add,
+    before it is added; None: there is none."""
+
+    input_norm: torch.Tensor | None
+    attention: Gqa | Latent
+    post_norm: torch.Tensor | None
+    mlp: Gated | Experts
     behind_attention: torch.Tensor | None = None
     behind_mlp: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
+
+    def dense_layers(self) -> Iterator[Linear]:
+        yield from self.attention.dense_layers()
+        yield from self.mlp.dense_layers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +177,7 @@ class Step(Protocol):
     """A decoder recorded once. Not thread-safe."""
 
     def takes(self, plan: BatchPlan, kv: torch.Tensor) -> bool:
-        """Whether it runs batches like this one over the pool `kv` [block, layer, 2, kv_head, slot, dim]."""
+        """Whether it runs batches like this one over the pool `kv` [block, layer, plane, kv_head, slot, dim]."""
 
     def __call__(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm, good until the next call; writes K/V. Equal to the layers run

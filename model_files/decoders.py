@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from model_files.gguf import GGUFFile
+from model_files.multimodal import is_multimodal
 
 DECODERS = frozenset(
     (
-        *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mistral"),
+        *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss"),
+        *("granite", "llama", "mistral"),
         *("mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl"),
         *("qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "smollm3"),
     )
 )
 """By model_type: the families of `engine.models.families`, for who must not load torch to name them."""
+
+LATENT = frozenset(("deepseek_v2", "deepseek_v3"))
+"""Those of latent attention."""
+
+
+def own_alone(config: dict[str, Any]) -> str | None:
+    """What of a checkpoint runs on our own decoder alone; None: transformers may run it, too."""
+    if is_multimodal(config):
+        return "the text of a multimodal checkpoint"
+    return "latent attention" if config.get("model_type") in LATENT else None
 
 
 def gguf_family(file: GGUFFile) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from model_files.decoders import DECODERS, gguf_family
+from model_files.decoders import DECODERS, LATENT, gguf_family
 from model_files.encoders import is_encoder
 from model_files.gguf import GGUFFile, read_gguf
 from model_files.headers import Tensor, safetensors_header, weights_of
+from model_files.latent import LatentSizes, latent_sizes
 from model_files.multimodal import is_multimodal, is_text, text_config
 from model_files.naming import naming
 from model_files.quantisation import quantisation
@@ -41,6 +43,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "token_em
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ATTENTION_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 
 
@@ -82,6 +85,7 @@ class ModelNeeds:
     max_model_len: int
     cached: bool = True
     own: bool = False
+    planes: int = 2
 
     @property
     def parameters(self) -> int:
@@ -99,7 +103,10 @@ class ModelNeeds:
 
     def kv_bytes(self, dtype: str) -> int:
         """Bytes of K and V of one token in all layers; dtype as in `KVLayout`."""
-        return self.cached * KVLayout(self.layers, self.kv_heads, self.head_dim, dtype, 1).block_bytes
+        return self.cached * self.layout(dtype, 1).block_bytes
+
+    def layout(self, dtype: str, block_size: int) -> KVLayout:
+        return KVLayout(self.layers, self.kv_heads, self.head_dim, dtype, block_size, self.planes)
 
     def prompt_work(self, length: int) -> float:
         """Operations per token of a prompt of `length` tokens: layers, causal attention, and one row of the head."""
@@ -118,11 +125,24 @@ def config_needs(config: dict[str, Any], tensors: Iterable[Tensor] = (), max_mod
     text = text_config(config)
     hidden, layers, heads = (_whole(text, *names) for names in (_HIDDEN, _LAYERS, _ATTENTION_HEADS))
     kv_heads = text.get("num_key_value_heads") or (1 if text.get("multi_query") else heads)
-    head_dim = text.get("head_dim") or hidden // heads
+    head_dim, planes = text.get("head_dim") or hidden // heads, 2
+    query_size, attention = heads * head_dim, 2 * (heads + kv_heads) * head_dim * hidden
+    if text.get("model_type") in LATENT:
+        sizes = _latent(text)
+        kv_heads, head_dim, planes = 1, sizes.cached, 1
+        query_size, attention = heads * (sizes.head_dim + sizes.value) // 2, sizes.weights(hidden, heads)
     share = (text.get("num_experts_per_tok") or 1) / (_experts(text) or 1)
-    dense, embedding, head = _counted(tensors or _gated_decoder(text, hidden, layers, heads, kv_heads, head_dim), share)
-    query_size, cached, own = heads * head_dim, not is_encoder(config), text.get("model_type") in DECODERS
-    return ModelNeeds(dense, embedding, head, layers, kv_heads, head_dim, query_size, max_model_len, cached, own)
+    dense, embedding, head = _counted(tensors or _gated_decoder(text, hidden, layers, attention), share)
+    cached, own = not is_encoder(config), text.get("model_type") in DECODERS
+    shape = layers, kv_heads, head_dim, query_size
+    return ModelNeeds(dense, embedding, head, *shape, max_model_len, cached, own, planes)
+
+
+def _latent(text: dict[str, Any]) -> LatentSizes:
+    try:
+        return latent_sizes(text)
+    except KeyError as error:
+        raise ConfigError(f"config.json lacks {error.args[0]}", param="model") from error
 
 
 def _whole(config: dict[str, Any], *names: str) -> int:
@@ -137,20 +157,19 @@ def _experts(text: dict[str, Any]) -> int:
     return next((int(text[name]) for name in names if isinstance(text.get(name), int)), 0)
 
 
-def _gated_decoder(
-    text: dict[str, Any], hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int
-) -> Iterator[Tensor]:
-    """The large tensors of a decoder of the Llama family, or of one with experts."""
+def _gated_decoder(text: dict[str, Any], hidden: int, layers: int, attention: int) -> Iterator[Tensor]:
+    """The large tensors of a decoder of the Llama family, or of one with experts. attention: weights of a layer's."""
     vocab, inner = _whole(text, "vocab_size"), text.get("intermediate_size") or 4 * hidden
     yield Tensor("embed_tokens.weight", (vocab, hidden))
     if not text.get("tie_word_embeddings", text.get("model_type") == "smollm3"):
         yield Tensor("lm_head.weight", (vocab, hidden))
+    yield Tensor("layers.attn.weight", (layers, attention))
     experts = _experts(text)
-    inner = text.get("moe_intermediate_size") or inner if experts else inner
-    yield Tensor("layers.attn.weight", (layers, 2 * (heads + kv_heads) * head_dim, hidden))
-    yield Tensor(
-        "layers.experts.weight" if experts else "layers.mlp.weight", (layers, 3 * (experts or 1) * inner, hidden)
-    )
+    mixed = layers - (text.get("first_k_dense_replace") or 0) if experts else 0
+    yield Tensor("layers.mlp.weight", (layers - mixed, 3 * inner, hidden))
+    inner = text.get("moe_intermediate_size") or inner
+    yield Tensor("layers.experts.weight", (mixed, 3 * experts * inner, hidden))
+    yield Tensor("layers.shared_experts.weight", (mixed, 3 * (text.get("n_shared_experts") or 0) * inner, hidden))
 
 
 def _hf_needs(source: ModelSource) -> ModelNeeds:
@@ -158,9 +177,16 @@ def _hf_needs(source: ModelSource) -> ModelNeeds:
     files = [file for file in weight_files(source.path) if file.suffix == ".safetensors"]
     entries = {name: entry for file in files for name, entry in safetensors_header(file).items()}
     tensors = list(weights_of(entries, quantisation(config)))
+    tensors = [tensor for tensor in tensors if _runs(tensor.name, config)]
     if is_multimodal(config):
         tensors = [tensor for tensor in tensors if is_text(tensor.name)]
     return config_needs(config, tensors, read_facts(source).max_model_len)
+
+
+def _runs(name: str, config: dict[str, Any]) -> bool:
+    """Layers behind the last one are of heads that predict further tokens: they are not loaded."""
+    layer = _LAYER.match(name)
+    return layer is None or int(layer[1]) < config.get("num_hidden_layers", math.inf)
 
 
 def gguf_needs(file: GGUFFile) -> ModelNeeds:
@@ -195,7 +221,8 @@ def _counted(tensors: Iterable[Tensor], expert_share: float) -> tuple[Count, Cou
             continue
         part = "embedding" if _ends(tensor, _EMBEDDINGS) else "head" if _ends(tensor, _HEADS) else "dense"
         count, old = math.prod(tensor.shape), parts[part]
-        share = expert_share if "expert" in tensor.name or "_exps." in tensor.name else 1.0
+        chosen = ("expert" in tensor.name and "shared_expert" not in tensor.name) or "_exps." in tensor.name
+        share = expert_share if chosen else 1.0
         stored, coded = tensor.stored_bytes, tensor.coded_bytes
         parts[part] = Count(
             old.weights + count,

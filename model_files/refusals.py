@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from model_files.decoders import LATENT
 from model_files.encoders import is_encoder
 from model_files.gguf import read_gguf
 from model_files.multimodal import TEXT_SERVED, is_multimodal, text_config
@@ -11,7 +12,7 @@ from model_files.quantisation import quantisation
 from model_files.source import ModelSource, read_json, resolve, unweighted
 from protocol.errors import ConfigError
 
-_LATENT = "its attention (MLA) caches one compressed vector per token in place of keys and values"
+_LATENT = "its latent attention (MLA) is served of checkpoints of DeepSeek V2 and V3 alone"
 _CHUNKED = "its layers attend in chunks, which no kernel here does"
 _ENCODER = "it is an encoder and a decoder; decoders alone are served"
 _DECODER_HEAD = "it is a decoder with a classification head; such heads are served on encoders alone"
@@ -47,7 +48,7 @@ def _config_reason(config: dict[str, Any]) -> str | None:
         return _DECODER_HEAD
     if str(config.get("model_type", "")).startswith("llama4"):
         return _CHUNKED
-    if text.get("kv_lora_rank"):
+    if text.get("kv_lora_rank") and text.get("model_type") not in LATENT:
         return _LATENT
     if is_multimodal(config) and config.get("model_type") not in TEXT_SERVED:
         return _COMPOSITE

@@ -17,6 +17,8 @@ def require_batch_invariance(model: Model) -> None:
         reason = "a model of our own decoder, not transformers' (--model-impl kvferry)"
     elif model.dtype != torch.bfloat16:
         reason = "--dtype bfloat16"
+    elif model.config.latent is not None:
+        reason = "attention over keys and values, which latent attention is not"
     elif dim % 32 or dim > 512:
         reason = f"head dims that are multiples of 32 up to 512; the model's are {dim}"
     elif not all(isinstance(linear, PackedLinear) for linear in model.dense_layers()):

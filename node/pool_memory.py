@@ -47,7 +47,7 @@ class PoolMemory:
 
 
 def make_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """Zeros [block, layer, 2, kv_head, slot, dim]. On a CPU a page takes memory once its block is first written."""
+    """Zeros [block, layer, plane, kv_head, slot, dim]. On a CPU a page takes memory once its block is first written."""
     shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.dtype)
     try:
         if device.type == "cpu":

@@ -6,6 +6,8 @@ import hashlib
 import math
 from dataclasses import dataclass
 
+from protocol.errors import ConfigError
+
 WIRE_VERSION = 9
 STORE_GROUP = 16
 """Blocks of a chain that are one object of a store that nodes share; a multiple of them is before the first one."""
@@ -21,10 +23,11 @@ def blocks_for(tokens: int, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of the pool `[block, layer, 2, kv_head, slot, dim]`; a block is one contiguous byte range.
+    """Shape of the pool `[block, layer, plane, kv_head, slot, dim]`; a block is one contiguous byte range.
 
-    dtype is one of float32, bfloat16, float16, int8; block_size is in tokens (slots). In int8 each vector of head_dim
-    numbers is followed by the bytes of its scale.
+    planes: 2, of K and of V, or 1, of latents of both. dtype is one of float32, bfloat16, float16, int8; block_size is
+    in tokens (slots). In int8 each vector of head_dim numbers is followed by the bytes of its scale; raises ConfigError
+    for latents.
     """
 
     num_layers: int
@@ -32,11 +35,19 @@ class KVLayout:
     head_dim: int
     dtype: str
     block_size: int = 16
+    planes: int = 2
+
+    def __post_init__(self) -> None:
+        if self.dtype == "int8" and self.planes == 1:
+            raise ConfigError(
+                "kv_cache_dtype int8 is not for latent attention, whose cache is small; use auto",
+                param="kv_cache_dtype",
+            )
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
         width = self.head_dim + (SCALE_BYTES if self.dtype == "int8" else 0)
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, width)
+        return (self.num_layers, self.planes, self.num_kv_heads, self.block_size, width)
 
     @property
     def block_bytes(self) -> int:
@@ -54,6 +65,7 @@ class KVLayout:
             arithmetic,
             self.dtype,
             self.num_layers,
+            self.planes,
             self.num_kv_heads,
             self.head_dim,
             self.block_size,

@@ -264,13 +264,21 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def worker(
-    role: str, engine: Engine, *, store: MemoryStore | None = None, state: str = "ready", **settings: Any
+    role: str,
+    engine: Engine,
+    *,
+    store: MemoryStore | None = None,
+    state: str = "ready",
+    parts: Assembled | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Worker]:
-    """A node of its own registry, once it is in this state; ended with SIGINT. It drains though it is the last one."""
+    """A node of its own registry, once it is in this state; ended with SIGINT. It drains though it is the last one.
+    parts: what it is made of, where that is no toy."""
     settings.setdefault("respawned", True)
-    layout = ToyModel.info.layout(ToyModel.dtype, engine.config.block_size)
-    kv: torch.Tensor = engine.runner.kv
-    parts = Assembled(engine, kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
+    if parts is None:
+        layout = ToyModel.info.layout(ToyModel.dtype, engine.config.block_size)
+        kv: torch.Tensor = engine.runner.kv
+        parts = Assembled(engine, kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
     stop = Stop()
     with (
         patch.object(node_module, "assemble", lambda settings, progress: parts),

@@ -39,6 +39,8 @@ def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
     memory does not hold it."""
     if not isinstance(model, Decoder):
         raise _misfit(files, "adapters need a model of our own decoder, not transformers' (--model-impl kvferry)")
+    if model.config.latent is not None:
+        raise _misfit(files, f"adapters of latent attention, as {model.info.name} has it, are not supported")
     sites = _sites(model.config)
     layers: list[defaultdict[str, list[LowRank]]] = [defaultdict(list) for _ in range(model.config.num_layers)]
     for (index, target), (down, up) in sorted(_pairs(files).items()):

@@ -46,8 +46,8 @@ def always() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """revision names the exact weights and the forms they run in (part of the fingerprint); max_model_len is the
-    model's own limit in tokens."""
+    """num_layers, num_kv_heads, head_dim and planes: see `KVLayout`. revision names the exact weights and the forms
+    they run in (part of the fingerprint); max_model_len is the model's own limit in tokens."""
 
     name: str
     revision: str
@@ -56,11 +56,11 @@ class ModelInfo:
     head_dim: int
     vocab_size: int
     max_model_len: int
+    planes: int = 2
 
     def layout(self, dtype: torch.dtype, block_size: int) -> KVLayout:
-        return KVLayout(
-            self.num_layers, self.num_kv_heads, self.head_dim, str(dtype).removeprefix("torch."), block_size
-        )
+        name = str(dtype).removeprefix("torch.")
+        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, name, block_size, self.planes)
 
 
 class Computing(Protocol):
@@ -86,9 +86,9 @@ class Model(Computing, Protocol):
         halfway: Halfway | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm, of token_ids int64 [T]; writes the tokens' K/V into the pool
-        `kv` [block, layer, 2, kv_head, slot, dim]. Prompts ask between layers whether they are still wanted: if not,
-        raises Unwanted, with K/V of some layers written. Where that tells `halfway`, a pass of the same tokens, or of
-        some, goes on from there."""
+        `kv` [block, layer, plane, kv_head, slot, dim]. Prompts ask between layers whether they are still wanted: if
+        not, raises Unwanted, with K/V of some layers written. Where that tells `halfway`, a pass of the same tokens, or
+        of some, goes on from there."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits [n, vocab_size] of hidden states [n, hidden]."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from engine.models.experts_config import ExpertsConfig, parse_experts, unsupported_routing
 from engine.models.families import FAMILIES, LLAMA, Family
-from engine.models.rope_config import ROPE_KINDS, RopeConfig, parse_rope, rope_dicts, rope_kind
+from engine.models.rope_config import ROPE_KINDS, RopeConfig, mscale, parse_rope, rope_dicts, rope_kind
 from engine.models.windows import rotations_and_windows
-from kernels.gate import Gate
+from model_files.fields import whole
+from model_files.latent import LatentSizes, latent_sizes
 from model_files.quantisation import quantisation
 from protocol.errors import ConfigError
 
@@ -36,22 +38,10 @@ class Caps:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """count experts of width `size`, of which a token passes through `chosen`; layers[i]: layer i has them, in place of
-    its MLP. renormalised: see `kernels.step.Experts`. gate: of their own, or None."""
-
-    count: int
-    chosen: int
-    size: int
-    renormalised: bool
-    layers: tuple[bool, ...]
-    gate: Gate | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """rotated[i]: layer i applies rope; windows[i]: its sliding window, 0 for full attention. local_rope: what layers
-    with a window apply instead. experts: of layers that have them, or None."""
+    with a window apply instead. experts: of layers that have them, or None. latent: of attention over a latent, whose
+    sizes head_dim and num_kv_heads then leave out but for queries', or None."""
 
     model_type: str
     vocab_size: int
@@ -75,13 +65,19 @@ class DecoderConfig:
     local_rope: RopeConfig | None = None
     experts: ExpertsConfig | None = None
     caps: Caps = Caps()
+    latent: LatentSizes | None = None
 
     @property
     def plain(self) -> bool:
         """Whether its layers are those of Llama: one RMS norm before each part, SiLU, one rotation, no caps."""
         family = self.family
         own = (family.norm_behind, family.gelu, family.wide_qk_norm, family.capped, family.centred, family.sinks)
-        return not any((*own, self.local_rope, self.experts))
+        return not any((*own, self.local_rope, self.experts, self.latent))
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """What is kept of a token in each layer: K/V heads, their dim, planes."""
+        return (self.num_kv_heads, self.head_dim, 2) if self.latent is None else (1, self.latent.cached, 1)
 
     @property
     def q_size(self) -> int:
@@ -105,9 +101,13 @@ def unsupported(config: dict[str, Any]) -> str | None:
     names = ["use_bidirectional_attention", "clip_qkv"]
     if not family.capped:
         names += ["attn_logit_softcapping", "final_logit_softcapping"]
+    if family.latent:
+        names.append("mlp_bias")
     for name in names:
         if config.get(name):
             return name
+    if family.experts is not None and (routing := unsupported_routing(config, family.experts)) is not None:
+        return routing
     for rope in rope_dicts(config, family):
         if any(isinstance(value, dict) for value in rope.values()):
             return "rope parameters that differ between layers"
@@ -130,17 +130,19 @@ def parse_config(config: dict[str, Any]) -> DecoderConfig:
 def _parse(config: dict[str, Any]) -> DecoderConfig:
     family = FAMILIES[config["model_type"]]
     heads, layers, hidden_size = (
-        _whole(config, name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size")
+        whole(config, name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size")
     )
-    head_dim = config.get("head_dim") or family.head_dim or hidden_size // heads
+    latent = latent_sizes(config) if family.latent else None
+    head_dim = latent.head_dim if latent else config.get("head_dim") or family.head_dim or hidden_size // heads
     bias = bool(config.get("attention_bias", family.attention_bias))
     rotated, windows = rotations_and_windows(config, layers, family)
-    rope, *local = [parse_rope(config, each, family, head_dim) for each in rope_dicts(config, family)]
+    turned = latent.rotated if latent else head_dim
+    rope, *local = [parse_rope(config, each, family, turned) for each in rope_dicts(config, family)]
     return DecoderConfig(
         model_type=config["model_type"],
-        vocab_size=_whole(config, "vocab_size"),
+        vocab_size=whole(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_whole(config, "intermediate_size"),
+        intermediate_size=whole(config, "intermediate_size"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
@@ -156,35 +158,11 @@ def _parse(config: dict[str, Any]) -> DecoderConfig:
         rotated=rotated,
         windows=windows,
         family=family,
-        factors=_factors(config, family, hidden_size),
-        experts=_experts(config, family, layers),
+        factors=Factors(attention=_latent_scale(latent, rope)) if latent else _factors(config, family, hidden_size),
+        experts=parse_experts(config, family, layers),
         caps=_caps(config, family),
+        latent=latent,
     )
-
-
-def _experts(config: dict[str, Any], family: Family, layers: int) -> ExpertsConfig | None:
-    """transformers writes num_local_experts for num_experts."""
-    if family.experts is None:
-        return None
-    count = _whole(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
-    chosen = _whole(config, "num_experts_per_tok")
-    if chosen > count:
-        raise ConfigError(f"config.json: num_experts_per_tok is {chosen}, of {count} experts", param="model")
-    dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
-    return ExpertsConfig(
-        count=count,
-        chosen=chosen,
-        size=_whole(config, "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"),
-        renormalised=bool(config.get("norm_topk_prob", family.experts.renormalised)),
-        layers=tuple(i not in dense and (i + 1) % every == 0 for i in range(layers)),
-        gate=_clamped(config) if family.experts.clamped else None,
-    )
-
-
-def _clamped(config: dict[str, Any]) -> Gate:
-    """gpt-oss's."""
-    limit = float(config.get("swiglu_limit", 7.0))
-    return Gate(slope=float(config.get("swiglu_alpha", 1.702)), limit=limit, offset=1.0)
 
 
 def _factors(config: dict[str, Any], family: Family, hidden_size: int) -> Factors:
@@ -203,16 +181,16 @@ def _factors(config: dict[str, Any], family: Family, hidden_size: int) -> Factor
     )
 
 
+def _latent_scale(sizes: LatentSizes, rope: RopeConfig) -> float:
+    """Of scores: where rope is stretched, YaRN's factor of attention holds for queries and keys as a whole, the dims
+    that do not turn included."""
+    factor = mscale(rope.factor, rope.mscale_all_dim) if rope.kind != "default" and rope.mscale_all_dim else 1.0
+    return float(sizes.head_dim**-0.5 * factor**2)
+
+
 def _caps(config: dict[str, Any], family: Family) -> Caps:
     """Gemma 2's defaults hold where the config does not tell; null: none."""
     if not family.capped:
         return Caps()
     attention, logits = config.get("attn_logit_softcapping", 50.0), config.get("final_logit_softcapping", 30.0)
     return Caps(float(attention or 0.0), float(logits or 0.0))
-
-
-def _whole(config: dict[str, Any], name: str) -> int:
-    value = config[name]
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json: {name} must be a whole number of at least 1, got {value!r}", param="model")
-    return value

@@ -16,7 +16,7 @@ from kernels.gate import GELU, SILU, Gate
 from kernels.layer_norm import layer_norm
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, Experts, Linear, NextLogits
+from kernels.step import DecoderForm, Experts, Latent, Linear, NextLogits
 
 
 class Decoder(Model):
@@ -123,7 +123,7 @@ class Decoder(Model):
     def dense_layers(self) -> Iterator[Linear]:
         """All of them, the vocabulary projection last."""
         for layer in self.parameters.layers:
-            yield from (layer.qkv, layer.o, *layer.mlp.dense_layers())
+            yield from layer.dense_layers()
         yield self.parameters.head
 
     def _dense(self, linear: Linear, index: int, name: str, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
@@ -135,19 +135,31 @@ class Decoder(Model):
         return y
 
     def _attention(self, index: int, x: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        config, ops, layer = self.config, self.ops, self.parameters.layers[index]
+        config, ops, own = self.config, self.ops, self.parameters.layers[index].attention
+        if isinstance(own, Latent):
+            return self._latent_attention(own, x, kv_layer, plan)
         sizes = [config.q_size, config.kv_size, config.kv_size]
-        qkv = self._dense(layer.qkv, index, "qkv", x, plan)
+        qkv = self._dense(own.qkv, index, "qkv", x, plan)
         q, k, v = torch.split(qkv, sizes, dim=1)
         if config.family.wide_qk_norm:
-            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
+            q, k = self._normed(q, own.q_norm), self._normed(k, own.k_norm)
         q, k, v = (part.view(len(x), -1, config.head_dim) for part in (q, k, v))
         if not config.family.wide_qk_norm:
-            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
-        cos, sin = (self._local if layer.window else self._rope) if layer.rotated else (None, None)
+            q, k = self._normed(q, own.q_norm), self._normed(k, own.k_norm)
+        cos, sin = (self._local if own.window else self._rope) if own.rotated else (None, None)
         q = ops.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
-        out = ops.paged_attention(q, kv_layer, plan, self._scale, layer.window, config.caps.attention, layer.sinks)
-        return self._dense(layer.o, index, "o", out.flatten(1), plan)
+        out = ops.paged_attention(q, kv_layer, plan, self._scale, own.window, config.caps.attention, own.sinks)
+        return self._dense(own.o, index, "o", out.flatten(1), plan)
+
+    def _latent_attention(self, own: Latent, x: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        ops, made_of = self.ops, x
+        if own.q_a is not None and own.q_norm is not None:
+            made_of = ops.rms_norm(own.q_a(x), own.q_norm, own.eps)
+        q = own.q(made_of).view(len(x), -1, own.rotated + own.plain)
+        key, latent = torch.split(own.kv_a(x), [own.rotated, own.rank], 1)
+        cached = torch.cat((key, ops.rms_norm(latent, own.kv_norm, own.eps)), 1)
+        q = ops.rope_and_cache(q, cached[:, None], None, *self._rope, kv_layer, plan)
+        return own.o(ops.latent_attention(q, kv_layer, plan, self._scale, own).flatten(1))
 
     def _mlp(self, index: int, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         mlp = self.parameters.layers[index].mlp

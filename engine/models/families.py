@@ -7,16 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What the tensors of a layer's experts are called behind the layer's name; renormalised: unless the config tells,
-    their weights are the softmax over the chosen ones; biased: router and experts have biases; clamped: their gate
-    and up have a limit; stacked: see `Family.stacked`."""
+    """What the tensors of a layer's experts are called behind the layer's name; renormalised: see `Routing`, unless the
+    config tells; sigmoid: so are scores, with a correction, and a group is judged by its two best; precise: the router
+    computes in float32; biased: router and experts have biases; clamped: their gate and up have a limit; stacked: see
+    `Family.stacked`."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "mlp.shared_experts"
     renormalised: bool = False
+    sigmoid: bool = False
+    precise: bool = False
     biased: bool = False
     clamped: bool = False
     stacked: bool = False
@@ -49,6 +53,7 @@ class Family:
     gelu            the gate is GELU by tanh instead of SiLU
     capped          scores of attention and logits have soft caps
     sinks           each head of attention has a sink, see `Ops.paged_attention`
+    latent          attention is over a latent (`kernels.latent`)
     two_ropes       layers with a window rotate by parameters of their own
     experts         where layers hold experts: their names in a checkpoint; None: they hold none
     """
@@ -87,6 +92,7 @@ class Family:
     gelu: bool = False
     capped: bool = False
     sinks: bool = False
+    latent: bool = False
     two_ropes: bool = False
     experts: ExpertNames | None = None
 
@@ -116,6 +122,10 @@ FAMILIES = {
     "gpt_oss": Family(
         gguf=False, theta=150000.0, head_dim=64, attention_bias=True, pattern=2, sinks=True,
         experts=ExpertNames(router="mlp.router", renormalised=True, biased=True, clamped=True, stacked=True),
+    ),
+    "deepseek_v2": Family(gguf=False, latent=True, experts=ExpertNames(precise=True)),
+    "deepseek_v3": Family(
+        gguf=False, latent=True, experts=ExpertNames(renormalised=True, sigmoid=True, precise=True),
     ),
     "smollm3": Family(theta=2000000.0, tie_embeddings=True, gguf_permuted=True),
     "phi3": Family(gguf=False, fused=True, windowed=True),

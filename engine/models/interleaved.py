@@ -1,10 +1,15 @@
-"""Families whose rotation pairs neighbours in a head: their q and k are read as ours, which rotate halves."""
+"""Rows of projections in the order that our rotation wants: it turns the first dims of a head, pairing halves."""
 
 from __future__ import annotations
 
 import torch
 
+from model_files.latent import LatentSizes
+
 ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
+_CACHED = "self_attn.kv_a_proj_with_mqa"
+LATENT_ROTATED = ("self_attn.q_proj", "self_attn.q_b_proj", _CACHED)
+"""Projections whose heads a rotation turns, of attention by heads and of latent attention."""
 
 
 def half_split(rows: torch.Tensor, head_dim: int, rotary_dim: int) -> None:
@@ -12,3 +17,14 @@ def half_split(rows: torch.Tensor, head_dim: int, rotary_dim: int) -> None:
     the first rotary_dim from (0, d/2, 1, d/2 + 1, ..) to (0, 1, .., d - 1)."""
     heads = rows.view(-1, head_dim, *rows.shape[1:])[:, :rotary_dim]
     heads.copy_(torch.cat((heads[:, 0::2], heads[:, 1::2]), 1))
+
+
+def rotated_first(name: str, rows: torch.Tensor, sizes: LatentSizes) -> None:
+    """Reorder in place those of a projection of latent attention whose heads end with what rotates, or the entries of
+    its bias."""
+    head_dim = len(rows) if _CACHED in name else sizes.head_dim
+    heads = rows.view(-1, head_dim, *rows.shape[1:])
+    rest, turned = torch.split(heads, [head_dim - sizes.rotated, sizes.rotated], 1)
+    if sizes.interleaved:
+        turned = torch.cat((turned[:, 0::2], turned[:, 1::2]), 1)
+    heads.copy_(torch.cat((turned, rest), 1))

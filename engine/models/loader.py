@@ -17,12 +17,13 @@ from engine.models.gguf_config import parse_gguf
 from engine.models.heap import trim_heap
 from engine.models.one_copy import one_copy
 from engine.models.parameters import ParameterLoader, Parameters, Progress
+from engine.models.reader import TensorReader
 from engine.models.rope import rope_tables, stretched
 from engine.models.stacked import StackedWeights
 from engine.models.weights import GGUFWeights, Weights
 from kernels.cpu import CpuOps
 from kernels.ops import Ops
-from model_files.decoders import gguf_family
+from model_files.decoders import gguf_family, own_alone
 from model_files.gguf import read_gguf
 from model_files.multimodal import is_multimodal, text_config
 from model_files.quantisation import quantisation
@@ -129,8 +130,8 @@ def _open_as(source: ModelSource, impl: str, load_format: str) -> Opened | None:
     if dummy and (impl == "transformers" or source.kind == "gguf"):
         raise ConfigError("dummy weights need a config.json and our own decoder", param="load_format")
     if impl == "transformers":
-        if source.kind != "gguf" and is_multimodal(read_json(source.path / "config.json")):
-            raise ConfigError("the text of a multimodal checkpoint runs on our own decoder alone", param="model_impl")
+        if source.kind != "gguf" and (what := own_alone(read_json(source.path / "config.json"))) is not None:
+            raise ConfigError(f"{what} runs on our own decoder alone", param="model_impl")
         return None
     return _open_gguf(source, must) if source.kind == "gguf" else _open_directory(source, must or dummy, dummy)
 
@@ -138,7 +139,7 @@ def _open_as(source: ModelSource, impl: str, load_format: str) -> Opened | None:
 def _open_directory(source: ModelSource, must: bool, dummy: bool) -> Opened | None:
     whole = read_json(source.path / "config.json")
     config, multimodal = text_config(whole), is_multimodal(whole)
-    if not must and not multimodal and unsupported(config) is not None:
+    if not must and own_alone(whole) is None and unsupported(config) is not None:
         return None
     length = read_facts(source).max_model_len
     if not length:
@@ -179,8 +180,8 @@ def _load_decoder(
     config = opened.config
 
     def read() -> tuple[Parameters, list[str]]:
-        loader = ParameterLoader(config, opened.weights, device, dtype, ops, progress, quantization)
-        return loader.load(), sorted(loader.kept)
+        reader = TensorReader(config, opened.weights, device, dtype, ops, quantization)
+        return ParameterLoader(reader, progress).load(), sorted(reader.kept)
 
     if weights_fd >= 0 and isinstance(ops, CpuOps) and dtype == torch.bfloat16:
         form = f"{source.path} {source.revision} {config} {quantization}"
@@ -189,12 +190,14 @@ def _load_decoder(
         parameters, kept = read()
     length = min(max_model_len or opened.max_model_len, opened.max_model_len)
     long = ("longrope",) if stretched(config.rope, length) else ()
+    kv_heads, dim, planes = config.cached
     info = ModelInfo(
         name=source.name,
         revision="+".join((source.revision, *kept, *long)),
         num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        planes=planes,
         vocab_size=config.vocab_size,
         max_model_len=opened.max_model_len,
     )

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from engine.models.rope_config import RopeConfig
+from engine.models.rope_config import RopeConfig, mscale
 from protocol.errors import ConfigError
 
 
@@ -70,12 +70,9 @@ def _yarn_attention(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
 
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
+        return mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all_dim)
+    return mscale(rope.factor)
 
 
 def stretched(rope: RopeConfig, length: int) -> bool:

@@ -9,10 +9,10 @@ from engine.models.dequantise import BLOCKS, PLAIN, stored_bytes
 from engine.models.families import FAMILIES
 from engine.models.gguf_config import parse_gguf
 from engine.models.hf import gguf_architectures, language_models
-from model_files.decoders import gguf_family
+from model_files.decoders import gguf_family, own_alone
 from model_files.encoders import is_encoder
 from model_files.gguf import GGUFFile, gguf_parts, read_gguf
-from model_files.multimodal import is_multimodal, text_config
+from model_files.multimodal import text_config
 from model_files.quantisation import quantisation
 from model_files.source import ModelSource, read_json
 from protocol.errors import ConfigError
@@ -44,10 +44,12 @@ def _directory(source: ModelSource, impl: str) -> Route:
         formats += f", experts in {whole['quantization_config']['quant_method']}"
     if is_encoder(whole):
         return Route(family, ENCODER, formats)
-    reason = unsupported(config)
-    if impl != "transformers" and (reason is None or impl == "kvferry" or is_multimodal(whole)):
+    reason, alone = unsupported(config), own_alone(whole)
+    if impl != "transformers" and (reason is None or impl == "kvferry" or alone):
         parse_config(config)
         return Route(family, OWN, formats)
+    if alone is not None:
+        raise ConfigError(f"{alone} runs on our own decoder alone", param="model_impl")
     if stored is not None:
         raise ConfigError(
             f"checkpoints of {stored.method} run on our own decoder alone: {reason or impl}", param="model"

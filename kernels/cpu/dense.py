@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,6 +49,16 @@ class PackedLinear:
         out = torch.empty(len(ids), self.in_features, dtype=torch.bfloat16)
         self.kernels.lookup(self.weights, ids, out)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinearOfHeads:
+    """A `LinearOfHeads` of packed layers."""
+
+    heads: tuple[PackedLinear, ...]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([linear(x[:, head]) for head, linear in enumerate(self.heads)], 1)
 
 
 def plain_rows(weight: torch.Tensor) -> StoredRows | None:

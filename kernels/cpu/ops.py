@@ -10,23 +10,24 @@ import torch
 from kernels.capabilities import Capabilities
 from kernels.codes import Codes
 from kernels.cpu.coded import rows_of
-from kernels.cpu.dense import PackedLinear, plain_rows, whole_panels
+from kernels.cpu.dense import PackedLinear, PackedLinearOfHeads, plain_rows, whole_panels
 from kernels.cpu.extension import extension, instruction_set
 from kernels.cpu.step import CpuStep, record
 from kernels.draw import NoiseKeys, is_greedy
 from kernels.gate import SILU, Gate
+from kernels.latent import absorbed, put_out
 from kernels.masking import Masks
 from kernels.noise import row_key
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
-from kernels.shared import TorchLinear, TorchShared
-from kernels.step import DecoderForm, Linear, OneByOne, Stored
+from kernels.shared import TorchLinear, TorchLinearOfHeads, TorchShared
+from kernels.step import DecoderForm, Latent, Linear, LinearOfHeads, OneByOne, Stored
 from protocol.sampling import SamplingParams
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _UNIT = 16
 _PREFILL_UNIT = 32
-_MAX_HEAD_DIM = 512
+_MAX_HEAD_DIM = 576
 Scoring = tuple[float, int, float, torch.Tensor | None]
 """scale, window, cap and sinks of `Ops.paged_attention`."""
 
@@ -48,7 +49,7 @@ class CpuOps(TorchShared):
             raise RuntimeError("kvferry was installed without its CPU extension")
         self._step_type, self._row_bytes = native.Step, native.row_bytes
         self.kernels = native.Kernels(name or instruction_set(), threads or torch.get_num_threads())
-        self._reference = ReferenceOps()
+        self._reference, self._of_prefills = ReferenceOps(), ReferenceOps()
         self._batch_invariant = batch_invariant
         self._prefills: tuple[BatchPlan, BatchPlan] | None = None
 
@@ -67,6 +68,11 @@ class CpuOps(TorchShared):
         if rows is None:
             return TorchLinear(weight, bias)
         return PackedLinear(self.kernels, [rows], weight.shape[1], bias)
+
+    def linear_of_heads(self, weight: torch.Tensor) -> LinearOfHeads:
+        heads = [self.linear(head.contiguous()) for head in weight]
+        packed = tuple(head for head in heads if isinstance(head, PackedLinear))
+        return PackedLinearOfHeads(packed) if len(packed) == len(heads) else TorchLinearOfHeads(weight)
 
     def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> PackedLinear | None:
         rows = [found for part in parts if (found := rows_of(part) if isinstance(part, Codes) else part) is not None]
@@ -108,13 +114,13 @@ class CpuOps(TorchShared):
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
         kv_layer: torch.Tensor,
         plan: BatchPlan,
     ) -> torch.Tensor:
-        if q.dtype not in _DTYPES or q.shape[2] > _MAX_HEAD_DIM:
+        if v is None or q.dtype not in _DTYPES or q.shape[2] > _MAX_HEAD_DIM:
             return self._reference.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
         q, k, v = (part if part.stride()[1:] == (part.shape[2], 1) else part.contiguous() for part in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype)
@@ -136,17 +142,30 @@ class CpuOps(TorchShared):
             return self._reference.paged_attention(q, kv_layer, plan, scale, window, cap, sinks)
         q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype)
         if decodes:
-            blocks = self._batch_invariant and q.dtype == torch.bfloat16 and dim % _PREFILL_UNIT == 0
-            table, lens = plan.block_table, plan.total_len
-            self.kernels.decode(q, kv_layer, table, lens, decodes, scale, window, cap, sinks, blocks, out)
+            self._decode(q, kv_layer, plan, (scale, window, cap, sinks), out)
         if decodes == plan.num_seqs:
             return out
         if q.dtype == torch.bfloat16 and dim % _PREFILL_UNIT == 0:
             self._prefill(q, kv_layer, plan, (scale, window, cap, sinks), out)
         else:
             rest = self._prefill_part(plan)
-            out[decodes:] = self._reference.paged_attention(q[decodes:], kv_layer, rest, scale, window, cap, sinks)
+            out[decodes:] = self._of_prefills.paged_attention(q[decodes:], kv_layer, rest, scale, window, cap, sinks)
         return out
+
+    def latent_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, own: Latent
+    ) -> torch.Tensor:
+        dim, decodes = kv_layer.shape[4], plan.num_decodes
+        if not decodes or q.dtype not in _DTYPES or dim % _UNIT or dim > _MAX_HEAD_DIM:
+            return self._reference.latent_attention(q, kv_layer, plan, scale, own)
+        queries = absorbed(q[:decodes], own)
+        summed = torch.empty(queries.shape, dtype=q.dtype)
+        self._decode(queries, kv_layer.expand(-1, 2, -1, -1, -1), plan, (scale, 0, 0.0, None), summed)
+        out = put_out(summed, own)
+        if decodes == plan.num_seqs:
+            return out
+        rest = self._of_prefills.latent_attention(q[decodes:], kv_layer, self._prefill_part(plan), scale, own)
+        return torch.cat((out, rest))
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()
@@ -167,6 +186,13 @@ class CpuOps(TorchShared):
         out = torch.empty(count, dtype=torch.int64)
         self.kernels.draw(logits.contiguous(), rows, masks, out)
         return out
+
+    def _decode(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scoring: Scoring, out: torch.Tensor
+    ) -> None:
+        blocks = self._batch_invariant and q.dtype == torch.bfloat16 and q.shape[2] % _PREFILL_UNIT == 0
+        table, lens, count = plan.block_table, plan.total_len, plan.num_decodes
+        self.kernels.decode(q, kv_layer, table, lens, count, *scoring, blocks, out)
 
     def _prefill(
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scoring: Scoring, out: torch.Tensor

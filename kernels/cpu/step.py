@@ -10,7 +10,7 @@ import torch
 from kernels.cpu.dense import PackedLinear
 from kernels.int8_cache import vector_width
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, Gated, LayerForm, NextLogits
+from kernels.step import DecoderForm, Gated, Gqa, LayerForm, NextLogits
 
 if TYPE_CHECKING:
     from kernels.cpu._native import Kernels, Packed, Step
@@ -84,19 +84,18 @@ def record(step_type: type[Step], kernels: Kernels, form: DecoderForm, batch_inv
         MAX_ROWS,
     )
     for layer, parts in zip(form.layers, packed, strict=True):
-        if parts is None or layer.input_norm is None or layer.post_norm is None:
+        own = layer.attention
+        if parts is None or layer.input_norm is None or layer.post_norm is None or not isinstance(own, Gqa):
             return None
-        native.add_layer(
-            layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm, *parts, layer.rotated, layer.window
-        )
+        native.add_layer(layer.input_norm, own.q_norm, own.k_norm, layer.post_norm, *parts, own.rotated, own.window)
     return CpuStep(native, form, form.head.out_features)
 
 
 def _packed_parts(layer: LayerForm) -> tuple[Packed, Packed, Packed, Packed] | None:
     """qkv, o, gate_up and down, if all are packed and the MLP's width is a whole number of panels."""
-    if not isinstance(layer.mlp, Gated):
+    if not isinstance(layer.mlp, Gated) or not isinstance(layer.attention, Gqa):
         return None
-    qkv, o, gate_up, down = layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down
+    qkv, o, gate_up, down = layer.dense_layers()
     if not (
         isinstance(qkv, PackedLinear)
         and isinstance(o, PackedLinear)

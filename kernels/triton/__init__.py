@@ -19,9 +19,10 @@ from kernels.gate import SILU, Gate
 from kernels.graphs import Capture, CudaCapture, GraphStep
 from kernels.masking import Masks
 from kernels.plan import BatchPlan
+from kernels.reference import ReferenceOps
 from kernels.shared import TorchShared
 from kernels.staging import Staging
-from kernels.step import DecoderForm, Gated, OneByOne, Step, Stored
+from kernels.step import DecoderForm, Gated, Latent, OneByOne, Step, Stored
 from kernels.triton import elementwise, rope
 from kernels.triton.adjust import Adjuster
 from kernels.triton.decode import decode
@@ -76,6 +77,7 @@ class TritonOps(TorchShared):
     def __init__(self, processors: int | None = None, capture: Capture | None = None, *, graphs: bool = True) -> None:
         self._processors = processors
         self._capture = capture or (CudaCapture() if graphs and torch.cuda.is_available() else None)
+        self._reference = ReferenceOps()
         self._staging: Staging | None = None
         self._adjusters: dict[int, Adjuster] = {}
         self._plan: BatchPlan | None = None
@@ -107,12 +109,14 @@ class TritonOps(TorchShared):
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
         kv_layer: torch.Tensor,
         plan: BatchPlan,
     ) -> torch.Tensor:
+        if v is None:
+            return self._reference.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
         return rope.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
 
     def paged_attention(
@@ -138,6 +142,11 @@ class TritonOps(TorchShared):
         if vocab not in self._adjusters:
             self._adjusters[vocab] = Adjuster(logits.device, vocab)
         self._adjusters[vocab](logits, rows)
+
+    def latent_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, own: Latent
+    ) -> torch.Tensor:
+        return self._reference.latent_attention(q, kv_layer, plan, scale, own)
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()

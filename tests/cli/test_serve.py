@@ -184,12 +184,12 @@ def test_a_child_that_never_starts_is_given_up(start, tmp_path):
 def test_a_model_that_cannot_run_is_refused_before_anything_starts(start, tmp_path):
     model = tmp_path / "deep"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "vocab_size": 9, "kv_lora_rank": 512}))
+    (model / "config.json").write_text(json.dumps({"model_type": "minicpm3", "vocab_size": 9, "kv_lora_rank": 512}))
     (model / "model.safetensors").write_bytes(b"\0" * 9)
     cluster = start("--model", str(model))
     assert cluster.process.wait(20) == 2
     (line,) = cluster.stderr.splitlines()
-    assert line.startswith("kvferry: error: deep (deepseek_v3) cannot be served: its attention (MLA)")
+    assert line.startswith("kvferry: error: deep (minicpm3) cannot be served: its latent attention (MLA)")
     assert not list(tmp_path.glob("*.pids"))
 
 

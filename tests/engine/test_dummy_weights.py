@@ -67,7 +67,7 @@ def test_norms_scale_by_one_whatever_a_family_adds_to_them(tmp_path):
 
 def test_biases_are_zero(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(family("Qwen2Config").to_dict()))
-    bias = load(tmp_path).parameters.layers[0].qkv.bias
+    bias = load(tmp_path).parameters.layers[0].attention.qkv.bias
     assert bias.tolist() == [0.0] * len(bias)
 
 

@@ -35,7 +35,8 @@ from node.invariance import require_batch_invariance
 from protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
-NAMES = ("qwen3-moe", "mixtral", "olmoe", "gemma2", "glm4", "cohere-plus", "cohere2", "gpt-oss")
+LATENT = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
+NAMES = ("qwen3-moe", "mixtral", "olmoe", "gemma2", "glm4", "cohere-plus", "cohere2", "gpt-oss", *LATENT)
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_extension = pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension")
 

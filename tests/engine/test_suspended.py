@@ -264,7 +264,7 @@ def test_a_call_that_breaks_the_step_which_goes_on_fails_nobody() -> None:
     assert (0, LAYERS, len(LONG)) in called.model.passes
 
 
-@pytest.mark.parametrize("name", ["llama2", "gemma3", "olmo3", "cohere2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama2", "gemma3", "olmo3", "cohere2", "gpt-oss", "deepseek-v3"])
 def test_a_decoder_goes_on_exactly_where_it_was(name: str, tmp_path: Path) -> None:
     """Of two sequences, and of one of them; others are computed meanwhile."""
     save_tiny(OURS[name](), tmp_path)

@@ -17,17 +17,10 @@ from model_files.source import resolve
 from protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
-LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
-EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def llama4():
     return family("Llama4TextConfig", intermediate_size_mlp=96, num_local_experts=2, head_dim=16, pad_token_id=0)
-
-
-def deepseek(version: str):
-    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16}
-    return family(f"Deepseek{version}Config", **(LATENT | EXPERTS | groups))
 
 
 def more_experts_than_there_are():
@@ -42,8 +35,6 @@ def load(path):
     ("config", "words"),
     [
         (llama4, "chunks"),
-        (lambda: deepseek("V2"), "MLA"),
-        (lambda: deepseek("V3"), "MLA"),
         (more_experts_than_there_are, "num_experts_per_tok is 8, of 4 experts"),
     ],
 )

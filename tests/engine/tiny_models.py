@@ -59,7 +59,22 @@ GRANITE = {
 COHERE = {"logit_scale": 0.25, "tie_word_embeddings": True, "pad_token_id": 0, "layer_norm_eps": 1e-3}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
-
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 1.1},
+}
+DEEPSEEK_GROUPS = DEEPSEEK | {"n_group": 4, "topk_group": 2}
 GPT_OSS = {
     "head_dim": 16,
     "num_local_experts": 6,
@@ -153,6 +168,22 @@ OURS = {
         **GPT_OSS | {"attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
         layer_types=["full_attention", "sliding_attention", "full_attention"],
     ),
+    "deepseek-v2-lite": lambda: family("DeepseekV2Config", q_lora_rank=None, **DEEPSEEK),
+    "deepseek-v2": lambda: family(
+        "DeepseekV2Config",
+        q_lora_rank=20,
+        topk_method="group_limited_greedy",
+        attention_bias=True,
+        **DEEPSEEK_GROUPS | {"v_head_dim": 32, "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek-v3": lambda: family("DeepseekV3Config", q_lora_rank=20, **DEEPSEEK_GROUPS),
+    "deepseek-v3-halves": lambda: family(
+        "DeepseekV3Config",
+        q_lora_rank=None,
+        rope_interleave=False,
+        norm_topk_prob=False,
+        **DEEPSEEK | {"n_group": 1, "topk_group": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
     "smollm3": lambda: family("SmolLM3Config", no_rope_layers=[1, 0, 1], pad_token_id=0, tie_word_embeddings=True),
     "smollm3-window": lambda: family(
         "SmolLM3Config", no_rope_layer_interval=2, use_sliding_window=True, sliding_window=9, pad_token_id=0
@@ -168,6 +199,9 @@ def save_tiny(config, path) -> None:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.normal_(0.8, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     model.save_pretrained(path)
 
 

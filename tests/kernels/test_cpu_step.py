@@ -13,6 +13,7 @@ from engine.models.base import ModelInfo
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
 from engine.models.parameters import ParameterLoader
+from engine.models.reader import TensorReader
 from engine.models.rope import rope_tables
 from engine.models.rope_config import RopeConfig
 from kernels.cpu import CpuOps, instruction_sets
@@ -88,7 +89,7 @@ def decoder(
     weights: NamedNoise = NOISE,
 ) -> Decoder:
     info = ModelInfo("noise", "1", config.num_layers, config.num_kv_heads, config.head_dim, config.vocab_size, 512)
-    parameters = ParameterLoader(config, weights, CPU, dtype, ops, None, quantization).load()
+    parameters = ParameterLoader(TensorReader(config, weights, CPU, dtype, ops, quantization)).load()
     return Decoder(config, info, parameters, rope_tables(config.rope, 512, CPU), ops)
 
 

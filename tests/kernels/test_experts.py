@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from kernels.cpu import CpuOps, instruction_sets
-from kernels.experts import mixture, route
+from kernels.experts import mixture
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
+from kernels.routing import Routing, route
 from kernels.step import Experts, Gated
 
 COUNT, HIDDEN, INNER = 6, 64, 96
@@ -27,7 +28,7 @@ def weights(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 def made(ops: Ops, dtype: torch.dtype, chosen: int, renormalised: bool) -> Experts:
     router, gate_up, down = weights(dtype)
     each = tuple(Gated(ops.linear(a), ops.linear(b)) for a, b in zip(gate_up, down, strict=True))
-    return Experts(ops.linear(router), each, chosen, renormalised)
+    return Experts(ops.linear(router), each, Routing(chosen, renormalised))
 
 
 def tokens(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -80,8 +81,8 @@ def test_a_tokens_bits_do_not_depend_on_its_batch(name: str) -> None:
 
 def test_equal_experts_are_taken_in_the_same_order_whatever_the_batch() -> None:
     logits = torch.zeros(7, COUNT)
-    _, chosen = route(logits, 3, renormalised=True)
-    assert all(torch.equal(route(logits[:1], 3, renormalised=True)[1][0], row) for row in chosen)
+    _, chosen = route(logits, Routing(3, renormalised=True))
+    assert all(torch.equal(route(logits[:1], Routing(3, renormalised=True))[1][0], row) for row in chosen)
 
 
 def test_a_token_that_is_no_number_harms_no_other() -> None:

@@ -15,6 +15,7 @@ from engine.models.config import parse_config
 from engine.models.decoder import Decoder
 from engine.models.dummy_weights import DummyWeights
 from engine.models.parameters import ParameterLoader
+from engine.models.reader import TensorReader
 from engine.models.rope import rope_tables
 from kernels.graphs import LADDER, GraphStep
 from kernels.plan import BatchPlan
@@ -40,7 +41,7 @@ def decoder(ops: TritonOps) -> Decoder:
     weights = DummyWeights(config)
     weights._numbers *= 12
     info = ModelInfo("m", "1", config.num_layers, config.num_kv_heads, config.head_dim, VOCAB, LONGEST)
-    parameters = ParameterLoader(config, weights, CPU, torch.float32, ops).load()
+    parameters = ParameterLoader(TensorReader(config, weights, CPU, torch.float32, ops)).load()
     return Decoder(config, info, parameters, rope_tables(config.rope, LONGEST, CPU), ops)
 
 

@@ -27,7 +27,7 @@ def directory(path, config):
         ({"model_type": "llava", "text_config": TEXT, "vision_config": {}}, "multimodal"),
         ({"model_type": "llama4", "text_config": TEXT | {"model_type": "llama4_text"}}, "chunks"),
         (TEXT | {"model_type": "llama4_text"}, "chunks"),
-        (TEXT | {"model_type": "deepseek_v2", "kv_lora_rank": 512}, "MLA"),
+        (TEXT | {"model_type": "minicpm3", "kv_lora_rank": 512}, "MLA"),
         ({"model_type": "kimi_k25", "text_config": TEXT | {"kv_lora_rank": 512}}, "MLA"),
         (TEXT | {"model_type": "t5", "is_encoder_decoder": True}, "encoder"),
     ],
@@ -41,6 +41,7 @@ def test_what_cannot_run_is_named_with_its_reason(tmp_path, config, words):
 
 def test_what_may_run_passes(tmp_path):
     require_runnable(directory(tmp_path, TEXT | {"kv_lora_rank": None, "is_encoder_decoder": False}))
+    require_runnable(directory(tmp_path, TEXT | {"model_type": "deepseek_v2", "kv_lora_rank": 512}))
     require_runnable(resolve("smollm2"))
 
 

@@ -34,7 +34,15 @@ def test_blocks_for_is_the_least_number_that_holds_the_tokens(tokens: int, size:
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_layers": 31}, {"num_kv_heads": 9}, {"head_dim": 32}, {"dtype": "float16"}, {"block_size": 32}]
+    "change",
+    [
+        {"num_layers": 31},
+        {"num_kv_heads": 9},
+        {"head_dim": 32},
+        {"dtype": "float16"},
+        {"block_size": 32},
+        {"planes": 1},
+    ],
 )
 def test_every_field_is_in_the_fingerprint(change: dict[str, object]) -> None:
     assert replace(DEMO, **change).fingerprint("rev") != DEMO.fingerprint("rev")

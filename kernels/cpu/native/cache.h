@@ -10,7 +10,6 @@ namespace kvferry {
 namespace {
 
 constexpr int kTile = 64;  // positions
-constexpr int64_t kMaxDim = 512;
 
 template <class T>
 KVF_INLINE void copy(T* to, const T* from, int64_t count) {

@@ -103,7 +103,7 @@ class NativeKernels {
     task.batch = {rows, nullptr, nullptr, typed<int32_t>(block_table, 2), static_cast<int64_t>(block_table.shape(1)),
                   typed<int32_t>(total_len, 1)};
     if (blocks) {
-      require(kind == 1 && task.kv.dim % kPanel == 0 && task.kv.dim <= 512, "q does not fit the cache");
+      require(kind == 1 && task.kv.dim % kPanel == 0 && task.kv.dim <= kMaxDim, "q does not fit the cache");
       task.memory_step = token_memory(task.heads / task.kv.heads, task.kv.dim);
       task.memory = aligned_bytes(threads() * task.memory_step);
     } else {
@@ -127,7 +127,7 @@ class NativeKernels {
     task.scoring = scoring_of(scale, cap, sinks, task.heads);
     task.table = typed<int32_t>(blocks, 1);
     require(task.heads % task.kv.heads == 0 && static_cast<int64_t>(q.shape(2)) == task.kv.dim &&
-                task.kv.dim % kPanel == 0 && task.kv.dim <= 512, "q does not fit the cache");
+                task.kv.dim % kPanel == 0 && task.kv.dim <= kMaxDim, "q does not fit the cache");
     require(elements(out) == elements(q) && task.query_len <= total_len &&
                 total_len <= elements(blocks) * task.kv.block_size, "a sequence is longer than its blocks");
     task.memory_step = prefill_memory(task.heads / task.kv.heads, task.kv.dim);

@@ -18,6 +18,9 @@ struct Dense {
   int64_t count() const { return (out + kPanel - 1) / kPanel; }
 };
 
+// The widest head that attention takes: a cached vector of DeepSeek's latent attention.
+constexpr int64_t kMaxDim = 576;
+
 // One layer of the pool, [block, 2, kv_head, slot, dim]; steps in elements; slots and dims are dense. int8: see cache.h,
 // else the elements are the model's.
 struct KVLayer {

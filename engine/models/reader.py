@@ -1,0 +1,111 @@
+"""The tensors of a decoder's layers: read, checked, laid together and placed on its device."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.models.config import DecoderConfig
+from engine.models.interleaved import LATENT_ROTATED, ROTATED, half_split, rotated_first
+from engine.models.weights import Weights
+from kernels.ops import Ops
+from kernels.step import Linear, Stored, StoredRows
+
+Rows = list[tuple[str, int]]
+"""Tensors that are laid under each other: names and numbers of rows."""
+
+
+class TensorReader:
+    """Of one decoder. quantization: see `load_model`; `kept`: the kinds of stored rows that run packed. Raises
+    ConfigError: a tensor is missing or has another shape than the config says."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        device: torch.device,
+        dtype: torch.dtype,
+        ops: Ops,
+        quantization: str = "none",
+    ):
+        self.config = config
+        self.ops = ops
+        self.dtype = dtype
+        self._weights = weights
+        self._device = device
+        self._quantization = quantization
+        self.kept: set[str] = set()
+
+    def dense(self, prefix: str, parts: Rows, columns: int, bias: bool, factor: float = 1.0) -> Linear:
+        """The layer of tensors whose names follow the prefix."""
+        biases = self.stack([(f"{prefix}.{name}.bias", rows) for name, rows in parts], None, factor) if bias else None
+        return self.linear([(f"{prefix}.{name}.weight", rows) for name, rows in parts], columns, biases, factor)
+
+    def linear(self, parts: Rows, columns: int, bias: torch.Tensor | None = None, factor: float = 1.0) -> Linear:
+        """The layer in the form that `quantization` names, where the operations run it; else in the decoder's dtype."""
+        if self._quantization == "auto" and factor == 1.0:
+            stored = [(name, self._weights.stored(name, (rows, columns))) for name, rows in parts]
+            kept = [self._placed(name, rows) for name, rows in stored if rows is not None]
+            if len(kept) == len(parts) and (packed := self._packed(kept, columns, bias)) is not None:
+                return packed
+        weight = self.stack(parts, columns, factor)
+        if self._quantization == "int8":
+            quantised: list[Stored] = [StoredRows("INT8", weight.view(torch.uint8))]
+            if (packed := self._packed(quantised, columns, bias)) is not None:
+                return packed
+        return self.ops.linear(weight, bias)
+
+    def norm(self, name: str, size: int, factor: float = 1.0) -> torch.Tensor:
+        """Weights of a norm; what a family adds to them is added in float32."""
+        out = self.stack([(f"{name}.weight", size)], None)
+        if (offset := self.config.family.norm_offset) or factor != 1.0:
+            out = ((out.float() + offset) * factor).to(self.dtype)
+        return out
+
+    def stack(self, parts: Rows, columns: int | None, factor: float = 1.0) -> torch.Tensor:
+        """[sum of rows, columns], or one-dimensional. factor: what the tensors are multiplied with in place of what
+        comes out of them."""
+        tail = () if columns is None else (columns,)
+        out = torch.empty(sum(rows for _, rows in parts), *tail, dtype=self.dtype, device=self._device)
+        start = 0
+        for name, rows in parts:
+            self._weights.read(name, part := out[start : start + rows])
+            self._reorder(name, part)
+            start += rows
+        return out if factor == 1.0 else out.mul_(factor)
+
+    def float32(self, name: str, *shape: int) -> torch.Tensor:
+        """A tensor in that format, whatever the decoder's is."""
+        out = torch.empty(shape, dtype=torch.float32, device=self._device)
+        self._weights.read(name, out)
+        return out
+
+    def _packed(self, parts: list[Stored], columns: int, bias: torch.Tensor | None) -> Linear | None:
+        packed = self.ops.packed(parts, columns, bias)
+        if packed is not None:
+            self.kept |= packed.kinds
+        return packed
+
+    def _placed(self, name: str, stored: Stored) -> Stored:
+        """Its rows in our order; codes on the device."""
+        if isinstance(stored, StoredRows):
+            self._reorder(name, stored.data)
+            return stored
+        if self._moves(name):
+            stored = stored.by_output()
+            self._reorder(name, stored.values.view(torch.uint8))
+            self._reorder(name, stored.scales)
+        return stored.to(self._device)
+
+    def _reorder(self, name: str, rows: torch.Tensor) -> None:
+        """Those of q and k, in place, where the family rotates other dims than ours."""
+        if not self._moves(name):
+            return
+        if self.config.latent is not None:
+            rotated_first(name, rows, self.config.latent)
+        else:
+            half_split(rows, self.config.head_dim, self.config.rope.dim)
+
+    def _moves(self, name: str) -> bool:
+        if self.config.latent is not None:
+            return any(each in name for each in LATENT_ROTATED)
+        return self.config.family.interleaved and any(each in name for each in ROTATED)

@@ -1,0 +1,55 @@
+"""Which experts a router's logits give a token, and with what weights.
+
+Groups of experts: DeepSeek-V2 (2024), section 2.2; the sigmoid and the correction of its scores: DeepSeek-V3 (2024),
+section 2.1.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A token is given the `chosen` experts of the highest scores, which are its weights.
+
+    renormalised    weights are divided by their sum
+    sigmoid         a score is the sigmoid of its logit; else scores are the softmax over all experts
+    groups, kept    only those of the `kept` best of so many groups of neighbours are looked at
+    judged          a group is as good as the sum of so many of its highest scores
+    factor          weights are multiplied with it
+    """
+
+    chosen: int
+    renormalised: bool = False
+    sigmoid: bool = False
+    groups: int = 1
+    kept: int = 1
+    judged: int = 1
+    factor: float = 1.0
+
+
+def route(
+    logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights float32 and experts int64, [T, chosen] each, by rank, of float32 logits [T, experts]. correction, float32
+    [experts]: added to scores where experts are compared, not where they are weighed."""
+    scores = logits.sigmoid() if routing.sigmoid else logits.softmax(-1)
+    compared = scores if correction is None else scores + correction
+    if routing.kept < routing.groups:
+        compared = _of_best_groups(compared, routing)
+    chosen = compared.topk(routing.chosen, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if routing.renormalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * routing.factor, chosen
+
+
+def _of_best_groups(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Scores [T, experts], -inf in all groups but the best."""
+    grouped = scores.view(len(scores), routing.groups, -1)
+    best = grouped.topk(routing.judged, dim=-1).values.sum(-1).topk(routing.kept, dim=-1).indices
+    left_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
+    return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(1)

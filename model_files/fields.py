@@ -1,0 +1,15 @@
+"""Fields of a config.json that are checked as they are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protocol.errors import ConfigError
+
+
+def whole(config: dict[str, Any], name: str) -> int:
+    """Raises ConfigError, or KeyError where there is none."""
+    value = config[name]
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json: {name} must be a whole number of at least 1, got {value!r}", param="model")
+    return value
