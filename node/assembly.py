@@ -31,20 +31,14 @@ from node.adapters import read_first
 from node.drafting import draft_layout, make_draft
 from node.grammar_masks import make_masks
 from node.invariance import require_batch_invariance
-from node.pool_memory import make_pool
+from node.pool_memory import GIB, make_pool, pool_blocks
 from process.cores import Cores
-from process.limits import available_memory
 from protocol.adapters import AdapterName
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
-from protocol.settings import CPU_POOL_GIB, WorkerSettings
+from protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
-
-GIB = 1024**3
-GPU_POOL_SHARE = 0.8
-MEMORY_MARGIN = 0.95
-"""Share of the available memory that the pool may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,37 +183,6 @@ def arithmetic(settings: WorkerSettings, model: Computing, ops: Ops) -> str:
     if settings.batch_invariant and isinstance(ops, CpuOps):
         words += ["batch-invariant", ops.instruction_set]
     return " ".join(words)
-
-
-def available_bytes(device: torch.device) -> int:
-    """Memory that the pool could take on the device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_memory()
-
-
-def pool_blocks(settings: WorkerSettings, block_bytes: int, device: torch.device) -> int:
-    """Blocks of the pool, of which one takes so much, with what the draft model has of the same tokens. Raises
-    ConfigError when they do not fit into memory."""
-    available = available_bytes(device)
-    if settings.kv_blocks:
-        blocks, flag = settings.kv_blocks, "kv_blocks"
-    else:
-        default = GPU_POOL_SHARE * available if device.type == "cuda" else CPU_POOL_GIB * GIB
-        wanted = settings.kv_cache_gib * GIB if settings.kv_cache_gib else default
-        blocks, flag = int(wanted // block_bytes), "kv_cache_gib"
-    name = flag.replace("_", "-")
-    if blocks * block_bytes > MEMORY_MARGIN * available:
-        needed = blocks * block_bytes / GIB
-        raise ConfigError(
-            f"the KV pool would take {needed:.2f} GiB but {available / GIB:.2f} GiB are available; lower --{name}",
-            param=flag,
-        )
-    if blocks < 2:
-        raise ConfigError(
-            f"the KV pool has room for {blocks} blocks of {block_bytes} bytes; raise --{name}", param=flag
-        )
-    return blocks
 
 
 def longest_sequence(settings: WorkerSettings, info: ModelInfo, num_blocks: int) -> int:
