@@ -32,7 +32,7 @@ def mixture(experts: Experts, x: torch.Tensor, activated: Activated) -> torch.Te
     total = outputs.index_select(0, places[:, 0]) * weights[:, :1]
     for rank in range(1, experts.chosen):
         total += outputs.index_select(0, places[:, rank]) * weights[:, rank, None]
-    return total.to(x.dtype)
+    return experts.joined(total).to(x.dtype)
 
 
 def route(logits: torch.Tensor, count: int, renormalised: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,15 +42,22 @@ class Gated:
         yield from (self.gate_up, self.down)
 
 
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """Nothing is missing."""
+    return x
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Gated MLPs of which a token passes through the `chosen` that the router [experts, hidden] gives most. Their
-    weights are the softmax over all experts or, renormalised, over the chosen ones."""
+    weights are the softmax over all experts or, renormalised, over the chosen ones. joined: makes of what the parts of
+    experts put out that are here, float32 [n, hidden], what all of them do."""
 
     router: Linear
     each: tuple[Gated, ...]
     chosen: int
     renormalised: bool
+    joined: Callable[[torch.Tensor], torch.Tensor] = whole
 
     def dense_layers(self) -> Iterator[Linear]:
         yield self.router
