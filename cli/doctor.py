@@ -87,10 +87,11 @@ def instruction_set(cpuinfo: str, kernels: str | None = None) -> Result:
 
 def threads(settings: ServeSettings) -> Result:
     """Compute threads of a worker against the cores there are."""
-    cores = available_cores()
-    found = f"{settings.threads} per worker on {cores} cores"
-    if settings.threads > cores:
-        return Result("warn", "threads", found, f"use --threads {cores} or fewer: more only wait for each other")
+    cores, ranks = available_cores(), settings.tensor_parallel_size
+    found = f"{settings.threads} per {'rank' if ranks > 1 else 'worker'} on {cores} cores"
+    if settings.threads * ranks > cores:
+        fewer = f"use --threads {max(1, cores // ranks)} or fewer" if ranks <= cores else "use fewer ranks"
+        return Result("warn", "threads", found, f"{fewer}: more only wait for each other")
     return Result("ok", "threads", found)
 
 

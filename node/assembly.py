@@ -15,8 +15,7 @@ from engine.canary import Canary
 from engine.engine import Engine, EngineConfig
 from engine.ledger import Ledger
 from engine.likeness import tolerance
-from engine.models import load_model
-from engine.models.base import Computing, Model, ModelInfo
+from engine.models.base import Computing, ModelInfo
 from engine.models.dense_modules import load_dense
 from engine.pooling import Pooler
 from engine.runner import Runner
@@ -25,13 +24,14 @@ from kernels.cpu import CpuOps
 from kernels.ops import Ops, select
 from model_files.draft import resolve_draft
 from model_files.refusals import resolve_runnable
-from model_files.source import ModelSource
 from model_files.task import read_task
 from node.adapters import read_first
 from node.drafting import draft_layout, make_draft
 from node.grammar_masks import make_masks
 from node.invariance import require_batch_invariance
+from node.model import load
 from node.pool_memory import GIB, make_pool, pool_blocks
+from node.ranks import Ranks, start_ranks
 from process.cores import Cores
 from protocol.adapters import AdapterName
 from protocol.errors import ConfigError
@@ -43,7 +43,7 @@ log = logging.getLogger("kvferry.node")
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A ready engine and what the node announces about it."""
+    """A ready engine and what the node announces about it. ranks: the others, where several compute the model."""
 
     engine: Engine
     kv: torch.Tensor
@@ -52,6 +52,7 @@ class Assembled:
     fingerprint: str
     max_model_len: int
     adapters: tuple[AdapterName, ...] = ()
+    ranks: Ranks | None = None
 
 
 def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None = None) -> Assembled:
@@ -72,17 +73,22 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         raise ConfigError("kv_cache_dtype int8 has no triton kernels; use auto", param="kv_cache_dtype")
     decodes = settings.role == "decode" or settings.elastic
     drafting = resolve_draft(settings, source) if decodes else None
-    model = _load(settings, source, device, ops, progress, weights_fd=settings.weights_fd)
+    ranks = start_ranks(settings, device)
+    model = load(
+        settings, source, device, ops, progress, settings.weights_fd, ranks.group if ranks is not None else None
+    )
+    if ranks is not None:
+        model = ranks.lead(model)
     if settings.batch_invariant:
         require_batch_invariance(model)
     kv_dtype = torch.int8 if settings.kv_cache_dtype == "int8" else None
     dtype = kv_dtype or model.dtype
     layout = model.info.layout(dtype, settings.block_size)
-    small = _load(settings, drafting, device, ops) if drafting is not None else None
+    small = load(settings, drafting, device, ops) if drafting is not None else None
     small_layout = draft_layout(small, settings.block_size, kv_dtype)
     block_bytes = layout.block_bytes + (small_layout.block_bytes if small_layout is not None else 0)
     num_blocks = pool_blocks(settings, block_bytes, device)
-    kv = make_pool(layout, num_blocks, device)
+    kv = ranks.make_pool(layout, num_blocks) if ranks is not None else make_pool(layout, num_blocks, device)
     max_model_len = longest_sequence(settings, model.info, num_blocks)
     fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops))
     limits = step_limits(settings, device)
@@ -122,40 +128,18 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         f"{ops.name} ({ops.instruction_set}, {ops.threads} threads)" if isinstance(ops, CpuOps) else ops.name,
     )
     names = tuple(name for name, _ in adapters)
-    return Assembled(engine, kv, model.info, layout, fingerprint, max_model_len, names)
-
-
-def _load(
-    settings: WorkerSettings,
-    source: ModelSource,
-    device: torch.device,
-    ops: Ops,
-    progress: Callable[[float], None] | None = None,
-    weights_fd: int = -1,
-) -> Model:
-    return load_model(
-        source,
-        device=device,
-        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
-        ops=ops,
-        impl=settings.model_impl,
-        quantization=settings.quantization,
-        load_format=settings.load_format,
-        max_model_len=settings.max_model_len,
-        progress=progress,
-        weights_fd=weights_fd,
-    )
+    return Assembled(engine, kv, model.info, layout, fingerprint, max_model_len, names, ranks)
 
 
 def describe(parts: Assembled) -> dict[str, str]:
     """Where the node computes and how large its pool is, for a person."""
     ops, pool = parts.engine.runner.model.ops, parts.engine.pool
     threads = ops.threads if isinstance(ops, CpuOps) else torch.get_num_threads()
-    on_cpu = parts.kv.device.type == "cpu"
+    on_cpu, ranks = parts.kv.device.type == "cpu", parts.ranks.group.ranks if parts.ranks is not None else 1
     gib, tokens = pool.num_blocks * parts.layout.block_bytes / GIB, pool.num_blocks * parts.layout.block_size
     return {
         "model": parts.info.name,
-        "device": f"cpu, threads: {threads}" if on_cpu else str(parts.kv.device),
+        "device": f"cpu, threads: {f'{ranks} x ' if ranks > 1 else ''}{threads}" if on_cpu else str(parts.kv.device),
         "kv_pool": "none" if parts.engine.config.limits.whole else f"{gib:.2f} GiB, {tokens} tokens",
     }
 

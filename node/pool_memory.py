@@ -84,12 +84,15 @@ def pool_blocks(settings: WorkerSettings, block_bytes: int, device: torch.device
     return blocks
 
 
-def make_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """Zeros [block, layer, 2, kv_head, slot, dim]. On a CPU a page takes memory once its block is first written."""
+def make_pool(
+    layout: KVLayout, num_blocks: int, device: torch.device, mapped: Callable[[int], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Zeros [block, layer, 2, kv_head, slot, dim]. On a CPU a page takes memory once its block is first written.
+    mapped: gives that memory in place of `_mapped`."""
     shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.dtype)
     try:
         if device.type == "cpu":
-            return _mapped(num_blocks * layout.block_bytes).view(dtype).view(shape)
+            return (mapped or _mapped)(num_blocks * layout.block_bytes).view(dtype).view(shape)
         return torch.zeros(shape, dtype=dtype, device=device)
     except (OSError, OverflowError, RuntimeError, torch.OutOfMemoryError) as error:
         raise ConfigError("out of memory for the KV pool; lower --kv-cache-gib", param="kv_cache_gib") from error

@@ -68,7 +68,11 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, each: object) -> Any:
         if not isinstance(each, torch.Tensor):
             return NotImplemented
-        return _tensor, (each.contiguous().view(-1).view(torch.uint8).numpy(), each.dtype, tuple(each.shape))
+        return _tensor, (
+            each.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy(),
+            each.dtype,
+            tuple(each.shape),
+        )
 
 
 def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

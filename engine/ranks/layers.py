@@ -37,7 +37,7 @@ class Vocabulary:
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         parts = self.group.gather(self.own(x, torch.float32))
-        return parts.transpose(0, 1).flatten(1)[:, : self.size].to(dtype or x.dtype)
+        return parts.transpose(0, 1).flatten(1)[:, : self.size].to(dtype or x.dtype).contiguous()
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Each comes from the rank that has it; the others bring zeros."""

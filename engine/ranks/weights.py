@@ -38,7 +38,7 @@ class Cut:
     def part(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
         """The rank's; zeros where a stretch does not reach as far."""
         parts = []
-        for stretch, length in zip(whole.split(self.wholes, self.dim), self.wholes, strict=True):
+        for stretch, length in zip(torch.split(whole, self.wholes, self.dim), self.wholes, strict=True):
             own = -(-length // shard.ranks)
             first, last = (min(own * rank, length) for rank in (shard.rank, shard.rank + 1))
             parts.append(stretch.narrow(self.dim, first, last - first))
@@ -86,7 +86,7 @@ class ShardWeights:
                 f"{FLAG} {self._shard.ranks} cuts blocks of {block} inputs of {name}; use --quantization none",
                 param=FLAG,
             )
-        scales, data = rows.data.split((SCALE_BYTES * codes, rows.data.shape[1] - SCALE_BYTES * codes), 1)
+        scales, data = rows.data[:, : SCALE_BYTES * codes], rows.data[:, SCALE_BYTES * codes :]
         return torch.cat((scales, Cut(1, (data.shape[1],)).part(data, self._shard)), 1)
 
     def _cut(self, name: str, own: tuple[int, ...]) -> Cut | None:

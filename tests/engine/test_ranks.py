@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from joined_ranks import CPU, Threads, joined_ranks
-from tiny_models import OURS, Cache, chunked_logits, expect_equal_logits, family, save_tiny, tokens_for
+from tiny_models import OURS, Cache, family, save_tiny, tokens_for
 
-from engine.apart import DeviceLost
 from engine.models import load_model
-from engine.models.base import Model, Unwanted
+from engine.models.base import Model
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from model_files.source import resolve
-from protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDE = ("olmoe", "olmo2", "olmo3")
