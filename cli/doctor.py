@@ -106,7 +106,9 @@ def memory(settings: ServeSettings) -> Result:
     """Weights and KV pools of all workers fit, each where it will compute."""
     known = _needs(settings)
     needs = [each or UNKNOWN for each in known]
-    found = require_memory(settings, needs, take_seats(settings, needs, gpus()))
+    seats = take_seats(settings, needs, gpus())
+    preflight.ranks(settings, needs, [seat.device for seat in seats])
+    found = require_memory(settings, needs, seats)
     if None in known:
         return Result("warn", "memory", f"{found}, before weights of unknown size", "see what is said of the model")
     return Result("ok", "memory", found)

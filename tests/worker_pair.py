@@ -262,15 +262,20 @@ class Router:
                     await self._http.post(f"{url}/seen", content=pack(Seen(self.seen)))
 
 
-@contextlib.asynccontextmanager
-async def worker(
-    role: str, engine: Engine, *, store: MemoryStore | None = None, state: str = "ready", **settings: Any
-) -> AsyncIterator[Worker]:
-    """A node of its own registry, once it is in this state; ended with SIGINT. It drains though it is the last one."""
-    settings.setdefault("respawned", True)
+def _of_toy(engine: Engine) -> Assembled:
     layout = ToyModel.info.layout(ToyModel.dtype, engine.config.block_size)
     kv: torch.Tensor = engine.runner.kv
-    parts = Assembled(engine, kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
+    return Assembled(engine, kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
+
+
+@contextlib.asynccontextmanager
+async def worker(
+    role: str, engine: Engine | Assembled, *, store: MemoryStore | None = None, state: str = "ready", **settings: Any
+) -> AsyncIterator[Worker]:
+    """A node of its own registry, once it is in this state; ended with SIGINT. It drains though it is the last one.
+    engine: of a toy model, or all that was assembled around another one."""
+    settings.setdefault("respawned", True)
+    parts = engine if isinstance(engine, Assembled) else _of_toy(engine)
     stop = Stop()
     with (
         patch.object(node_module, "assemble", lambda settings, progress: parts),
@@ -281,7 +286,7 @@ async def worker(
         run = asyncio.create_task(node.run(stop))
         await until(lambda: node.state == state or run.done())
     try:
-        yield (running := Worker(node, engine, run, stop))
+        yield (running := Worker(node, parts.engine, run, stop))
     finally:
         running.resume()
         stop.ask(signal.SIGINT)

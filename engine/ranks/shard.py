@@ -27,8 +27,8 @@ class Shard:
         dense = experts is None or not all(experts.layers)
         return replace(
             config,
-            num_heads=self._part(config.num_heads, "query heads"),
             num_kv_heads=self._part(config.num_kv_heads, "K/V heads"),
+            num_heads=self._part(config.num_heads, "query heads"),
             intermediate_size=self._part(config.intermediate_size, "width of the MLP") if dense else 0,
             vocab_size=self.words(config.vocab_size),
             experts=experts,
