@@ -38,7 +38,7 @@ class Cut:
     def part(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
         """The rank's; zeros where a stretch does not reach as far."""
         parts = []
-        for stretch, length in zip(torch.split(whole, self.wholes, self.dim), self.wholes, strict=True):
+        for stretch, length in zip(torch.split(whole, list(self.wholes), self.dim), self.wholes, strict=True):
             own = -(-length // shard.ranks)
             first, last = (min(own * rank, length) for rank in (shard.rank, shard.rank + 1))
             parts.append(stretch.narrow(self.dim, first, last - first))

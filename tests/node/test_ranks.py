@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -151,17 +152,15 @@ async def test_a_rank_that_dies_takes_its_node_with_it_within_a_second(path: Pat
 
 
 @pytest.mark.parametrize("busy", [False, True])
-async def test_a_rank_that_stands_still_does_too(path: Path, busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vitals, "RANK_S", 1.0)
+async def test_a_rank_that_stands_still_does_too(path: Path, busy: bool) -> None:
     async with two_ranks(path) as (router, other):
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(1.5 * vitals.RANK_S)
         assert router.decode.loaded.fault is None, "it gives signs of life while it has nothing to do"
         other.suspend()
         if busy:
             await router.generate(make_job("a", prompt(100), 100))
-        await until(lambda: router.decode.loaded.fault, 5.0)
-        assert router.decode.loaded.fault == "rank 1 has stood still for 1 s"
-        other.kill()
+        await until(lambda: router.decode.loaded.fault)
+        assert re.fullmatch(r"rank 1 has stood still for \d+ s", router.decode.loaded.fault or "")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +187,7 @@ def test_what_cannot_be_is_refused_in_one_line_and_no_process_stays(
     assert "\n" not in raised.value.message
     del raised
     gc.collect()
-    wait_for(lambda: not psutil.Process().children(), 30.0)
+    wait_for(lambda: all(child.status() == psutil.STATUS_ZOMBIE for child in psutil.Process().children()), 30.0)
 
 
 def test_ranks_on_a_gpu_are_refused() -> None:
