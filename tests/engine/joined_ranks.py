@@ -74,7 +74,6 @@ class Threads:
             thread.start()
 
     def end(self) -> None:
-        self._barrier.abort()
         self._tell(b"")
         for thread in self._threads:
             thread.join(PATIENCE_S)

@@ -126,7 +126,7 @@ async def test_nodes_of_different_degree_ship_to_each_other_and_reuse_what_they_
 async def two_ranks(path: Path) -> AsyncIterator[tuple[Router, psutil.Process]]:
     """A decode node of two ranks, and the other one's process, which is ended in any case."""
     parts = await asyncio.to_thread(assembled, path, 2)
-    async with worker("decode", parts) as node:
+    async with worker("decode", parts, tensor_parallel_size=2) as node:
         (other,) = others(node)
         router = Router(node, node, "router")
         await router.connect()
