@@ -87,10 +87,11 @@ def instruction_set(cpuinfo: str, kernels: str | None = None) -> Result:
 
 def threads(settings: ServeSettings) -> Result:
     """Compute threads of a worker against the cores there are."""
-    cores = available_cores()
-    found = f"{settings.threads} per worker on {cores} cores"
-    if settings.threads > cores:
-        return Result("warn", "threads", found, f"use --threads {cores} or fewer: more only wait for each other")
+    cores, ranks = available_cores(), settings.tensor_parallel_size
+    found = f"{settings.threads} per {'rank' if ranks > 1 else 'worker'} on {cores} cores"
+    if settings.threads * ranks > cores:
+        fewer = f"use --threads {max(1, cores // ranks)} or fewer" if ranks <= cores else "use fewer ranks"
+        return Result("warn", "threads", found, f"{fewer}: more only wait for each other")
     return Result("ok", "threads", found)
 
 
@@ -105,7 +106,9 @@ def memory(settings: ServeSettings) -> Result:
     """Weights and KV pools of all workers fit, each where it will compute."""
     known = _needs(settings)
     needs = [each or UNKNOWN for each in known]
-    found = require_memory(settings, needs, take_seats(settings, needs, gpus()))
+    seats = take_seats(settings, needs, gpus())
+    preflight.ranks(settings, needs, [seat.device for seat in seats])
+    found = require_memory(settings, needs, seats)
     if None in known:
         return Result("warn", "memory", f"{found}, before weights of unknown size", "see what is said of the model")
     return Result("ok", "memory", found)

@@ -26,10 +26,10 @@ class GivenUp(Exception):
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
-def worker_threads(requested: int) -> int:
+def worker_threads(requested: int, ranks: int = 1) -> int:
     """`--threads` of one worker; the only place that decides what 0 means. Every worker gets all cores: prefill and
-    decode seldom compute at once on a small machine, and idle workers use none."""
-    return requested or available_cores()
+    decode seldom compute at once on a small machine, and idle workers use none. Its ranks divide them."""
+    return requested or max(1, available_cores() // ranks)
 
 
 def set_threads(threads: int) -> None:

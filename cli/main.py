@@ -102,7 +102,7 @@ def doctor(settings: ServeSettings) -> int:
     """Check what a cluster needs of this machine.
 
     Says what to do about each failure. Takes the flags of `serve`, so that what it checks is what `serve` would do."""
-    settings = dataclasses.replace(settings, threads=worker_threads(settings.threads))
+    settings = dataclasses.replace(settings, threads=worker_threads(settings.threads, settings.tensor_parallel_size))
     set_threads(settings.threads)
     set_up_log("error")
     from cli.doctor import all_checks, report
@@ -229,7 +229,7 @@ def _command_of(error: click.ClickException) -> str:
 
 
 def _enter_worker(settings: WorkerSettings) -> WorkerSettings:
-    settings = dataclasses.replace(settings, threads=worker_threads(settings.threads))
+    settings = dataclasses.replace(settings, threads=worker_threads(settings.threads, settings.tensor_parallel_size))
     set_threads(settings.threads)
     set_up_log(settings.log_level, settings.log_format)
     set_up_traces(settings.role)

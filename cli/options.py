@@ -89,8 +89,10 @@ def _option(field: dataclasses.Field[Any]) -> Callable[[Decorated], Decorated]:
     names = flag(field.name)
     if isinstance(field.default, bool):
         names += "/" + flag(f"no_{field.name}")
+    short = field.metadata["short"]
     return click.option(
         names,
+        *([short] if short else []),
         field.name,
         type=_type(field),
         default=field.default,

@@ -11,11 +11,13 @@ import importlib.util
 import os
 import socket
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
+from model_files.needs import ModelNeeds
 from process.address import family_of
 from protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
-from protocol.settings import CommonSettings
+from protocol.settings import CommonSettings, ServeSettings
 
 WORKER_PACKAGES = ("torch", "transformers", "safetensors", "ucxx")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -89,3 +91,16 @@ def redis_answers(settings: CommonSettings) -> str:
     except RegistryUnavailable as error:
         remedy = "start one there, or leave --redis-url out for an embedded Valkey"
         raise ConfigError(f"no Redis for --redis-url: {error}; {remedy}", param="redis_url") from error
+
+
+def ranks(settings: ServeSettings, needs: Sequence[ModelNeeds], devices: Sequence[str]) -> None:
+    """Raises ConfigError unless the ranks of a node can divide each model where its workers compute."""
+    count = settings.tensor_parallel_size
+    if count > 1 and any(device.startswith("cuda") for device in devices):
+        raise ConfigError(f"--tensor-parallel-size {count} is for CPUs; add --device cpu", param="tensor_parallel_size")
+    for each in needs:
+        if each.kv_heads % count:
+            raise ConfigError(
+                f"tensor_parallel_size {count} does not divide the model's K/V heads: {each.kv_heads}",
+                param="tensor_parallel_size",
+            )

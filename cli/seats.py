@@ -126,7 +126,7 @@ def on_cpu_by_model(seats: Sequence[Seat], models: int) -> list[int]:
 def shares_weights(settings: ServeSettings, needs: ModelNeeds) -> bool:
     """Whether a model's workers on the CPU have one copy of its weights, as our own decoder has on compiled kernels."""
     packed = settings.dtype in ("auto", "bfloat16") and settings.kernels in ("auto", "cpu") and _kernels_are_compiled()
-    ours = needs.own and settings.model_impl != "transformers"
+    ours = needs.own and settings.model_impl != "transformers" and settings.tensor_parallel_size == 1
     return settings.share_weights and hasattr(os, "memfd_create") and packed and ours
 
 

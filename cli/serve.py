@@ -77,6 +77,7 @@ def check(settings: ServeSettings) -> Checked:
         resolve_draft(settings, source)
     needs = [needs_of(source) for source in sources]
     seats = take_seats(settings, needs, gpus())
+    preflight.ranks(settings, needs, [seat.device for seat in seats])
     require_memory(settings, needs, seats)
     secret = settings.cluster_secret
     if not ClusterSecrets(settings):
@@ -105,12 +106,15 @@ def cluster_commands(
     what those of a model on a CPU have its weights in, if there are several."""
     commands = [settings_command("router", "router", _narrow(RouterSettings, settings), program)]
     served = split_names(settings.served_model_name, len(settings.model))
-    threads = worker_threads(settings.threads)
+    threads = worker_threads(settings.threads, settings.tensor_parallel_size)
     on_cpu = sum(seat.device == "cpu" for seat in seats)
-    crowded = on_cpu > 1 and threads * on_cpu > available_cores()
+    crowded = on_cpu > 1 and threads * settings.tensor_parallel_size * on_cpu > available_cores()
     roles, left = ("prefill",) * settings.prefill + ("decode",) * settings.decode, iter(seats)
     numbers = {role: count() for role in roles}
-    shared = [weights() if count > 1 else -1 for count in on_cpu_by_model(seats, len(settings.model))]
+    shared = [
+        weights() if count > 1 and settings.tensor_parallel_size == 1 else -1
+        for count in on_cpu_by_model(seats, len(settings.model))
+    ]
     for model, names, weights_fd in zip(settings.model, served, shared, strict=True):
         for role in roles:
             seat, name = next(left), f"{role}-{next(numbers[role])}"

@@ -65,7 +65,7 @@ def _tried(
     kept = _kept(slices)
     try:
         return runner.run(slices, wanted, halfway)
-    except Unwanted:
+    except (Unwanted, DeviceLost):
         raise
     except Exception as error:
         require_device(runner.model.device, error)

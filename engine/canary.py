@@ -23,6 +23,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
+from engine.apart import DeviceLost
 from engine.block_pool import BlockPool
 from engine.events import BlocksChanged, Event, Looked
 from engine.look import Computes, Look, draws_likeliest
@@ -136,6 +137,8 @@ class Canary:
                 self._end(look, "agreed")
         except Unwanted:
             pass
+        except DeviceLost:
+            raise
         except Exception:
             log.exception("the prompt of %s cannot be looked at", look.key)
             self._end(look, "dropped")

@@ -35,4 +35,4 @@ def mixture(experts: Experts, x: torch.Tensor, activated: Activated) -> torch.Te
         total += outputs.index_select(0, places[:, rank]) * weights[:, rank, None]
     if (shared := experts.shared) is not None:
         total += shared.down(activated(shared.gate_up(x)), torch.float32)
-    return total.to(x.dtype)
+    return experts.joined(total).to(x.dtype)

@@ -61,16 +61,23 @@ class Gated:
         yield from (self.gate_up, self.down)
 
 
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """Nothing is missing."""
+    return x
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Gated MLPs of which the router [experts, hidden] gives a token some. correction: see `route`; shared: one that
-    all tokens pass through, too; None: there is none."""
+    all tokens pass through, too; None: there is none. joined: makes of what the parts of experts put out that are here,
+    float32 [n, hidden], what all of them do."""
 
     router: Linear
     each: tuple[Gated, ...]
     routing: Routing
     correction: torch.Tensor | None = None
     shared: Gated | None = None
+    joined: Callable[[torch.Tensor], torch.Tensor] = whole
 
     def dense_layers(self) -> Iterator[Linear]:
         yield self.router

@@ -15,8 +15,7 @@ from engine.canary import Canary
 from engine.engine import Engine, EngineConfig
 from engine.ledger import Ledger
 from engine.likeness import tolerance
-from engine.models import load_model
-from engine.models.base import Computing, Model, ModelInfo
+from engine.models.base import Computing, ModelInfo
 from engine.models.dense_modules import load_dense
 from engine.pooling import Pooler
 from engine.runner import Runner
@@ -25,32 +24,27 @@ from kernels.cpu import CpuOps
 from kernels.ops import Ops, select
 from model_files.draft import resolve_draft
 from model_files.refusals import resolve_runnable
-from model_files.source import ModelSource
 from model_files.task import read_task
 from node.adapters import read_first
 from node.drafting import draft_layout, make_draft
 from node.grammar_masks import make_masks
 from node.invariance import require_batch_invariance
 from node.kv_format import kv_format
-from node.pool_memory import make_pool
+from node.model import load
+from node.pool_memory import GIB, make_pool, pool_blocks
+from node.ranks import Ranks, start_ranks
 from process.cores import Cores
-from process.limits import available_memory
 from protocol.adapters import AdapterName
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
-from protocol.settings import CPU_POOL_GIB, WorkerSettings
+from protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
-
-GIB = 1024**3
-GPU_POOL_SHARE = 0.8
-MEMORY_MARGIN = 0.95
-"""Share of the available memory that the pool may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A ready engine and what the node announces about it."""
+    """A ready engine and what the node announces about it. ranks: the others, where several compute the model."""
 
     engine: Engine
     kv: torch.Tensor
@@ -59,6 +53,7 @@ class Assembled:
     fingerprint: str
     max_model_len: int
     adapters: tuple[AdapterName, ...] = ()
+    ranks: Ranks | None = None
 
 
 def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None = None) -> Assembled:
@@ -77,17 +72,22 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant, graphs=not settings.enforce_eager)
     decodes = settings.role == "decode" or settings.elastic
     drafting = resolve_draft(settings, source) if decodes else None
-    model = _load(settings, source, device, ops, progress, weights_fd=settings.weights_fd)
+    ranks = start_ranks(settings, device)
+    model = load(
+        settings, source, device, ops, progress, settings.weights_fd, ranks.group if ranks is not None else None
+    )
+    if ranks is not None:
+        model = ranks.lead(model)
     if settings.batch_invariant:
         require_batch_invariance(model)
-    small = _load(settings, drafting, device, ops) if drafting is not None else None
+    small = load(settings, drafting, device, ops) if drafting is not None else None
     kv_dtype = kv_format(settings, model, small)
     dtype = kv_dtype or model.dtype
     layout = model.info.layout(dtype, settings.block_size)
     small_layout = draft_layout(small, settings.block_size, kv_dtype)
     block_bytes = layout.block_bytes + (small_layout.block_bytes if small_layout is not None else 0)
     num_blocks = pool_blocks(settings, block_bytes, device)
-    kv = make_pool(layout, num_blocks, device)
+    kv = ranks.make_pool(layout, num_blocks) if ranks is not None else make_pool(layout, num_blocks, device)
     max_model_len = longest_sequence(settings, model.info, num_blocks)
     fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops))
     limits = step_limits(settings, device)
@@ -127,40 +127,18 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         f"{ops.name} ({ops.instruction_set}, {ops.threads} threads)" if isinstance(ops, CpuOps) else ops.name,
     )
     names = tuple(name for name, _ in adapters)
-    return Assembled(engine, kv, model.info, layout, fingerprint, max_model_len, names)
-
-
-def _load(
-    settings: WorkerSettings,
-    source: ModelSource,
-    device: torch.device,
-    ops: Ops,
-    progress: Callable[[float], None] | None = None,
-    weights_fd: int = -1,
-) -> Model:
-    return load_model(
-        source,
-        device=device,
-        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
-        ops=ops,
-        impl=settings.model_impl,
-        quantization=settings.quantization,
-        load_format=settings.load_format,
-        max_model_len=settings.max_model_len,
-        progress=progress,
-        weights_fd=weights_fd,
-    )
+    return Assembled(engine, kv, model.info, layout, fingerprint, max_model_len, names, ranks)
 
 
 def describe(parts: Assembled) -> dict[str, str]:
     """Where the node computes and how large its pool is, for a person."""
     ops, pool = parts.engine.runner.model.ops, parts.engine.pool
     threads = ops.threads if isinstance(ops, CpuOps) else torch.get_num_threads()
-    on_cpu = parts.kv.device.type == "cpu"
+    on_cpu, ranks = parts.kv.device.type == "cpu", parts.ranks.group.ranks if parts.ranks is not None else 1
     gib, tokens = pool.num_blocks * parts.layout.block_bytes / GIB, pool.num_blocks * parts.layout.block_size
     return {
         "model": parts.info.name,
-        "device": f"cpu, threads: {threads}" if on_cpu else str(parts.kv.device),
+        "device": f"cpu, threads: {f'{ranks} x ' if ranks > 1 else ''}{threads}" if on_cpu else str(parts.kv.device),
         "kv_pool": "none" if parts.engine.config.limits.whole else f"{gib:.2f} GiB, {tokens} tokens",
     }
 
@@ -188,37 +166,6 @@ def arithmetic(settings: WorkerSettings, model: Computing, ops: Ops) -> str:
     if settings.batch_invariant and isinstance(ops, CpuOps):
         words += ["batch-invariant", ops.instruction_set]
     return " ".join(words)
-
-
-def available_bytes(device: torch.device) -> int:
-    """Memory that the pool could take on the device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_memory()
-
-
-def pool_blocks(settings: WorkerSettings, block_bytes: int, device: torch.device) -> int:
-    """Blocks of the pool, of which one takes so much, with what the draft model has of the same tokens. Raises
-    ConfigError when they do not fit into memory."""
-    available = available_bytes(device)
-    if settings.kv_blocks:
-        blocks, flag = settings.kv_blocks, "kv_blocks"
-    else:
-        default = GPU_POOL_SHARE * available if device.type == "cuda" else CPU_POOL_GIB * GIB
-        wanted = settings.kv_cache_gib * GIB if settings.kv_cache_gib else default
-        blocks, flag = int(wanted // block_bytes), "kv_cache_gib"
-    name = flag.replace("_", "-")
-    if blocks * block_bytes > MEMORY_MARGIN * available:
-        needed = blocks * block_bytes / GIB
-        raise ConfigError(
-            f"the KV pool would take {needed:.2f} GiB but {available / GIB:.2f} GiB are available; lower --{name}",
-            param=flag,
-        )
-    if blocks < 2:
-        raise ConfigError(
-            f"the KV pool has room for {blocks} blocks of {block_bytes} bytes; raise --{name}", param=flag
-        )
-    return blocks
 
 
 def longest_sequence(settings: WorkerSettings, info: ModelInfo, num_blocks: int) -> int:

@@ -70,6 +70,7 @@ def _require_plain(settings: WorkerSettings) -> None:
     for flag, refused in (
         ("quantization", settings.quantization == "int8"),
         ("batch_invariant", settings.batch_invariant),
+        ("tensor_parallel_size", settings.tensor_parallel_size > 1),
     ):
         if refused:
             name = flag.replace("_", "-")

@@ -104,7 +104,7 @@ class Loaded:
         )
         face.app.post("/adapters", status_code=202)(self._adapters.post_change)
         budget = parts.engine.config.limits.max_num_batched_tokens
-        self.vitals = Vitals(self.engine, self.link, self._clock, budget, self._rates)
+        self.vitals = Vitals(self.engine, self.link, self._clock, budget, self._rates, parts.ranks)
         self._watchdog = Watchdog(
             self.vitals, self._break, last_resort or (lambda fault: None), of_process=last_resort is not None
         )
@@ -205,6 +205,8 @@ class Loaded:
         self.service.stop()
         self._dock.stop()
         self._tiers.close()
+        if self.parts.ranks is not None:
+            self.parts.ranks.close()
         await self._membership.close()
 
     def unwatch(self) -> None:

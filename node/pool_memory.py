@@ -1,4 +1,4 @@
-"""The memory of the KV pool, and its blocks as the link sees them."""
+"""The memory of the KV pool, how much of it there is, and its blocks as the link sees them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ import torch
 
 from kv_transfer.checksum import Checksums, InlineChecksums, ThreadedChecksums
 from node.device_copies import DeviceCopies
+from process.limits import available_memory
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
+from protocol.settings import CPU_POOL_GIB, WorkerSettings
+
+GIB = 1024**3
+GPU_POOL_SHARE = 0.8
+MEMORY_MARGIN = 0.95
+"""Share of the available memory that the pool may take."""
 
 
 class PoolMemory:
@@ -46,12 +53,46 @@ class PoolMemory:
             return digests(blocks)
 
 
-def make_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """Zeros [block, layer, plane, kv_head, slot, dim]. On a CPU a page takes memory once its block is first written."""
+def available_bytes(device: torch.device) -> int:
+    """Memory that the pool could take on the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory()
+
+
+def pool_blocks(settings: WorkerSettings, block_bytes: int, device: torch.device) -> int:
+    """Blocks of the pool, of which one takes so much, with what the draft model has of the same tokens. Raises
+    ConfigError when they do not fit into memory."""
+    available = available_bytes(device)
+    if settings.kv_blocks:
+        blocks, flag = settings.kv_blocks, "kv_blocks"
+    else:
+        default = GPU_POOL_SHARE * available if device.type == "cuda" else CPU_POOL_GIB * GIB
+        wanted = settings.kv_cache_gib * GIB if settings.kv_cache_gib else default
+        blocks, flag = int(wanted // block_bytes), "kv_cache_gib"
+    name = flag.replace("_", "-")
+    if blocks * block_bytes > MEMORY_MARGIN * available:
+        needed = blocks * block_bytes / GIB
+        raise ConfigError(
+            f"the KV pool would take {needed:.2f} GiB but {available / GIB:.2f} GiB are available; lower --{name}",
+            param=flag,
+        )
+    if blocks < 2:
+        raise ConfigError(
+            f"the KV pool has room for {blocks} blocks of {block_bytes} bytes; raise --{name}", param=flag
+        )
+    return blocks
+
+
+def make_pool(
+    layout: KVLayout, num_blocks: int, device: torch.device, mapped: Callable[[int], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Zeros [block, layer, plane, kv_head, slot, dim]. On a CPU a page takes memory once its block is first written.
+    mapped: gives that memory in place of `_mapped`."""
     shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.dtype)
     try:
         if device.type == "cpu":
-            return _mapped(num_blocks * layout.block_bytes).view(dtype).view(shape)
+            return (mapped or _mapped)(num_blocks * layout.block_bytes).view(dtype).view(shape)
         return torch.zeros(shape, dtype=dtype, device=device)
     except (OSError, OverflowError, RuntimeError, torch.OutOfMemoryError) as error:
         raise ConfigError("out of memory for the KV pool; lower --kv-cache-gib", param="kv_cache_gib") from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from engine.loop import EngineLoop
 from kv_transfer.ucx import UcxLink
+from node.ranks import Ranks
 from node.rates import RateMeter
 from process.awake import AwakeClock, LoopClock, held_up_s
 from protocol.messages import Pulse
@@ -18,12 +19,12 @@ log = logging.getLogger("kvferry.node")
 
 LOOK_S = 0.1
 """Between two looks at the threads."""
-ENGINE_S, LINK_S, LOOP_S = 15.0, 3.0, 5.0
+ENGINE_S, LINK_S, LOOP_S, RANK_S = 15.0, 3.0, 5.0, 3.0
 """A thread that makes no move for so long does not come back: of the engine, unless its turns are long as a rule; of
-the link, whose rounds take milliseconds; of the asyncio loop. The watcher counts only time in which it was itself
-awake, so a machine or a process that stands still for a moment finds its threads alive; nor, of the link, which gives
-way to all others, time in which it had no core. A step that waits for cores is long for its clients, so routers hear of
-it; to end the process would not give it any."""
+the link, whose rounds take milliseconds; of the asyncio loop; of another rank, which gives ten signs a second. The
+watcher counts only time in which it was itself awake, so a machine or a process that stands still for a moment finds
+its threads alive; nor, of the link, which gives way to all others, time in which it had no core. A step that waits for
+cores is long for its clients, so routers hear of it; to end the process would not give it any."""
 SLOW = 10.0
 """A turn may take this many times what its tokens should, at the learned rate: large steps of large models on few cores
 are long, and their attention is longer at the end of a long prompt."""
@@ -57,21 +58,31 @@ class Watched:
 
 class Vitals:
     """`fault` says why the process must be ended, if it must, `pulse` how its threads move. budget: most tokens of a
-    step. `look` is the watcher's."""
+    step; ranks: the others that compute the model, each with a process. `look` is the watcher's."""
 
-    def __init__(self, engine: EngineLoop, link: UcxLink, loop: LoopClock, budget: int, rates: RateMeter) -> None:
-        self._engine, self._link, self._budget, self._rates = engine, link, budget, rates
+    def __init__(
+        self,
+        engine: EngineLoop,
+        link: UcxLink,
+        loop: LoopClock,
+        budget: int,
+        rates: RateMeter,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._engine, self._link, self._budget, self._rates, self._ranks = engine, link, budget, rates, ranks
         self._clock = AwakeClock()
         self._threads = {
             "engine": Watched(lambda: engine.mark, starved=lambda: held_up_s(engine.native_id)),
             "link": Watched(lambda: link.heartbeat, lambda: held_up_s(link.native_id)),
             "loop": Watched(lambda: loop.ticks),
         }
+        signs = ranks.signs if ranks is not None else []
+        self._others = [Watched(lambda i=i: self._ranks.signs[i]) for i, _ in enumerate(signs)]  # type: ignore
 
     def look(self) -> None:
         self._clock.tick()
-        for thread in self._threads.values():
-            thread.look(self._clock.now())
+        for each in (*self._threads.values(), *self._others):
+            each.look(self._clock.now())
 
     @property
     def pulse(self) -> Pulse:
@@ -84,7 +95,8 @@ class Vitals:
         """What has ended comes before what hangs."""
         if self._link.fault is not None:
             return f"the link thread ended: {self._link.fault}"
-        return self._engine.fault or self._hang()
+        ended = self._ranks.ended if self._ranks is not None else None
+        return ended or self._engine.fault or self._hang()
 
     @property
     def _usual_s(self) -> float:
@@ -100,6 +112,9 @@ class Vitals:
             return f"a round of the link has taken {pulse.link_s:.0f} s"
         if pulse.loop_s > LOOP_S:
             return f"the asyncio loop has stood still for {pulse.loop_s:.0f} s"
+        for rank, other in enumerate(self._others, 1):
+            if other.still_s > RANK_S:
+                return f"rank {rank} has stood still for {other.still_s:.0f} s"
         return None
 
 

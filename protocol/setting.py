@@ -15,6 +15,7 @@ def setting(
     most: float | None = None,
     hidden: bool = False,
     former: str = "",
+    short: str = "",
 ) -> Any:
     """A field of a settings class, with what the command line needs to offer and check it. A tuple is a flag that may
     be repeated, and a variable with spaces between its values.
@@ -23,6 +24,7 @@ def setting(
     least, most   inclusive bounds of a number
     hidden        for the supervisor, not for people: help and README leave it out
     former        the name it had before, which is still understood
+    short         another flag for it, of few letters
     """
-    metadata = {"help": help, "choices": choices, "least": least, "most": most, "hidden": hidden, "former": former}
-    return field(default=default, metadata=metadata)
+    told = {"help": help, "choices": choices, "least": least, "most": most, "hidden": hidden}
+    return field(default=default, metadata={**told, "former": former, "short": short})

@@ -158,7 +158,14 @@ class WorkerSettings(CommonSettings):
         "dense layers; auto: in a GGUF's or checkpoint's own codes, none: in --dtype, int8: quantised per channel",
         choices=("auto", "none", "int8"),
     )
-    threads: int = setting(0, "compute threads on the CPU; 0: all cores", least=0)
+    threads: int = setting(0, "compute threads on the CPU, of each rank; 0: all cores, in equal parts", least=0)
+    tensor_parallel_size: int = setting(
+        1,
+        "ranks of a node on a CPU: processes that each hold a part of every layer and of every KV block",
+        least=1,
+        most=64,
+        short="-tp",
+    )
     block_size: int = setting(16, "tokens per KV block", least=1)
     kv_cache_gib: float = setting(
         0.0, "size of the KV pool in GiB; 0: 1 GiB on a CPU, 80 % of free memory on a GPU", least=0

@@ -262,23 +262,20 @@ class Router:
                     await self._http.post(f"{url}/seen", content=pack(Seen(self.seen)))
 
 
+def _of_toy(engine: Engine) -> Assembled:
+    layout = ToyModel.info.layout(ToyModel.dtype, engine.config.block_size)
+    kv: torch.Tensor = engine.runner.kv
+    return Assembled(engine, kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
+
+
 @contextlib.asynccontextmanager
 async def worker(
-    role: str,
-    engine: Engine,
-    *,
-    store: MemoryStore | None = None,
-    state: str = "ready",
-    parts: Assembled | None = None,
-    **settings: Any,
+    role: str, engine: Engine | Assembled, *, store: MemoryStore | None = None, state: str = "ready", **settings: Any
 ) -> AsyncIterator[Worker]:
     """A node of its own registry, once it is in this state; ended with SIGINT. It drains though it is the last one.
-    parts: what it is made of, where that is no toy."""
+    engine: of a toy model, or all that was assembled around another one."""
     settings.setdefault("respawned", True)
-    if parts is None:
-        layout = ToyModel.info.layout(ToyModel.dtype, engine.config.block_size)
-        kv: torch.Tensor = engine.runner.kv
-        parts = Assembled(engine, kv, ToyModel.info, layout, FINGERPRINT, engine.longest)
+    parts = engine if isinstance(engine, Assembled) else _of_toy(engine)
     stop = Stop()
     with (
         patch.object(node_module, "assemble", lambda settings, progress: parts),
@@ -289,7 +286,7 @@ async def worker(
         run = asyncio.create_task(node.run(stop))
         await until(lambda: node.state == state or run.done())
     try:
-        yield (running := Worker(node, engine, run, stop))
+        yield (running := Worker(node, parts.engine, run, stop))
     finally:
         running.resume()
         stop.ask(signal.SIGINT)

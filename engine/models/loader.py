@@ -21,6 +21,10 @@ from engine.models.reader import TensorReader
 from engine.models.rope import rope_tables, stretched
 from engine.models.stacked import StackedWeights
 from engine.models.weights import GGUFWeights, Weights
+from engine.ranks.group import Group
+from engine.ranks.layers import joined
+from engine.ranks.shard import FLAG, Shard
+from engine.ranks.weights import ShardWeights
 from kernels.cpu import CpuOps
 from kernels.ops import Ops
 from model_files.decoders import gguf_family, own_alone
@@ -48,6 +52,7 @@ def load_model(
     max_model_len: int = 0,
     progress: Progress | None = None,
     weights_fd: int = -1,
+    group: Group | None = None,
 ) -> Model:
     """The model of `source` in `dtype` (None: `auto_dtype`). impl: kvferry (own decoder), transformers, or auto (own
     decoder where it supports the architecture). quantization: auto (block formats of a GGUF and codes of a quantised
@@ -55,13 +60,14 @@ def load_model(
     load_format: auto, or dummy: weights that are made, for our own decoder. max_model_len: no sequence will be longer
     (tokens; 0: the model's own limit, which `info` tells in any case). progress receives the loaded fraction, 0 to 1.
     weights_fd: of memory in which processes that load the same have one copy (`process.written_once`), or -1.
+    group: the ranks of which each loads a part of our own decoder, or None.
     Raises ConfigError naming what is missing or unsupported, whatever else was raised on the way."""
     if impl not in IMPLEMENTATIONS:
         raise ConfigError(f"model_impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}", param="model_impl")
     require_runnable(source)
     try:
         opened = _open_as(source, impl, load_format)
-        return _load(source, opened, device, dtype, ops, quantization, max_model_len, progress, weights_fd)
+        return _load(source, opened, device, dtype, ops, quantization, max_model_len, progress, weights_fd, group)
     except ConfigError as error:
         if error.param != "model" or source.name in error.message:
             raise
@@ -83,6 +89,7 @@ def _load(
     max_model_len: int,
     progress: Progress | None,
     weights_fd: int,
+    group: Group | None,
 ) -> Model:
     """opened: None for transformers' model."""
     if dtype is None:
@@ -92,6 +99,8 @@ def _load(
             "quantization int8 needs our own decoder on the cpu or triton kernels in bfloat16", param="quantization"
         )
     if opened is None:
+        if group is not None:
+            raise ConfigError(f"{FLAG} needs our own decoder, not transformers' model", param=FLAG)
         from engine.models.hf import load_hf
 
         model = load_hf(source, device=device, dtype=dtype, ops=ops, progress=progress)
@@ -99,7 +108,9 @@ def _load(
         return model
     if dtype != torch.bfloat16 or (source.kind == "gguf" and quantization == "auto" and not ops.capabilities.blocks):
         quantization = "none"
-    decoder = _load_decoder(source, opened, device, dtype, ops, quantization, max_model_len, progress, weights_fd)
+    decoder = _load_decoder(
+        source, opened, device, dtype, ops, quantization, max_model_len, progress, weights_fd, group
+    )
     del opened
     trim_heap()
     return decoder
@@ -176,11 +187,15 @@ def _load_decoder(
     max_model_len: int,
     progress: Progress | None,
     weights_fd: int,
+    group: Group | None,
 ) -> Decoder:
-    config = opened.config
+    config, weights = opened.config, opened.weights
+    if group is not None:
+        shard = Shard(group.rank, group.ranks)
+        config, weights = shard.of(config), ShardWeights(weights, config, shard)
 
     def read() -> tuple[Parameters, list[str]]:
-        reader = TensorReader(config, opened.weights, device, dtype, ops, quantization)
+        reader = TensorReader(config, weights, device, dtype, ops, quantization)
         return ParameterLoader(reader, progress).load(), sorted(reader.kept)
 
     if weights_fd >= 0 and isinstance(ops, CpuOps) and dtype == torch.bfloat16:
@@ -188,17 +203,19 @@ def _load_decoder(
         parameters, kept = one_copy(weights_fd, ops.kernels, form, read)
     else:
         parameters, kept = read()
+    if group is not None:
+        parameters = joined(parameters, group, opened.config.vocab_size)
     length = min(max_model_len or opened.max_model_len, opened.max_model_len)
     long = ("longrope",) if stretched(config.rope, length) else ()
-    kv_heads, dim, planes = config.cached
+    kv_heads, dim, planes = opened.config.cached
     info = ModelInfo(
         name=source.name,
         revision="+".join((source.revision, *kept, *long)),
-        num_layers=config.num_layers,
+        num_layers=opened.config.num_layers,
         num_kv_heads=kv_heads,
         head_dim=dim,
         planes=planes,
-        vocab_size=config.vocab_size,
+        vocab_size=opened.config.vocab_size,
         max_model_len=opened.max_model_len,
     )
     rope = rope_tables(config.rope, length, device, opened.rope_divisors)

@@ -11,8 +11,7 @@ import torch
 
 from engine.models.base import Model, ModelInfo
 from kernels.capabilities import Capabilities
-from node import assembly
-from node.assembly import Assembled, choose_device, describe, longest_sequence, pool_blocks, step_limits
+from node.assembly import Assembled, choose_device, describe, longest_sequence, step_limits
 from node.kv_format import kv_format
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
@@ -21,31 +20,6 @@ from protocol.settings import WorkerSettings
 CPU = torch.device("cpu")
 LAYOUT = KVLayout(2, 2, 8, "float32", 4)
 INFO = ModelInfo("m", "r", 2, 2, 8, 100, 64)
-
-
-def test_pool_size_comes_from_gib_or_blocks() -> None:
-    assert pool_blocks(WorkerSettings(kv_cache_gib=0.5), LAYOUT.block_bytes, CPU) == 2**29 // LAYOUT.block_bytes
-    assert pool_blocks(WorkerSettings(kv_cache_gib=0.5, kv_blocks=7), LAYOUT.block_bytes, CPU) == 7
-
-
-@pytest.mark.parametrize(
-    ("settings", "flag"),
-    [
-        (WorkerSettings(kv_cache_gib=1e6), "--kv-cache-gib"),
-        (WorkerSettings(kv_blocks=10**12), "--kv-blocks"),
-        (WorkerSettings(kv_cache_gib=1e-9), "--kv-cache-gib"),
-    ],
-)
-def test_a_pool_that_does_not_fit_names_its_flag(settings: WorkerSettings, flag: str) -> None:
-    with pytest.raises(ConfigError, match=flag):
-        pool_blocks(settings, LAYOUT.block_bytes, CPU)
-
-
-def test_memory_is_asked_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "available_bytes", lambda device: 1000 * LAYOUT.block_bytes)
-    assert pool_blocks(WorkerSettings(kv_blocks=950), LAYOUT.block_bytes, CPU) == 950
-    with pytest.raises(ConfigError):
-        pool_blocks(WorkerSettings(kv_blocks=951), LAYOUT.block_bytes, CPU)
 
 
 def test_sequences_fit_model_and_pool() -> None:

@@ -41,8 +41,8 @@ async def router(path: Path) -> AsyncIterator[Router]:
     parts = {role: made_of(path, role) for role in ("prefill", "decode")}
     assert parts["prefill"].fingerprint == parts["decode"].fingerprint
     async with (
-        worker("prefill", parts["prefill"].engine, parts=parts["prefill"]) as prefill,
-        worker("decode", parts["decode"].engine, parts=parts["decode"]) as decode,
+        worker("prefill", parts["prefill"]) as prefill,
+        worker("decode", parts["decode"]) as decode,
         routed(prefill, decode) as running,
     ):
         yield running

@@ -9,11 +9,14 @@ import psutil
 import pytest
 import torch
 
-from node.pool_memory import PoolMemory, make_pool
+from node import pool_memory
+from node.pool_memory import PoolMemory, make_pool, pool_blocks
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
+from protocol.settings import WorkerSettings
 
 CPU = torch.device("cpu")
+LAYOUT = KVLayout(2, 2, 8, "float32", 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
@@ -43,3 +46,28 @@ def test_only_blocks_that_were_written_take_memory() -> None:
 def test_a_pool_that_the_system_refuses_names_the_flag() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-gib"):
         make_pool(KVLayout(2, 2, 64, "float32", 1024), 2**40, CPU)
+
+
+def test_pool_size_comes_from_gib_or_blocks() -> None:
+    assert pool_blocks(WorkerSettings(kv_cache_gib=0.5), LAYOUT.block_bytes, CPU) == 2**29 // LAYOUT.block_bytes
+    assert pool_blocks(WorkerSettings(kv_cache_gib=0.5, kv_blocks=7), LAYOUT.block_bytes, CPU) == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        (WorkerSettings(kv_cache_gib=1e6), "--kv-cache-gib"),
+        (WorkerSettings(kv_blocks=10**12), "--kv-blocks"),
+        (WorkerSettings(kv_cache_gib=1e-9), "--kv-cache-gib"),
+    ],
+)
+def test_a_pool_that_does_not_fit_names_its_flag(settings: WorkerSettings, flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        pool_blocks(settings, LAYOUT.block_bytes, CPU)
+
+
+def test_memory_is_asked_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_memory, "available_bytes", lambda device: 1000 * LAYOUT.block_bytes)
+    assert pool_blocks(WorkerSettings(kv_blocks=950), LAYOUT.block_bytes, CPU) == 950
+    with pytest.raises(ConfigError):
+        pool_blocks(WorkerSettings(kv_blocks=951), LAYOUT.block_bytes, CPU)

@@ -1,0 +1,72 @@
+"""Dense layers of which each rank has a part, whole again to whoever calls them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.models.parameters import Parameters
+from engine.ranks.group import Group
+from kernels.step import Experts, Gated, Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A dense layer of whose inputs the rank has a part: outputs are added up in float32, and rounded once."""
+
+    own: Linear
+    group: Group
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.group.sum(self.own(x, torch.float32)).to(dtype or x.dtype)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Of the rank's inputs."""
+        return self.own.rows(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Embedding or head: of `size` words, of which the rank has `words` from its own first one on."""
+
+    own: Linear
+    group: Group
+    size: int
+    words: int
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        parts = self.group.gather(self.own(x, torch.float32))
+        return parts.transpose(0, 1).flatten(1)[:, : self.size].to(dtype or x.dtype).contiguous()
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Each comes from the rank that has it; the others bring zeros."""
+        places = ids - self.group.rank * self.words
+        elsewhere = (places < 0) | (places >= self.words)
+        found = self.own.rows(places.masked_fill(elsewhere, 0))
+        brought = found.float().masked_fill(elsewhere[:, None], 0.0)
+        return self.group.sum(brought).to(found.dtype)
+
+
+def joined(parameters: Parameters, group: Group, vocab_size: int) -> Parameters:
+    """The parameters of a rank's part, as layers of the whole decoder of so many words."""
+    words = -(-vocab_size // group.ranks)
+    embedding = Vocabulary(parameters.embedding, group, vocab_size, words)
+    tied = parameters.head is parameters.embedding
+    layers = tuple(
+        replace(
+            layer,
+            attention=replace(layer.attention, o=Summed(layer.attention.o, group)),
+            mlp=_joined(layer.mlp, group),
+        )
+        for layer in parameters.layers
+    )
+    head = embedding if tied else Vocabulary(parameters.head, group, vocab_size, words)
+    return Parameters(embedding, layers, parameters.norm, head)
+
+
+def _joined(mlp: Gated | Experts, group: Group) -> Gated | Experts:
+    """What experts put out is added up once it is their tokens'."""
+    if isinstance(mlp, Experts):
+        return replace(mlp, joined=group.sum)
+    return replace(mlp, down=Summed(mlp.down, group))

@@ -1,0 +1,38 @@
+"""Memory that the ranks of a node share: signs of life, what they bring together, and the pool of KV blocks."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import torch
+
+from engine.ranks.group import ROOM, TURNS
+
+_SIGNS_BYTES = 4096
+
+
+def make_memory(ranks: int) -> tuple[int, int]:
+    """Descriptors of the ranks' memory, and of that of their pool, which has no size yet. Neither has a name, and both
+    are gone with the last process that has them. Raises OSError."""
+    memory, pool = (os.memfd_create(name, os.MFD_CLOEXEC) for name in ("ranks", "kv"))
+    os.ftruncate(memory, _SIGNS_BYTES + 4 * TURNS * ranks * ROOM)
+    return memory, pool
+
+
+class RankMemory:
+    """One process's view of it. signs: int64 [ranks], which the other ranks count up while they live; places: see
+    `engine.ranks.group.Group`."""
+
+    def __init__(self, descriptor: int, ranks: int) -> None:
+        pages = mmap.mmap(descriptor, 0)
+        self.signs: np.ndarray = np.frombuffer(pages, np.int64, ranks)
+        numbers = torch.frombuffer(pages, dtype=torch.float32, offset=_SIGNS_BYTES)
+        self.places = numbers.view(TURNS, ranks, ROOM)
+
+
+def shared_pool(descriptor: int, num_bytes: int) -> torch.Tensor:
+    """Zeros uint8 [num_bytes], the same to all ranks. A page takes memory once it is first written. Raises OSError."""
+    os.ftruncate(descriptor, num_bytes)
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
