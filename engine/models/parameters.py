@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.models.config import DecoderConfig
+from engine.models.dense_forms import DenseForms
 from engine.models.interleaved import ROTATED, half_split
 from engine.models.weights import Weights
 from kernels.ops import Ops
@@ -28,9 +29,9 @@ class Parameters:
 
 
 class ParameterLoader:
-    """Reads, checks, fuses and places the tensors of one decoder. quantization: see `load_model`; `kept`: the kinds of
-    stored rows that run packed. Raises ConfigError: a tensor is missing or has another shape than the config says, or
-    the device's memory does not hold them."""
+    """Reads, checks, fuses and places the tensors of one decoder. quantization, kept: see `DenseForms`. Raises
+    ConfigError: a tensor is missing or has another shape than the config says, or the device's memory does not hold
+    them."""
 
     def __init__(
         self,
@@ -48,8 +49,8 @@ class ParameterLoader:
         self._dtype = dtype
         self._ops = ops
         self._progress = progress
-        self._quantization = quantization
-        self.kept: set[str] = set()
+        self._forms = DenseForms(ops, quantization)
+        self.kept = self._forms.kept
 
     def load(self) -> Parameters:
         config = self._config
@@ -137,23 +138,12 @@ class ParameterLoader:
         self, parts: list[tuple[str, int]], columns: int, bias: torch.Tensor | None = None, factor: float = 1.0
     ) -> Linear:
         """The layer in the form that `quantization` names, where the operations run it; else in the decoder's dtype."""
-        if self._quantization == "auto" and factor == 1.0:
+        if self._forms.as_stored and factor == 1.0:
             stored = [(name, self._weights.stored(name, (rows, columns))) for name, rows in parts]
             kept = [self._reordered(name, rows) for name, rows in stored if rows is not None]
-            if len(kept) == len(parts) and (packed := self._packed(kept, columns, bias)) is not None:
+            if len(kept) == len(parts) and (packed := self._forms.of_rows(kept, columns, bias)) is not None:
                 return packed
-        weight = self._stack(parts, columns, factor)
-        if self._quantization == "int8":
-            quantised = [StoredRows("INT8", weight.view(torch.uint8))]
-            if (packed := self._packed(quantised, columns, bias)) is not None:
-                return packed
-        return self._ops.linear(weight, bias)
-
-    def _packed(self, parts: list[StoredRows], columns: int, bias: torch.Tensor | None) -> Linear | None:
-        packed = self._ops.packed(parts, columns, bias)
-        if packed is not None:
-            self.kept.update(part.kind for part in parts)
-        return packed
+        return self._forms.of_weight(self._stack(parts, columns, factor), bias)
 
     def _norm(self, name: str, size: int, factor: float = 1.0) -> torch.Tensor:
         """Weights of a norm; what a family adds to them is added in float32."""
