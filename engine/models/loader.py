@@ -91,7 +91,7 @@ def _load(
             "quantization int8 needs our own decoder on the cpu kernels in bfloat16", param="quantization"
         )
     if opened is None:
-        from engine.models.hf import load_hf
+        from engine.models.hf_loader import load_hf
 
         model = load_hf(source, device=device, dtype=dtype, ops=ops, progress=progress)
         trim_heap()
