@@ -13,6 +13,7 @@ import torch
 
 from engine.models.base import Halfway, Model, ModelInfo, Wanted, always
 from engine.models.hf_attention import PagedAttention, Seat, seated_attention
+from engine.models.hf_dense import DenseModule
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
 
@@ -90,8 +91,9 @@ def hidden_states(module: Any, token_ids: torch.Tensor, positions: torch.Tensor)
 
 def logits_of(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """float32 logits, with the scalings that Cohere, Granite and Gemma name in their configs."""
-    config = module.config
-    logits: torch.Tensor = module.get_output_embeddings()(hidden).float()
+    config, head = module.config, module.get_output_embeddings()
+    packed = isinstance(head, DenseModule)
+    logits: torch.Tensor = head.of_rows(hidden, torch.float32) if packed else head(hidden).float()
     logits = logits * (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return torch.tanh(logits / cap) * cap if cap else logits

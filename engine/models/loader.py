@@ -25,6 +25,7 @@ from kernels.ops import Ops
 from model_files.decoders import gguf_family
 from model_files.gguf import read_gguf
 from model_files.multimodal import is_multimodal, text_config
+from model_files.needs import has_experts
 from model_files.quantisation import quantisation
 from model_files.refusals import require_runnable
 from model_files.source import ModelSource, gguf_facts, read_facts, read_json
@@ -85,15 +86,16 @@ def _load(
 ) -> Model:
     """opened: None for transformers' model."""
     if dtype is None:
-        dtype = auto_dtype(device, compiled=opened is not None and ops.name == "cpu")
-    if quantization == "int8" and (opened is None or ops.name != "cpu" or dtype != torch.bfloat16):
-        raise ConfigError(
-            "quantization int8 needs our own decoder on the cpu kernels in bfloat16", param="quantization"
-        )
+        dtype = auto_dtype(device, compiled=ops.name == "cpu" and (opened is not None or not has_experts(source)))
+    if quantization == "int8" and (ops.name != "cpu" or dtype != torch.bfloat16):
+        raise ConfigError("quantization int8 needs the cpu kernels in bfloat16", param="quantization")
     if opened is None:
         from engine.models.hf_loader import load_hf
 
-        model = load_hf(source, device=device, dtype=dtype, ops=ops, progress=progress)
+        model = load_hf(
+            source, device=device, dtype=dtype, ops=ops, quantization=quantization, progress=progress,
+            weights_fd=weights_fd,
+        )  # fmt: skip
         trim_heap()
         return model
     if dtype != torch.bfloat16:
@@ -106,7 +108,7 @@ def _load(
 
 def auto_dtype(device: torch.device, compiled: bool) -> torch.dtype:
     """bfloat16 on a GPU, on our compiled CPU kernels, and where a CPU multiplies it natively; else float32, in which
-    PyTorch is several times faster there."""
+    PyTorch is several times faster there, experts of transformers' modules included."""
     if device.type == "cuda" or compiled:
         return torch.bfloat16
     known = torch.cpu.get_capabilities()
