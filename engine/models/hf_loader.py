@@ -105,7 +105,8 @@ def _packed(source: ModelSource, device: torch.device, dtype: torch.dtype, forms
 def _load_quantised(
     source: ModelSource, weights: Any, forms: DenseForms, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """The module of a checkpoint whose layers in codes we read ourselves; transformers reads the rest."""
+    """The module of a checkpoint whose layers in codes we read ourselves. transformers reads the rest into a kind of
+    module that has them already, of the same name, for it renames tensors by that."""
     transformers = transformers_module()
     config = transformers.AutoConfig.from_pretrained(source.path, local_files_only=True)
     for name in ("quantization_config", "compression_config"):
@@ -115,13 +116,13 @@ def _load_quantised(
     kind = type(skeleton)
     coded = coded_layers(skeleton, weights, forms, dtype, device)
 
-    class Coded(kind):  # type: ignore[misc, valid-type]
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            super().__init__(config, *args, **kwargs)
-            for name, layer in coded.items():
-                self.set_submodule(name, layer)
+    def made(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, config, *args, **kwargs)
+        for name, layer in coded.items():
+            self.set_submodule(name, layer)
 
-    module = _load_module(source, dtype, Coded, config=config)
+    same = type(kind.__name__, (kind,), {"__init__": made, "__module__": kind.__module__})
+    module = _load_module(source, dtype, same, config=config)
     module.__class__ = kind
     return module
 

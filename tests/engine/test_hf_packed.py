@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 
@@ -178,15 +179,16 @@ def test_codes_of_gpt2_whose_weights_lie_inputs_first(tmp_path):
     from safetensors.torch import load_file, save_file
 
     save_tiny(FAMILIES["gpt2"](), tmp_path / "plain")
-    quantise(tmp_path / "plain", tmp_path / "coded", tmp_path / "values", gptq(4, 32, True), GPTQ)
-    plain, coded, values = (load_file(tmp_path / each / "model.safetensors") for each in ("plain", "coded", "values"))
-    weight, name = plain["transformer.h.1.mlp.c_fc.weight"], "transformer.h.1.mlp.c_fc"
-    parts, same = gptq(4, 32, True)(weight.t().contiguous().numpy())
+    plain, name = load_file(tmp_path / "plain" / "model.safetensors"), "transformer.h.1.mlp.c_fc"
+    parts, same = gptq(4, 32, True)(plain[f"{name}.weight"].t().contiguous().numpy())
     coded = plain | {f"{name}.{part}": each.contiguous() for part, each in parts.items()}
     del coded[f"{name}.weight"]
     values = plain | {f"{name}.weight": torch.from_numpy(np.ascontiguousarray(same.T, np.float32))}
-    save_file(coded, tmp_path / "coded" / "model.safetensors", {"format": "pt"})
-    save_file(values, tmp_path / "values" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    for path, tensors, extra in (("coded", coded, {"quantization_config": GPTQ}), ("values", values, {})):
+        (tmp_path / path).mkdir()
+        save_file(tensors, tmp_path / path / "model.safetensors", {"format": "pt"})
+        (tmp_path / path / "config.json").write_text(json.dumps(config | extra))
     exact = load(tmp_path / "coded", dtype=torch.float32, ops=ReferenceOps())
     expect_equal_logits(exact, lambda tokens: oracle_logits(tmp_path / "values", tokens), tolerance=1e-4)
     assert load(tmp_path / "coded").info.revision.endswith("+Q4_0")
@@ -232,7 +234,8 @@ def write_starcoder2(path, directory, kind):
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_eps(config.norm_epsilon)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([str(token) for token in range(config.vocab_size)])
     for name, value in model.state_dict().items():
         stem, part = name.rsplit(".", 1)
         found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
