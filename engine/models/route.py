@@ -19,7 +19,8 @@ from model_files.quantisation import quantisation
 from model_files.source import ModelSource, read_json
 from protocol.errors import ConfigError
 
-OWN, TRANSFORMERS, ENCODER = "our own decoder", "transformers' modules around our attention", "transformers' encoder"
+OWN, ENCODER = "our own decoder", "transformers' encoder"
+TRANSFORMERS = "transformers' modules around our attention and dense layers"
 
 
 @dataclass(frozen=True, slots=True)

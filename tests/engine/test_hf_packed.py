@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import defaultdict
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from quantised_files import awq, fp8, gptq, int8, packed, quantise
+from safetensors.torch import load_file, save_file
 from test_hf import OTHERS
 from test_models_gguf import Kind
 from test_models_packed import correlation, load
-from test_models_quantised import AWQ, EIGHT, FP8, GPTQ, INT4, compressed
+from test_models_quantised import AWQ, EIGHTS, FP8, GPTQ, INT4, compressed
 from tiny_models import (
+    BLOCK,
     EXPERTS,
     chunked_logits,
     expect_equal_logits,
@@ -26,13 +29,22 @@ from tiny_models import (
     transformers,
 )
 
+from engine.block_pool import BlockPool
+from engine.budget import Limits
+from engine.engine import Engine, EngineConfig
+from engine.events import Generated, Stepped
+from engine.ledger import Ledger
 from engine.models.hf import HFModel
 from engine.models.hf_dense import DenseModule, WordsModule, outputs_first
+from engine.runner import Runner
 from kernels.cpu import instruction_set
 from kernels.cpu.dense import PackedLinear
 from kernels.reference import ReferenceOps
 from process.written_once import make
 from protocol.errors import ConfigError
+from protocol.messages import Job
+from protocol.sampling import SamplingParams
+from protocol.work import Generate
 
 pytestmark = [
     pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension"),
@@ -108,6 +120,49 @@ def test_a_row_of_a_dense_layer_has_the_same_bits_beside_any_others(tmp_path):
     assert torch.equal(torch.cat([layer(part) for part in x.split([1, 5, 31], 1)], 1), whole)
 
 
+def served(model, prompts, limits: Limits) -> tuple[list[list[int]], int]:
+    """Greedy tokens of the prompts, each added once the one before has some, and how many tokens were reused."""
+    kv = torch.zeros(64, *model.info.layout(model.dtype, BLOCK).block_shape, dtype=model.dtype)
+    engine = Engine(EngineConfig("f" * 32, BLOCK, 128, limits), Runner(model, kv, BLOCK), BlockPool(64, Ledger(64)))
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+        engine.add(Job(str(index), 0, tuple(prompt), len(prompt), Generate(params), "router"))
+        for _ in range(8):
+            engine.step()
+    while engine.has_work():
+        assert engine.step()
+    engine.check_integrity()
+    made = defaultdict[str, list[int]](list)
+    for event in engine.events:
+        if isinstance(event, Generated):
+            made[event.key[0]] += event.delta.token_ids
+    computed = sum(event.prefill_tokens for event in engine.events if isinstance(event, Stepped))
+    return [made[str(index)] for index in range(len(prompts))], sum(map(len, prompts)) - computed
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "starcoder2"])
+def test_the_engine_makes_transformers_tokens(name, tmp_path):
+    """In chunks, beside other streams, behind a prefix that is reused; greedy, in float32."""
+    save_tiny(FAMILIES[name](), tmp_path)
+    base = tokens_for(40).tolist()
+    prompts = [base, base[:32] + tokens_for(9, 1).tolist(), tokens_for(21, 2).tolist()]
+    made, reused = served(load(tmp_path, dtype=torch.float32), prompts, Limits(16, 7, 8))
+    assert reused == 32
+    for prompt, tokens in zip(prompts, made, strict=True):
+        likeliest = oracle_logits(tmp_path, torch.tensor(prompt + tokens)).argmax(-1).tolist()
+        assert tokens == likeliest[len(prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_packed_layers_make_the_same_first_tokens_in_every_batch(quantization, tmp_path):
+    save_tiny(FAMILIES["gpt-neox"](), tmp_path)
+    model = load(tmp_path, quantization)
+    prompts = [tokens_for(40, seed).tolist() for seed in range(4)]
+    together, _ = served(model, prompts, Limits(16, 7, 8))
+    alone = [served(model, [prompt], Limits(64, 64, 8))[0][0] for prompt in prompts]
+    assert [tokens[0] for tokens in together] == [tokens[0] for tokens in alone]
+
+
 def test_other_operations_and_formats_leave_the_modules_alone(tmp_path):
     save_tiny(FAMILIES["gpt2"](), tmp_path)
     for how in ({"ops": ReferenceOps()}, {"dtype": torch.float32}):
@@ -149,7 +204,7 @@ CODED = {
     "awq": (awq(32), AWQ, "Q5_0"),
     "fp8": (fp8("block", "weight_scale_inv"), FP8 | {"weight_block_size": [32, 64]}, "Q8_0"),
     "int4": (packed(4, 32, True), compressed("pack-quantized", **INT4), "Q4_0"),
-    "int8": (int8, compressed("int-quantized", **EIGHT), "CODES"),
+    "int8": (int8, EIGHTS, "CODES"),
 }
 
 
@@ -176,8 +231,6 @@ def test_quantised_checkpoints_are_the_dequantised_models(name, plain, tmp_path)
 
 def test_codes_of_gpt2_whose_weights_lie_inputs_first(tmp_path):
     """GPTQ stores those as it does all others."""
-    from safetensors.torch import load_file, save_file
-
     save_tiny(FAMILIES["gpt2"](), tmp_path / "plain")
     plain, name = load_file(tmp_path / "plain" / "model.safetensors"), "transformer.h.1.mlp.c_fc"
     parts, same = gptq(4, 32, True)(plain[f"{name}.weight"].t().contiguous().numpy())
@@ -195,8 +248,6 @@ def test_codes_of_gpt2_whose_weights_lie_inputs_first(tmp_path):
 
 
 def test_codes_that_are_no_layers_are_named(plain, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     quantise(plain, tmp_path / "quantised", tmp_path / "values", gptq(4, 32, True), GPTQ)
     file = tmp_path / "quantised" / "model.safetensors"
     tensors = load_file(file)
@@ -280,3 +331,17 @@ def test_processes_have_one_copy_of_what_is_packed(name, quantization, tmp_path)
     for each in (first, second):
         assert each.info == own.info
         assert torch.equal(chunked_logits(each, tokens, [23, 17]), wanted)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
+def test_processes_have_one_copy_of_codes(plain, tmp_path):
+    quantise(plain, tmp_path / "coded", tmp_path / "values", gptq(4, 32, True), GPTQ)
+    descriptor = make()
+    try:
+        own, first, second = (load(tmp_path / "coded", weights_fd=fd) for fd in (-1, descriptor, descriptor))
+    finally:
+        os.close(descriptor)
+    wanted = chunked_logits(own, tokens_for(40), [23, 17])
+    for each in (first, second):
+        assert each.info == own.info
+        assert torch.equal(chunked_logits(each, tokens_for(40), [23, 17]), wanted)
