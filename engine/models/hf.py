@@ -56,10 +56,10 @@ def gguf_architectures() -> Container[str]:
 class HFModel(Model):
     """A `Model`: a flat batch [1, T] with the plan's positions, no cache of transformers."""
 
-    def __init__(self, module: Any, seat: Seat, info: ModelInfo, device: torch.device, ops: Ops):
+    def __init__(self, module: Any, seat: Seat, info: ModelInfo, device: torch.device, dtype: torch.dtype, ops: Ops):
         self.info = info
         self.device = device
-        self.dtype: torch.dtype = module.dtype
+        self.dtype = dtype
         self._module = module
         self._seat = seat
         self.ops = ops

@@ -61,7 +61,7 @@ def load_hf(
     )
     if progress is not None:
         progress(1.0)
-    return HFModel(module, seat, info, device, ops)
+    return HFModel(module, seat, info, device, dtype, ops)
 
 
 def _shared(

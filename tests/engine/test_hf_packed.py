@@ -36,10 +36,12 @@ from engine.events import Generated, Stepped
 from engine.ledger import Ledger
 from engine.models.hf import HFModel
 from engine.models.hf_dense import DenseModule, WordsModule, outputs_first
+from engine.models.hf_stored import GGUFRows
 from engine.runner import Runner
 from kernels.cpu import instruction_set
 from kernels.cpu.dense import PackedLinear
 from kernels.reference import ReferenceOps
+from model_files.gguf import read_gguf
 from process.written_once import make
 from protocol.errors import ConfigError
 from protocol.messages import Job
@@ -58,6 +60,7 @@ FAMILIES = {
     "starcoder2": lambda: family("Starcoder2Config", sliding_window=9, use_bias=True, tie_word_embeddings=True),
     "stablelm": lambda: family("StableLmConfig", use_qkv_bias=True),
     "phi": lambda: family("PhiConfig"),
+    "olmo": lambda: family("OlmoConfig", pad_token_id=0),
     "nemotron": lambda: family("NemotronConfig", head_dim=16),
 }
 
@@ -101,7 +104,9 @@ def test_int8_is_near(name, tmp_path):
 
 def test_a_tied_embedding_is_packed_once(tmp_path):
     save_tiny(FAMILIES["starcoder2"](), tmp_path / "tied")
-    module = load(tmp_path / "tied")._module
+    model = load(tmp_path / "tied")
+    module, logits = model._module, chunked_logits(model, tokens_for(9), [9])
+    assert not torch.equal(logits, logits.bfloat16().float()), "logits are not rounded to bfloat16"
     words, head = module.get_input_embeddings(), module.get_output_embeddings()
     assert isinstance(words, WordsModule)
     assert isinstance(head, DenseModule)
@@ -146,7 +151,7 @@ def test_the_engine_makes_transformers_tokens(name, tmp_path):
     save_tiny(FAMILIES[name](), tmp_path)
     base = tokens_for(40).tolist()
     prompts = [base, base[:32] + tokens_for(9, 1).tolist(), tokens_for(21, 2).tolist()]
-    made, reused = served(load(tmp_path, dtype=torch.float32), prompts, Limits(16, 7, 8))
+    made, reused = served(load(tmp_path, dtype=torch.float32), prompts, Limits(24, 12, 8))
     assert reused == 32
     for prompt, tokens in zip(prompts, made, strict=True):
         likeliest = oracle_logits(tmp_path, torch.tensor(prompt + tokens)).argmax(-1).tolist()
@@ -158,7 +163,7 @@ def test_packed_layers_make_the_same_first_tokens_in_every_batch(quantization, t
     save_tiny(FAMILIES["gpt-neox"](), tmp_path)
     model = load(tmp_path, quantization)
     prompts = [tokens_for(40, seed).tolist() for seed in range(4)]
-    together, _ = served(model, prompts, Limits(16, 7, 8))
+    together, _ = served(model, prompts, Limits(24, 12, 8))
     alone = [served(model, [prompt], Limits(64, 64, 8))[0][0] for prompt in prompts]
     assert [tokens[0] for tokens in together] == [tokens[0] for tokens in alone]
 
@@ -312,8 +317,11 @@ def test_a_gguf_runs_as_stored(kind, tmp_path):
     assert load(path, "int8").info.revision == f"{exact.info.revision}+INT8"
     assert correlation(model, exact) > 0.998
     layer = model._module.model.layers[1].mlp.c_fc
-    wanted = exact._module.model.layers[1].mlp.c_fc.weight
+    wanted = exact._module.model.layers[1].mlp.c_fc.weight.detach()
     assert torch.equal(layer.linear.rows(torch.arange(len(wanted))), wanted.bfloat16())
+    rows = GGUFRows(read_gguf(path))
+    assert rows(wanted.bfloat16()).kind == kind.name
+    assert rows(torch.cat((wanted[:1], wanted[1:].flip(0)))) is None
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
