@@ -124,6 +124,7 @@ def _load_quantised(
     same = type(kind.__name__, (kind,), {"__init__": made, "__module__": kind.__module__})
     module = _load_module(source, dtype, same, config=config)
     module.__class__ = kind
+    coded.clear()  # the kind lives on
     return module
 
 
