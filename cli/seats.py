@@ -124,10 +124,12 @@ def on_cpu_by_model(seats: Sequence[Seat], models: int) -> list[int]:
 
 
 def shares_weights(settings: ServeSettings, needs: ModelNeeds) -> bool:
-    """Whether a model's workers on the CPU have one copy of its weights, as our own decoder has on compiled kernels."""
+    """Whether a model's workers on the CPU have one copy of its weights, as decoders have on compiled kernels; but the
+    experts of transformers' modules are each worker's own."""
     packed = settings.dtype in ("auto", "bfloat16") and settings.kernels in ("auto", "cpu") and _kernels_are_compiled()
-    ours = needs.own and settings.model_impl != "transformers" and settings.tensor_parallel_size == 1
-    return settings.share_weights and hasattr(os, "memfd_create") and packed and ours
+    ours = needs.own and settings.model_impl != "transformers"
+    alike = (ours or (needs.layers > 0 and needs.cached and not needs.mixed)) and settings.tensor_parallel_size == 1
+    return settings.share_weights and hasattr(os, "memfd_create") and packed and alike
 
 
 def _device(wanted: str, index: int, count: int) -> str:

@@ -88,6 +88,11 @@ class ModelNeeds:
     planes: int = 2
 
     @property
+    def mixed(self) -> bool:
+        """Whether a token meets some of the layers' weights alone, those of its experts."""
+        return self.dense.active < self.dense.weights
+
+    @property
     def parameters(self) -> int:
         return self.dense.weights + self.embedding.weights + self.head.weights
 
@@ -118,6 +123,13 @@ def model_needs(source: ModelSource) -> ModelNeeds:
     """Raises ConfigError: the files do not tell."""
     with naming(source.name):
         return gguf_needs(read_gguf(source.path)) if source.kind == "gguf" else _hf_needs(source)
+
+
+def has_experts(source: ModelSource) -> bool:
+    """Whether its layers hold experts, by its config."""
+    if source.kind == "gguf":
+        return bool(read_gguf(source.path).get("expert_count"))
+    return _experts(text_config(read_json(source.path / "config.json"))) > 0
 
 
 def config_needs(config: dict[str, Any], tensors: Iterable[Tensor] = (), max_model_len: int = 0) -> ModelNeeds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ class FileWeights(PlainWeights):
         raise NotImplementedError
 
     def holds(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def names(self) -> Iterable[str]:
         raise NotImplementedError
 
     def read(self, name: str, out: torch.Tensor) -> None:
@@ -66,6 +70,9 @@ class SafetensorsWeights(FileWeights):
     def holds(self, name: str) -> bool:
         return name in self._handles
 
+    def names(self) -> Iterable[str]:
+        return self._handles
+
 
 class TorchWeights(FileWeights):
     """pytorch_model*.bin files, read without running code from them."""
@@ -85,3 +92,6 @@ class TorchWeights(FileWeights):
 
     def holds(self, name: str) -> bool:
         return name in self._tensors
+
+    def names(self) -> Iterable[str]:
+        return self._tensors

@@ -30,6 +30,7 @@ from kernels.ops import Ops
 from model_files.decoders import gguf_family, own_alone
 from model_files.gguf import read_gguf
 from model_files.multimodal import is_multimodal, text_config
+from model_files.needs import has_experts
 from model_files.quantisation import quantisation
 from model_files.refusals import require_runnable
 from model_files.source import ModelSource, gguf_facts, read_facts, read_json
@@ -93,17 +94,22 @@ def _load(
 ) -> Model:
     """opened: None for transformers' model."""
     if dtype is None:
-        dtype = auto_dtype(device, compiled=opened is not None and ops.name == "cpu")
-    if quantization == "int8" and (opened is None or not ops.capabilities.codes or dtype != torch.bfloat16):
+        dtype = auto_dtype(device, compiled=ops.name == "cpu" and (opened is not None or not has_experts(source)))
+    codes = ops.capabilities.codes and (opened is not None or ops.name == "cpu")
+    if quantization == "int8" and (not codes or dtype != torch.bfloat16):
         raise ConfigError(
-            "quantization int8 needs our own decoder on the cpu or triton kernels in bfloat16", param="quantization"
+            "quantization int8 needs bfloat16 on the cpu kernels, or our own decoder on the triton ones",
+            param="quantization",
         )
     if opened is None:
         if group is not None:
             raise ConfigError(f"{FLAG} needs our own decoder, not transformers' model", param=FLAG)
-        from engine.models.hf import load_hf
+        from engine.models.hf_loader import load_hf
 
-        model = load_hf(source, device=device, dtype=dtype, ops=ops, progress=progress)
+        model = load_hf(
+            source, device=device, dtype=dtype, ops=ops, quantization=quantization, progress=progress,
+            weights_fd=weights_fd,
+        )  # fmt: skip
         trim_heap()
         return model
     if dtype != torch.bfloat16 or (source.kind == "gguf" and quantization == "auto" and not ops.capabilities.blocks):
@@ -118,7 +124,7 @@ def _load(
 
 def auto_dtype(device: torch.device, compiled: bool) -> torch.dtype:
     """bfloat16 on a GPU, on our compiled CPU kernels, and where a CPU multiplies it natively; else float32, in which
-    PyTorch is several times faster there."""
+    PyTorch is several times faster there, experts of transformers' modules included."""
     if device.type == "cuda" or compiled:
         return torch.bfloat16
     known = torch.cpu.get_capabilities()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -13,6 +14,8 @@ from protocol.errors import ConfigError
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where among eight neighbouring outputs' codes, lowest bits first, AWQ keeps each."""
 _SCALES = ("weight_scale", "weight_scale_inv")
+_CODED = ("qweight", "weight_packed", *_SCALES)
+"""Last parts of names that only a layer in codes has."""
 
 
 class Tensors(Protocol):
@@ -23,6 +26,9 @@ class Tensors(Protocol):
 
     def holds(self, name: str) -> bool:
         """Whether there is one of that name."""
+
+    def names(self) -> Iterable[str]:
+        """Of all tensors."""
 
     def read(self, name: str, out: torch.Tensor) -> None:
         """As `Weights.read`."""
@@ -39,6 +45,11 @@ class QuantisedWeights:
         """Whether there is such a weight, plain or not."""
         layer = name.removesuffix(".weight")
         return any(self._tensors.holds(each) for each in (name, f"{layer}.qweight", f"{layer}.weight_packed"))
+
+    def coded(self) -> list[str]:
+        """The layers that are stored in codes."""
+        parts = (name.rpartition(".") for name in self._tensors.names())
+        return sorted({layer for layer, _, kind in parts if kind in _CODED})
 
     def read(self, name: str, out: torch.Tensor) -> None:
         codes = self._codes(name, tuple(out.shape))

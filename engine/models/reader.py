@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.models.config import DecoderConfig
+from engine.models.dense_forms import DenseForms
 from engine.models.interleaved import LATENT_ROTATED, ROTATED, half_split, rotated_first
 from engine.models.weights import Weights
 from kernels.ops import Ops
@@ -15,8 +16,8 @@ Rows = list[tuple[str, int]]
 
 
 class TensorReader:
-    """Of one decoder. quantization: see `load_model`; `kept`: the kinds of stored rows that run packed. Raises
-    ConfigError: a tensor is missing or has another shape than the config says."""
+    """Of one decoder. quantization, kept: see `DenseForms`. Raises ConfigError: a tensor is missing or has another
+    shape than the config says."""
 
     def __init__(
         self,
@@ -32,8 +33,8 @@ class TensorReader:
         self.dtype = dtype
         self._weights = weights
         self._device = device
-        self._quantization = quantization
-        self.kept: set[str] = set()
+        self._forms = DenseForms(ops, quantization)
+        self.kept = self._forms.kept
 
     def dense(self, prefix: str, parts: Rows, columns: int, bias: bool, factor: float = 1.0) -> Linear:
         """The layer of tensors whose names follow the prefix."""
@@ -42,17 +43,12 @@ class TensorReader:
 
     def linear(self, parts: Rows, columns: int, bias: torch.Tensor | None = None, factor: float = 1.0) -> Linear:
         """The layer in the form that `quantization` names, where the operations run it; else in the decoder's dtype."""
-        if self._quantization == "auto" and factor == 1.0:
+        if self._forms.as_stored and factor == 1.0:
             stored = [(name, self._weights.stored(name, (rows, columns))) for name, rows in parts]
             kept = [self._placed(name, rows) for name, rows in stored if rows is not None]
-            if len(kept) == len(parts) and (packed := self._packed(kept, columns, bias)) is not None:
+            if len(kept) == len(parts) and (packed := self._forms.of_rows(kept, columns, bias)) is not None:
                 return packed
-        weight = self.stack(parts, columns, factor)
-        if self._quantization == "int8":
-            quantised: list[Stored] = [StoredRows("INT8", weight.view(torch.uint8))]
-            if (packed := self._packed(quantised, columns, bias)) is not None:
-                return packed
-        return self.ops.linear(weight, bias)
+        return self._forms.of_weight(self.stack(parts, columns, factor), bias)
 
     def norm(self, name: str, size: int, factor: float = 1.0) -> torch.Tensor:
         """Weights of a norm; what a family adds to them is added in float32."""
@@ -78,12 +74,6 @@ class TensorReader:
         out = torch.empty(shape, dtype=torch.float32, device=self._device)
         self._weights.read(name, out)
         return out
-
-    def _packed(self, parts: list[Stored], columns: int, bias: torch.Tensor | None) -> Linear | None:
-        packed = self.ops.packed(parts, columns, bias)
-        if packed is not None:
-            self.kept |= packed.kinds
-        return packed
 
     def _placed(self, name: str, stored: Stored) -> Stored:
         """Its rows in our order; codes on the device."""

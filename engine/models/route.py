@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 from engine.models.config import parse_config, unsupported
@@ -13,11 +14,13 @@ from model_files.decoders import gguf_family, own_alone
 from model_files.encoders import is_encoder
 from model_files.gguf import GGUFFile, gguf_parts, read_gguf
 from model_files.multimodal import text_config
+from model_files.needs import has_experts
 from model_files.quantisation import quantisation
 from model_files.source import ModelSource, read_json
 from protocol.errors import ConfigError
 
-OWN, TRANSFORMERS, ENCODER = "our own decoder", "transformers' modules around our attention", "transformers' encoder"
+OWN, ENCODER = "our own decoder", "transformers' encoder"
+TRANSFORMERS = "transformers' modules around our attention and dense layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,9 @@ def _directory(source: ModelSource, impl: str) -> Route:
         return Route(family, OWN, formats)
     if alone is not None:
         raise ConfigError(f"{alone} runs on our own decoder alone", param="model_impl")
-    if stored is not None:
+    if stored is not None and has_experts(source):
         raise ConfigError(
-            f"checkpoints of {stored.method} run on our own decoder alone: {reason or impl}", param="model"
+            f"experts in codes of {stored.method} run on our own decoder alone: {reason or impl}", param="model"
         )
     _require_known(str(config.get("model_type") or family))
     return Route(family, TRANSFORMERS, formats)
@@ -78,4 +81,10 @@ def _gguf(file: GGUFFile, impl: str) -> Route:
         raise ConfigError("split GGUF files run on our own decoder alone", param="model")
     if file.architecture not in gguf_architectures():
         raise ConfigError(f"no reader here knows GGUF files of architecture {file.architecture!r}", param="model")
+    if importlib.util.find_spec("accelerate") is None:
+        raise ConfigError(
+            f"transformers reads GGUF files of architecture {file.architecture!r} where accelerate is installed; "
+            "pip install accelerate",
+            param="model",
+        )
     return Route(file.architecture, TRANSFORMERS, formats)

@@ -100,7 +100,7 @@ class GGUFWeights:
 
     def _ordered(self, name: str, tensor: GGUFTensor) -> torch.Tensor:
         """The tensor's stored bytes, rows in our order, valid until the next call."""
-        raw = self._bytes(tensor)
+        raw = self.bytes_of(tensor)
         if self._permuted is not None and any(part in name for part in _ROTATED):
             half_split_rows(raw.view(tensor.shape[0], -1), self._permuted[0 if "q_proj" in name else 1])
         return raw
@@ -111,10 +111,10 @@ class GGUFWeights:
         if tensor is None:
             return None
         out = torch.empty(tensor.shape)
-        dequantise(self._bytes(tensor), tensor.type, out)
+        dequantise(self.bytes_of(tensor), tensor.type, out)
         return out
 
-    def _bytes(self, tensor: GGUFTensor) -> torch.Tensor:
+    def bytes_of(self, tensor: GGUFTensor) -> torch.Tensor:
         """The tensor's stored bytes, valid until the next call."""
         length = stored_bytes(tensor.type, math.prod(tensor.shape))
         if length > len(self._buffer):

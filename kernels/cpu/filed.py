@@ -3,6 +3,7 @@ them everything else, pickled, then its form in words, and last the sizes of the
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
@@ -29,6 +30,7 @@ def write(descriptor: int, kernels: Kernels, form: str, make: Callable[[], objec
     try:
         rest = io.BytesIO()
         _Pickler(rest, pickle.HIGHEST_PROTOCOL).dump(make())
+        gc.collect()  # what was made may be in circles, and keeps the file open to be written
         panels = kernels.finish()
     finally:
         kernels.pack_into(-1)

@@ -113,12 +113,14 @@ def test_on_a_cpu_all_weights_and_pools_are_summed_up_first(monkeypatch, availab
     assert "\n" not in caught.value.message
 
 
-def test_weights_that_transformers_loads_are_counted_for_each_worker(monkeypatch):
-    """It knows nothing of the one copy: with it they would seem to fit."""
+def test_experts_that_transformers_loads_are_counted_for_each_worker(monkeypatch):
+    """They are not in the one copy: with it they would seem to fit."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=7 * GIB))
     monkeypatch.setattr("cli.seats._kernels_are_compiled", lambda: True)
     settings = ServeSettings(device="cpu", prefill=1, decode=1)
-    assert require_memory(settings, [NEEDS], seated(device="cpu")).startswith("1 time 4.00 GiB")
+    dense = dataclasses.replace(NEEDS.dense, active=float(NEEDS.dense.weights))
+    for needs in (NEEDS, dataclasses.replace(NEEDS, own=False, dense=dense)):
+        assert require_memory(settings, [needs], take_seats(settings, [needs], [])).startswith("1 time 4.00 GiB")
     foreign = [dataclasses.replace(NEEDS, own=False)]
     with pytest.raises(ConfigError, match=r"2 times 4\.00 GiB of weights"):
         require_memory(settings, foreign, take_seats(settings, foreign, []))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import types
 
@@ -65,8 +66,12 @@ def test_family_path_formats_and_memory(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt_neox"}, "on transformers' modules around our attention, bfloat16"),
+        ({"model_type": "gpt_neox"}, "on transformers' modules around our attention and dense layers, bfloat16"),
         ({"hidden_act": "relu"}, "on transformers' modules around our attention"),
+        (
+            {"model_type": "gpt_neox", "quantization_config": GPTQ},
+            "on transformers' modules around our attention and dense layers, gptq of 4 bits, groups of 32",
+        ),
         ({"dtype": "float16"}, "on our own decoder, float16"),
     ],
 )
@@ -79,7 +84,10 @@ def test_the_path_is_told(changes, words, tmp_path):
     [
         ({"quantization_config": GPTQ | {"bits": 7}}, "'gptq', and 7 bits is not supported"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'"),
-        ({"quantization_config": GPTQ, "model_type": "gpt_neox"}, "gptq run on our own decoder alone"),
+        (
+            {"quantization_config": GPTQ, "model_type": "qwen2_moe", "num_experts": 4},
+            "experts in codes of gptq run on our own decoder alone",
+        ),
         ({"model_type": "martian"}, "neither our own decoder nor transformers knows"),
         ({"kv_lora_rank": 64}, "MLA"),
     ],
@@ -133,3 +141,27 @@ def test_who_drafts_and_what_that_takes(tmp_path):
     settings = ServeSettings(model=(model,), device="cpu", kv_cache_gib=0.01, speculative_model=small)
     (memory,) = all_checks(settings, [("memory", doctor.memory)])
     assert "GiB for what drafts" in memory.found
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_gguf_that_transformers_reads_needs_accelerate(installed, tmp_path, monkeypatch):
+    path = tmp_path / "m.gguf"
+    writer = GGUFWriter(str(path), "starcoder2")
+    for add in (writer.add_block_count, writer.add_context_length, writer.add_embedding_length, writer.add_head_count):
+        add(32)
+    writer.add_tensor("token_embd.weight", np.zeros((32, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name: (types if installed else None) if name == "accelerate" else find(name),
+    )
+    found = told(str(path))
+    words = "transformers' modules around our attention and dense layers, GGUF of float32"
+    assert (found.level, (words if installed else "pip install accelerate") in found.found) == (
+        "ok" if installed else "fail",
+        True,
+    )

@@ -93,6 +93,6 @@ def test_int8_of_experts_is_near(mixtral):
 
 
 def test_int8_is_refused_where_nothing_runs_it(llama):
-    for wrong in ({"dtype": torch.float32}, {"ops": ReferenceOps()}, {"impl": "transformers"}):
+    for wrong in ({"dtype": torch.float32}, {"ops": ReferenceOps()}):
         with pytest.raises(ConfigError, match="quantization int8 needs"):
             load(llama, "int8", **wrong)

@@ -11,7 +11,7 @@ from quantised_files import awq, fp8, gptq, int8, packed, quantise
 from safetensors.torch import load_file
 from test_models_gguf import same_logits
 from test_models_packed import CPU, correlation, load
-from tiny_models import family, save_tiny
+from tiny_models import EXPERTS, family, save_tiny
 
 from engine.models import load_model
 from engine.models.directory import open_directory
@@ -45,6 +45,7 @@ def compressed(layout: str, **weights):
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 EIGHT = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+EIGHTS = compressed("int-quantized", **EIGHT)
 FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 EXACT = {
     "gptq": (gptq(4, 32, True), GPTQ, "Q4_0"),
@@ -61,7 +62,7 @@ EXACT = {
     "awq": (awq(32), AWQ, "Q5_0"),
     "int4": (packed(4, 32, True), compressed("pack-quantized", **INT4), "Q4_0"),
     "int4-asymmetric": (packed(4, 32, False), compressed("pack-quantized", **INT4 | {"symmetric": False}), "Q5_0"),
-    "int8": (int8, compressed("int-quantized", **EIGHT), "CODES"),
+    "int8": (int8, EIGHTS, "CODES"),
     "int8-packed": (packed(8, 0, True), compressed("pack-quantized", **EIGHT), "CODES"),
 }
 NEAR = {
@@ -208,10 +209,10 @@ def test_unsupported_variants_are_named_with_what_is_supported(config, words, pl
     assert "AWQ of 4 bits (gemm), fp8 and compressed-tensors (int4, int8, fp8) are" in caught.value.message
 
 
-def test_architectures_of_transformers_alone_are_refused_with_the_method(tmp_path):
-    save_tiny(family("GPTNeoXConfig"), tmp_path / "plain")
-    quantise(tmp_path / "plain", tmp_path / "quantised", tmp_path / "values", gptq(4, 32, True), GPTQ)
-    with pytest.raises(ConfigError, match="checkpoints of gptq run on our own decoder alone"):
+def test_experts_of_transformers_modules_are_refused_by_name(tmp_path):
+    save_tiny(family("Qwen2MoeConfig", shared_expert_intermediate_size=32, **EXPERTS), tmp_path / "plain")
+    quantise(tmp_path / "plain", tmp_path / "quantised", tmp_path / "values", int8, EIGHTS)
+    with pytest.raises(ConfigError, match=r"its quantised model.layers.0.mlp.experts.0.down_proj is no dense layer"):
         load_model(resolve(str(tmp_path / "quantised")), device=CPU, dtype=torch.float32, ops=ReferenceOps())
 
 

@@ -1,0 +1,35 @@
+"""In which form a dense layer runs: as it is stored, quantised as it is loaded, or in the model's number format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.ops import Ops
+from kernels.step import Linear, Stored, StoredRows
+
+
+class DenseForms:
+    """Of one model. quantization: see `load_model`; `kept`: the kinds of stored rows that run packed."""
+
+    def __init__(self, ops: Ops, quantization: str) -> None:
+        self.as_stored = quantization == "auto"
+        self._int8 = quantization == "int8"
+        self._ops = ops
+        self.kept: set[str] = set()
+
+    def of_rows(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None) -> Linear | None:
+        """Of stored rows [.., columns] under each other; None where the operations do not run them."""
+        packed = self._ops.packed(parts, columns, bias)
+        if packed is not None:
+            self.kept |= packed.kinds
+        return packed
+
+    def of_weight(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Of a weight [out, in], contiguous, in bfloat16 where it is to become int8."""
+        if self._int8:
+            quantised: list[Stored] = [StoredRows("INT8", weight.view(torch.uint8))]
+            if (packed := self.of_rows(quantised, weight.shape[1], bias)) is not None:
+                return packed
+        return self._ops.linear(weight, bias)

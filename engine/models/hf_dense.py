@@ -1,0 +1,127 @@
+"""Dense layers of transformers' modules in forms of our own: packed as the operations have them, or as they are stored.
+
+Who looks at the weight of such a layer, as some modules do, finds its shape and number format, and no values. This
+module does not import transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.models.dense_forms import DenseForms
+from kernels.shared import TorchLinear
+from kernels.step import Linear, StoredRows
+
+StoredAs = Callable[[torch.Tensor], StoredRows | None]
+"""The rows of a file that hold the values of a weight [out, in]; None: there are none."""
+_TRIED = (24, 40)
+"""Outputs and inputs of the layers by which a kind of module is tried."""
+
+
+class DenseModule(nn.Module):
+    """In the place of a dense layer."""
+
+    def __init__(self, linear: Linear, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = linear
+        self.weight = weight.to("meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+    def of_rows(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """As `Linear`."""
+        return self.linear(x, dtype)
+
+
+class WordsModule(nn.Module):
+    """In the place of the embedding of tokens."""
+
+    def __init__(self, linear: Linear, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = linear
+        self.weight = weight.to("meta")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.linear.rows(ids.flatten()).view(*ids.shape, -1)
+
+
+def outputs_first(module: nn.Module) -> torch.Tensor | None:
+    """The weight [out, in] of a dense layer; None: the module is something else."""
+    kind: Any = type(module)
+    weight: Any = getattr(module, "weight", None)
+    if _is_linear(kind):
+        return weight.detach()  # type: ignore[no-any-return]
+    return weight.detach().t() if _is_conv1d(kind) else None
+
+
+@torch.no_grad()
+def pack_modules(model: Any, forms: DenseForms, stored_as: StoredAs | None = None) -> None:
+    """Put our layers in the place of the model's: of each whose weight the operations keep in a form of their own. What
+    shares its weight with the embedding of tokens shares its form, too. One is packed after the other, so that each
+    weight is in memory twice only while it is."""
+    dense = _Dense(forms, stored_as)
+    words = model.get_input_embeddings()
+    tied = words.weight if type(words) is nn.Embedding and words.max_norm is None else None
+    embedding = None if tied is None else dense.form(tied.detach(), None)
+    for name in [name for name, _ in model.named_modules()]:
+        module = model.get_submodule(name)
+        if module is words and embedding is not None:
+            model.set_submodule(name, WordsModule(embedding, words.weight))
+        elif (weight := outputs_first(module)) is not None:
+            shared = module.weight is tied and module.bias is None
+            linear = embedding if shared else dense.form(weight, module.bias)
+            if linear is not None:
+                model.set_submodule(name, DenseModule(linear, weight))
+
+
+class _Dense:
+    def __init__(self, forms: DenseForms, stored_as: StoredAs | None) -> None:
+        self._forms = forms
+        self._stored_as = stored_as
+
+    def form(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+        """Of a weight in a form of the operations' own; None: it stays as it is."""
+        if weight.dtype != torch.bfloat16:
+            return None
+        if self._stored_as is not None and self._forms.as_stored and (rows := self._stored_as(weight)) is not None:
+            packed = self._forms.of_rows([rows], weight.shape[1], bias)
+            if packed is not None:
+                return packed
+        linear = self._forms.of_weight(weight.contiguous(), bias)
+        return None if isinstance(linear, TorchLinear) else linear
+
+
+@cache
+def _is_linear(kind: Any) -> bool:
+    """Whether its modules are dense layers: those of PyTorch, or a kind made of them that computes the same."""
+    if not issubclass(kind, nn.Linear):
+        return False
+    return kind is nn.Linear or _computes(kind, _TRIED[::-1], lambda tried: tried.weight)
+
+
+@cache
+def _is_conv1d(kind: Any) -> bool:
+    """Whether its modules are what GPT-2 calls Conv1D: dense layers whose weights lie inputs first."""
+    return kind.__name__ == "Conv1D" and _computes(kind, _TRIED, lambda tried: tried.weight.t())
+
+
+@torch.no_grad()
+def _computes(kind: Any, sizes: tuple[int, int], weight_of: Callable[[Any], torch.Tensor]) -> bool:
+    try:
+        tried = kind(*sizes).float()
+    except TypeError:
+        return False
+    if {name for name, _ in tried.named_parameters()} != {"weight", "bias"}:
+        return False
+    random = torch.Generator().manual_seed(1)
+    for parameter in tried.parameters():
+        parameter.normal_(generator=random)
+    x = torch.randn(1, 2, _TRIED[1], generator=random)
+    return torch.allclose(tried(x), F.linear(x, weight_of(tried), tried.bias), atol=1e-4)

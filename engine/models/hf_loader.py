@@ -1,0 +1,181 @@
+"""From a model source to a model of transformers over our paged cache, proven to be what it is taken for."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from engine.models.base import ModelInfo
+from engine.models.dense_forms import DenseForms
+from engine.models.directory import open_directory
+from engine.models.hf import ATTENTION, HFModel, hidden_states, logits_of, transformers_module
+from engine.models.hf_attention import Seat, ShapeProbe, take_seats
+from engine.models.hf_dense import pack_modules
+from engine.models.hf_stored import GGUFRows, coded_layers
+from engine.models.one_copy import one_copy
+from engine.models.parameters import Progress
+from kernels.cpu import CpuOps
+from kernels.ops import Ops
+from model_files.gguf import gguf_parts, read_gguf
+from model_files.length import steady_length
+from model_files.quantisation import quantisation
+from model_files.source import ModelSource, read_facts, read_json
+from protocol.errors import ConfigError, reason
+
+
+def load_hf(
+    source: ModelSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: Ops,
+    quantization: str = "none",
+    progress: Progress | None = None,
+    weights_fd: int = -1,
+) -> HFModel:
+    """Load through AutoModelForCausalLM, with dense layers in the operations' forms, and prove on two tokens that
+    attention and logits go our way. As `load_model`. Raises ConfigError with transformers' reason, or naming what of
+    the model is not supported."""
+    if source.kind == "gguf" and len(gguf_parts(source.path)) > 1:
+        raise ConfigError(f"{source.name} is a split GGUF; transformers reads whole ones alone", param="model")
+    length = read_facts(source).max_model_len
+    if source.kind != "gguf":
+        length = min(length, steady_length(read_json(source.path / "config.json")))
+    if not length:
+        raise ConfigError(f"{source.path} does not name the model's longest sequence", param="model")
+    module, kept = _shared(source, device, dtype, ops, quantization, progress, weights_fd)
+    seat = take_seats(module)
+    probe, vocab_size = _probe(module, seat, device)
+    info = ModelInfo(
+        name=source.name,
+        revision="+".join((source.revision, *kept)),
+        num_layers=len(probe.shapes),
+        num_kv_heads=probe.shapes[0].kv_heads,
+        head_dim=probe.shapes[0].head_dim,
+        vocab_size=vocab_size,
+        max_model_len=length,
+    )
+    if progress is not None:
+        progress(1.0)
+    return HFModel(module, seat, info, device, dtype, ops)
+
+
+def _shared(
+    source: ModelSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: Ops,
+    quantization: str,
+    progress: Progress | None,
+    weights_fd: int,
+) -> tuple[Any, list[str]]:
+    """The module and what its layers are kept in; packed once by the processes that share the memory."""
+    forms = DenseForms(ops, quantization if dtype == torch.bfloat16 else "none")
+
+    def read() -> tuple[Any, list[str]]:
+        module = _packed(source, device, dtype, forms)
+        if progress is not None:
+            progress(0.9)
+        return module, sorted(forms.kept)
+
+    if weights_fd >= 0 and isinstance(ops, CpuOps) and dtype == torch.bfloat16:
+        transformers_module()
+        return one_copy(weights_fd, ops.kernels, f"transformers {source.path} {source.revision} {quantization}", read)
+    return read()
+
+
+def _packed(source: ModelSource, device: torch.device, dtype: torch.dtype, forms: DenseForms) -> Any:
+    quantised = None if source.kind == "gguf" else quantisation(read_json(source.path / "config.json"))
+    if quantised is None:
+        module = _load_module(source, dtype)
+    else:
+        module = _load_quantised(source, open_directory(source.path, quantised), forms, dtype, device)
+    try:
+        module = module.to(device).eval()
+        pack_modules(module, forms, GGUFRows(read_gguf(source.path)) if source.kind == "gguf" else None)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the model's weights do not fit the memory of {device}", param="model") from error
+    return module
+
+
+def _load_quantised(
+    source: ModelSource, weights: Any, forms: DenseForms, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """The module of a checkpoint whose layers in codes we read ourselves. transformers reads the rest into a kind of
+    module that has them already, of the same name, for it renames tensors by that."""
+    transformers = transformers_module()
+    config = transformers.AutoConfig.from_pretrained(source.path, local_files_only=True)
+    for name in ("quantization_config", "compression_config"):
+        config.__dict__.pop(name, None)
+    with torch.device("meta"), _told(source):
+        skeleton = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    kind = type(skeleton)
+    coded = coded_layers(skeleton, weights, forms, dtype, device)
+
+    def made(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, config, *args, **kwargs)
+        for name, layer in coded.items():
+            self.set_submodule(name, layer)
+
+    same = type(kind.__name__, (kind,), {"__init__": made, "__module__": kind.__module__})
+    module = _load_module(source, dtype, same, config=config)
+    module.__class__ = kind
+    coded.clear()  # the kind lives on
+    return module
+
+
+def _load_module(source: ModelSource, dtype: torch.dtype, kind: Any = None, **extra: Any) -> Any:
+    """The module with every weight from the checkpoint: transformers itself would fill what is missing with noise.
+    kind: of the module, None: what the config says."""
+    transformers = transformers_module()
+    is_file = source.kind == "gguf"
+    place = source.path.parent if is_file else source.path
+    extra |= {"gguf_file": source.path.name} if is_file else {}
+    with _told(source):
+        module, loaded = (kind or transformers.AutoModelForCausalLM).from_pretrained(
+            place,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            output_loading_info=True,
+            **extra,
+        )
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise ConfigError(f"the model's files lack the tensor {missing[0]}{more}", param="model")
+    return module
+
+
+@contextlib.contextmanager
+def _told(source: ModelSource) -> Iterator[None]:
+    """What transformers raises, in one line."""
+    try:
+        yield
+    except Exception as error:
+        why = reason(error)
+        if isinstance(error, KeyError) and ATTENTION in why:
+            why = "its attention does not use transformers' attention interface"
+        raise ConfigError(f"transformers cannot load {source.name}: {why}", param="model") from error
+
+
+@torch.inference_mode()
+def _probe(module: Any, seat: Seat, device: torch.device) -> tuple[ShapeProbe, int]:
+    """What the layers ask for, and the width of the logits."""
+    if "position_ids" not in inspect.signature(module.base_model.forward).parameters:
+        raise ConfigError(f"{type(module).__name__} takes no position_ids, which is not supported", param="model")
+    tokens, positions = torch.zeros(2, dtype=torch.long, device=device), torch.arange(2, device=device)
+    seat.attention = probe = ShapeProbe()
+    try:
+        ours = logits_of(module, hidden_states(module, tokens, positions))
+        probe.check(module.config)
+        whole = module(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0].float()
+    finally:
+        seat.attention = None
+    if not torch.allclose(ours, whole, rtol=2e-2, atol=2e-2):
+        raise ConfigError(f"{type(module).__name__} changes its logits in a way that is not supported", param="model")
+    return probe, whole.shape[-1]

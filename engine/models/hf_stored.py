@@ -1,0 +1,82 @@
+"""Stored forms of weights for transformers' modules: which of a file's tensors are which layers'."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from engine.models.dense_forms import DenseForms
+from engine.models.dequantise import BLOCKS, dequantise
+from engine.models.hf_dense import DenseModule, outputs_first
+from engine.models.quantised import QuantisedWeights
+from engine.models.weights import GGUFWeights
+from kernels.step import StoredRows
+from model_files.gguf import GGUFFile, GGUFTensor
+from protocol.errors import ConfigError
+
+_NEAR = 2**-6
+"""How far values may lie apart, in a row's largest one: transformers computes them in bfloat16."""
+
+
+class GGUFRows:
+    """The tensors of a GGUF in block formats, found by their values: whatever transformers calls a layer, and whatever
+    it did to its weight, where that is no longer a tensor's values its codes are not taken."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._weights = GGUFWeights(file, None)
+        self._known: defaultdict[tuple[int, ...], list[tuple[GGUFTensor, torch.Tensor]]] = defaultdict(list)
+        for tensor in file.tensors.values():
+            if tensor.type in BLOCKS and len(tensor.shape) == 2:
+                first = self._values(replace(tensor, shape=(1, tensor.shape[1])))
+                self._known[tensor.shape].append((tensor, first))
+
+    def __call__(self, weight: torch.Tensor) -> StoredRows | None:
+        """The rows that stand for this weight [out, in]."""
+        for tensor, first in self._known.get(tuple(weight.shape), ()):
+            if _near(first, weight[:1]) and _near(self._values(tensor), weight):
+                raw = self._weights.bytes_of(tensor)
+                return StoredRows(BLOCKS[tensor.type], raw.view(len(weight), -1).clone())
+        return None
+
+    def _values(self, tensor: GGUFTensor) -> torch.Tensor:
+        out = torch.empty(tensor.shape)
+        dequantise(self._weights.bytes_of(tensor), tensor.type, out)
+        return out
+
+
+def _near(values: torch.Tensor, weight: torch.Tensor) -> bool:
+    return bool(((values - weight).abs().amax(1) <= _NEAR * values.abs().amax(1)).all())
+
+
+def coded_layers(
+    skeleton: Any, weights: QuantisedWeights, forms: DenseForms, dtype: torch.dtype, device: torch.device
+) -> dict[str, DenseModule]:
+    """The layers of a model without weights, by name, that a quantised checkpoint holds in codes. Raises ConfigError:
+    one is none of the model's dense layers, or its tensors do not fit."""
+    names = weights.coded()
+    if not names:
+        raise ConfigError("its config says that it is quantised, and its files hold no codes", param="model")
+    return {name: _coded(name, skeleton, weights, forms, dtype, device) for name in names}
+
+
+def _coded(
+    name: str, skeleton: Any, weights: QuantisedWeights, forms: DenseForms, dtype: torch.dtype, device: torch.device
+) -> DenseModule:
+    module = dict(skeleton.named_modules()).get(name)
+    shaped = None if module is None else outputs_first(module)
+    if module is None or shaped is None:
+        raise ConfigError(f"its quantised {name} is no dense layer of {type(skeleton).__name__}", param="model")
+    bias = None
+    if module.bias is not None:
+        weights.read(f"{name}.bias", bias := torch.empty(module.bias.shape, dtype=dtype, device=device))
+    rows, columns = shaped.shape
+    stored = weights.stored(f"{name}.weight", (rows, columns)) if forms.as_stored else None
+    linear = None if stored is None else forms.of_rows([stored], columns, bias)
+    if linear is None:
+        weight = torch.empty(rows, columns, dtype=dtype, device=device)
+        weights.read(f"{name}.weight", weight)
+        linear = forms.of_weight(weight, bias)
+    return DenseModule(linear, shaped)
