@@ -1,0 +1,83 @@
+"""A choice's journey ends with its pieces: at once, and by no task of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from protocol.errors import KvferryError
+from protocol.metrics import RouterMetrics
+from router.api.following import Choice, Following
+from router.journey.spec import Output
+from router.text.transcript import Piece
+
+
+class Whole:
+    """Of a request whose text ends with its second token."""
+
+    def __init__(self) -> None:
+        self.metrics = RouterMetrics().of("m")
+        self.cancels: list[bool] = []
+
+    def transcript(self, spec: Any) -> Any:
+        return SimpleNamespace(
+            add=lambda output: Piece("x", output.token_ids, finish_reason="stop" if output.token_ids == (2,) else None)
+        )
+
+    def count_first(self, now: float, route: Any) -> None:
+        pass
+
+    async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
+        self.cancels.append(enough)
+
+
+class Journey:
+    """Puts out as many tokens; `over` once its iteration has ended."""
+
+    def __init__(self, tokens: int) -> None:
+        self.over, self.route = False, None
+        self._tokens = tokens
+
+    async def outputs(self) -> AsyncGenerator[Output]:
+        try:
+            for token in range(self._tokens):
+                yield Output((token,))
+        finally:
+            self.over = True
+
+
+def following(tokens: int) -> tuple[Following, Journey, Whole, Choice]:
+    whole, journey, spec = Whole(), Journey(tokens), Any
+    choice = Choice(0, 0, spec, journey)  # type: ignore[arg-type]
+    return Following(choice, journey.outputs(), whole), journey, whole, choice
+
+
+async def test_a_text_that_ends_before_its_journey_ends_it() -> None:
+    pieces, journey, whole, choice = following(9)
+    assert [(told is choice, piece.finish_reason) async for told, piece in pieces] == [
+        (True, None), (True, None), (True, "stop"),
+    ]  # fmt: skip
+    assert journey.over
+    assert whole.cancels == [True]
+    assert sum(whole.metrics.itl.counts) == 2
+
+
+async def test_pieces_that_are_left_early_end_the_journey() -> None:
+    pieces, journey, whole, _ = following(9)
+    async with aclosing(pieces):
+        await anext(pieces)
+        assert not journey.over
+    assert journey.over
+    assert not whole.cancels, "that is for its request to say"
+
+
+async def test_a_journey_that_ends_without_a_reason_is_an_error() -> None:
+    pieces, _, _, choice = following(1)
+    await anext(pieces)
+    with pytest.raises(KvferryError, match="finish reason"):
+        await anext(pieces)
+    assert choice.ended
