@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from kernels.cpu.dense import PackedLinear, PackedLinearOfHeads, plain_rows, whole_panels
+from kernels.cpu.dense import PackedLayers
 from kernels.cpu.extension import extension, instruction_set
 from kernels.cpu.step import CpuStep, record
 from kernels.draw import NoiseKeys, is_greedy
@@ -18,8 +18,7 @@ from kernels.masking import Masks
 from kernels.noise import row_key
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
-from kernels.shared import TorchLinear, TorchLinearOfHeads
-from kernels.step import DecoderForm, Latent, Linear, LinearOfHeads, OneByOne, StoredRows
+from kernels.step import DecoderForm, Latent, OneByOne
 from protocol.sampling import SamplingParams
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -30,7 +29,7 @@ Scoring = tuple[float, int, float, torch.Tensor | None]
 """scale, window, cap and sinks of `Ops.paged_attention`."""
 
 
-class CpuOps:
+class CpuOps(PackedLayers):
     """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for attention with head dims that
     are not multiples of 16, and for prefill attention in float32 or with head dims that are not multiples of 32. Owns a
     team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best instruction set.
@@ -44,8 +43,9 @@ class CpuOps:
         native = extension()
         if native is None:
             raise RuntimeError("kvferry was installed without its CPU extension")
-        self._step_type, self._row_bytes = native.Step, native.row_bytes
-        self.kernels = native.Kernels(name or instruction_set(), threads or torch.get_num_threads())
+        kernels = native.Kernels(name or instruction_set(), threads or torch.get_num_threads())
+        super().__init__(kernels, native.row_bytes)
+        self._step_type = native.Step
         self._reference, self._of_prefills = ReferenceOps(), ReferenceOps()
         self._batch_invariant = batch_invariant
         self._prefills: tuple[BatchPlan, BatchPlan] | None = None
@@ -59,22 +59,6 @@ class CpuOps:
     def threads(self) -> int:
         found: int = self.kernels.threads
         return found
-
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        rows = plain_rows(weight)
-        if rows is None:
-            return TorchLinear(weight, bias)
-        return PackedLinear(self.kernels, [rows], weight.shape[1], bias)
-
-    def linear_of_heads(self, weight: torch.Tensor) -> LinearOfHeads:
-        heads = [self.linear(head.contiguous()) for head in weight]
-        packed = tuple(head for head in heads if isinstance(head, PackedLinear))
-        return PackedLinearOfHeads(packed) if len(packed) == len(heads) else TorchLinearOfHeads(weight)
-
-    def packed(self, parts: Sequence[StoredRows], columns: int, bias: torch.Tensor | None = None) -> Linear | None:
-        if not whole_panels(parts) or any(self._row_bytes(part.kind, columns) < 0 for part in parts):
-            return None
-        return PackedLinear(self.kernels, parts, columns, bias)
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> CpuStep | None:
         return record(self._step_type, self.kernels, form, self._batch_invariant)
