@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.step import StoredRows
+from kernels.codes import Codes
+from kernels.cpu.coded import rows_of
+from kernels.shared import TorchLinear, TorchLinearOfHeads
+from kernels.step import Linear, LinearOfHeads, Stored, StoredRows
 
 if TYPE_CHECKING:
     from kernels.cpu._native import Kernels, Place
@@ -71,3 +74,31 @@ def plain_rows(weight: torch.Tensor) -> StoredRows | None:
 def whole_panels(parts: Sequence[StoredRows]) -> bool:
     """Whether each part begins a panel."""
     return all(len(part.data) % _PANEL == 0 for part in parts[:-1])
+
+
+class PackedLayers:
+    """The part of the row `cpu` that makes dense layers, once at load. kernels: what packs them and runs them;
+    row_bytes: of a kind and a number of inputs, below zero for what is not packed."""
+
+    def __init__(self, kernels: Kernels, row_bytes: Callable[[str, int], int]) -> None:
+        self.kernels = kernels
+        self._row_bytes = row_bytes
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        rows = plain_rows(weight)
+        if rows is None:
+            return TorchLinear(weight, bias)
+        return PackedLinear(self.kernels, [rows], weight.shape[1], bias)
+
+    def linear_of_heads(self, weight: torch.Tensor) -> LinearOfHeads:
+        heads = [self.linear(head.contiguous()) for head in weight]
+        packed = tuple(head for head in heads if isinstance(head, PackedLinear))
+        return PackedLinearOfHeads(packed) if len(packed) == len(heads) else TorchLinearOfHeads(weight)
+
+    def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> PackedLinear | None:
+        rows = [found for part in parts if (found := rows_of(part) if isinstance(part, Codes) else part) is not None]
+        if len(rows) < len(parts) or not whole_panels(rows):
+            return None
+        if any(self._row_bytes(part.kind, columns) < 0 for part in rows):
+            return None
+        return PackedLinear(self.kernels, rows, columns, bias)

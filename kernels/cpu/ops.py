@@ -8,9 +8,7 @@ from dataclasses import replace
 import torch
 
 from kernels.capabilities import Capabilities
-from kernels.codes import Codes
-from kernels.cpu.coded import rows_of
-from kernels.cpu.dense import PackedLinear, PackedLinearOfHeads, plain_rows, whole_panels
+from kernels.cpu.dense import PackedLayers
 from kernels.cpu.extension import extension, instruction_set
 from kernels.cpu.step import CpuStep, record
 from kernels.draw import NoiseKeys, is_greedy
@@ -20,8 +18,8 @@ from kernels.masking import Masks
 from kernels.noise import row_key
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
-from kernels.shared import TorchLinear, TorchLinearOfHeads, TorchShared
-from kernels.step import DecoderForm, Latent, Linear, LinearOfHeads, OneByOne, Stored
+from kernels.shared import TorchShared
+from kernels.step import DecoderForm, Latent, OneByOne
 from protocol.sampling import SamplingParams
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -32,7 +30,7 @@ Scoring = tuple[float, int, float, torch.Tensor | None]
 """scale, window, cap and sinks of `Ops.paged_attention`."""
 
 
-class CpuOps(TorchShared):
+class CpuOps(PackedLayers, TorchShared):
     """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for attention with head dims that
     are not multiples of 16, and for prefill attention in float32 or with head dims that are not multiples of 32. Owns a
     team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best instruction set.
@@ -47,8 +45,9 @@ class CpuOps(TorchShared):
         native = extension()
         if native is None:
             raise RuntimeError("kvferry was installed without its CPU extension")
-        self._step_type, self._row_bytes = native.Step, native.row_bytes
-        self.kernels = native.Kernels(name or instruction_set(), threads or torch.get_num_threads())
+        kernels = native.Kernels(name or instruction_set(), threads or torch.get_num_threads())
+        super().__init__(kernels, native.row_bytes)
+        self._step_type = native.Step
         self._reference, self._of_prefills = ReferenceOps(), ReferenceOps()
         self._batch_invariant = batch_invariant
         self._prefills: tuple[BatchPlan, BatchPlan] | None = None
@@ -62,25 +61,6 @@ class CpuOps(TorchShared):
     def threads(self) -> int:
         found: int = self.kernels.threads
         return found
-
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        rows = plain_rows(weight)
-        if rows is None:
-            return TorchLinear(weight, bias)
-        return PackedLinear(self.kernels, [rows], weight.shape[1], bias)
-
-    def linear_of_heads(self, weight: torch.Tensor) -> LinearOfHeads:
-        heads = [self.linear(head.contiguous()) for head in weight]
-        packed = tuple(head for head in heads if isinstance(head, PackedLinear))
-        return PackedLinearOfHeads(packed) if len(packed) == len(heads) else TorchLinearOfHeads(weight)
-
-    def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> PackedLinear | None:
-        rows = [found for part in parts if (found := rows_of(part) if isinstance(part, Codes) else part) is not None]
-        if len(rows) < len(parts) or not whole_panels(rows):
-            return None
-        if any(self._row_bytes(part.kind, columns) < 0 for part in rows):
-            return None
-        return PackedLinear(self.kernels, rows, columns, bias)
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> CpuStep | None:
         return record(self._step_type, self.kernels, form, self._batch_invariant)

@@ -79,6 +79,18 @@ def test_the_path_is_told(changes, words, tmp_path):
     assert words in told(directory(tmp_path, **changes)).found
 
 
+def test_latent_attention_is_told(tmp_path):
+    """One vector of 576 numbers a token and layer; not in int8."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    groups = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    model = directory(tmp_path, model_type="deepseek_v3", num_hidden_layers=8, **sizes, **groups)
+    found = told(model)
+    assert "on our own decoder" in found.found
+    assert f"KV {1000 * 8 * 576 * 2 / 2**20:.1f} MiB for 1,000 tokens" in found.found
+    refused = told(model, kv_cache_dtype="int8")
+    assert (refused.level, "int8 is not for latent attention" in refused.found) == ("fail", True)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -82,6 +82,11 @@ def test_layers_are_what_the_config_says(path: Path) -> None:
     assert all(isinstance(layer.mlp, Experts) and layer.mlp.shared for layer in others)
 
 
+def test_routers_compute_in_float32_whatever_the_model_does(path: Path) -> None:
+    layers = load(path, dtype=torch.bfloat16).parameters.layers
+    assert {layer.mlp.router.weight.dtype for layer in layers if isinstance(layer.mlp, Experts)} == {torch.float32}
+
+
 def fp8_blocks(path: Path) -> tuple[Path, Path]:
     """A checkpoint in fp8, and one of the values that it then has."""
     stored, values = path.parent / "stored", path.parent / "values"
