@@ -9,7 +9,8 @@ from pathlib import Path
 from cli.child import Command
 from cli.options import to_argv, variable
 from cluster_state.redis_url import has_password
-from protocol.settings import CommonSettings, RouterSettings, WorkerSettings
+from protocol.common_settings import CommonSettings
+from protocol.settings import RouterSettings, WorkerSettings
 
 PREFILL_NICENESS = 5
 """Prefill and decode processes share the cores: while a prompt is computed, running streams keep three quarters of them

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from model_files.needs import ModelNeeds
 from process.address import family_of
+from protocol.common_settings import CommonSettings
 from protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
-from protocol.settings import CommonSettings, ServeSettings
+from protocol.settings import ServeSettings
 
 WORKER_PACKAGES = ("torch", "transformers", "safetensors", "ucxx")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")

@@ -32,8 +32,9 @@ from process import cores, written_once
 from process.address import dialable, host_port
 from process.limits import available_cores
 from process.secret import ClusterSecrets
+from protocol.common_settings import CommonSettings
 from protocol.errors import ConfigError
-from protocol.settings import CommonSettings, RouterSettings, ServeSettings, WorkerSettings
+from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 
 log = logging.getLogger(__name__)
 

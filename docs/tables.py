@@ -14,8 +14,9 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from cli.options import flag
+from protocol.common_settings import CommonSettings
 from protocol.metrics import RouterMetrics
-from protocol.settings import CommonSettings, RouterSettings, ServeSettings, WorkerSettings
+from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 from protocol.worker_metrics import WorkerMetrics
 
 _BLOCK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

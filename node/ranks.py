@@ -97,9 +97,10 @@ class Ranks:
         return None
 
     def close(self) -> None:
-        """They end, as they do when this process ends, however it does."""
+        """End them, whatever they do: as when this process ends, however it does."""
         self._lines.close()
         for process in self._processes:
+            process.kill()
             process.wait()
 
     def _started(self, rank: int, memory_fd: int) -> subprocess.Popen[bytes]:

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from process.followed_file import FollowedFile
 from process.log import Seldom
+from protocol.common_settings import CommonSettings
 from protocol.errors import ConfigError, OtherCluster
-from protocol.settings import CommonSettings
 
 log = logging.getLogger(__name__)
 HEADER = "x-kvferry-cluster"

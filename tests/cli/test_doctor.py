@@ -61,6 +61,19 @@ def test_threads_beyond_the_cores_are_a_warning(monkeypatch):
     monkeypatch.setattr(doctor, "available_cores", lambda: 4)
     assert one(doctor.threads, threads=4).level == "ok"
     assert "--threads 4" in one(doctor.threads, threads=5).remedy
+    assert one(doctor.threads, threads=2, tensor_parallel_size=2).level == "ok"
+    assert "--threads 2" in one(doctor.threads, threads=3, tensor_parallel_size=2).remedy
+    assert "fewer ranks" in one(doctor.threads, threads=1, tensor_parallel_size=5).remedy
+
+
+def test_ranks_are_for_cpus_and_divide_the_heads():
+    needs = [types.SimpleNamespace(kv_heads=4), types.SimpleNamespace(kv_heads=6)]
+    preflight.ranks(ServeSettings(tensor_parallel_size=2), needs, ["cpu", "cpu"])
+    preflight.ranks(ServeSettings(), needs, ["cuda:0"])
+    with pytest.raises(ConfigError, match="4 does not divide the model's K/V heads: 6"):
+        preflight.ranks(ServeSettings(tensor_parallel_size=4), needs, ["cpu"])
+    with pytest.raises(ConfigError, match="2 is for CPUs; add --device cpu"):
+        preflight.ranks(ServeSettings(tensor_parallel_size=2), needs, ["cpu", "cuda:0"])
 
 
 def test_a_store_is_tried_and_left_as_it_was(tmp_path, monkeypatch):

@@ -15,6 +15,12 @@ def test_zero_threads_means_all_cores():
     assert worker_threads(0) == available_cores() >= 1
 
 
+def test_ranks_divide_the_cores():
+    assert worker_threads(5, 2) == 5, "it is what each has"
+    assert worker_threads(0, available_cores()) == 1
+    assert worker_threads(0, 1000) == 1
+
+
 def test_thread_variables_are_set(no_thread_variables, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "99")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")

@@ -150,6 +150,14 @@ def test_a_former_name_takes_no_other_values_and_is_not_offered(capsys):
     assert "attention" not in shown.lower()
 
 
+@pytest.mark.parametrize("cls", [WorkerSettings, ServeSettings])
+def test_a_short_flag_is_the_same_flag(cls):
+    assert parse(cls, ["-tp", "2"]).tensor_parallel_size == 2
+    assert parse(cls, ["--tensor-parallel-size", "3"]).tensor_parallel_size == 3
+    with pytest.raises(click.UsageError, match="not in the range 1<=x<=64"):
+        parse(cls, ["-tp", "0"])
+
+
 def test_names():
     assert flag("max_num_seqs") == "--max-num-seqs"
     assert variable("max_num_seqs") == "KVFERRY_MAX_NUM_SEQS"

@@ -313,6 +313,18 @@ def test_workers_of_a_model_on_the_cpu_are_given_one_copy_of_its_weights(devices
         assert (["--weights-fd", str(each)] in map(list, pairwise(worker.argv))) == (each >= 0)
 
 
+def test_nodes_of_several_ranks_divide_the_cores_and_have_no_one_copy(monkeypatch):
+    monkeypatch.setattr("cli.door.available_cores", lambda: 4)
+    monkeypatch.setattr("cli.serve.available_cores", lambda: 4)
+    settings = ServeSettings(redis_url="redis://127.0.0.1:1/0", tensor_parallel_size=2)
+    program = lambda subcommand: ["kvferry", subcommand]  # noqa: E731
+    _, *workers = cluster_commands(settings, [Seat("cpu")] * 2, program, cores_fd=7, weights=lambda: 10)
+    assert [worker.fds for worker in workers] == [(7,), (7,)]
+    for worker in workers:
+        given = set(pairwise(worker.argv))
+        assert {("--threads", "2"), ("--tensor-parallel-size", "2"), ("--cores-fd", "7")} <= given
+
+
 def test_each_model_has_workers_of_its_own_and_the_router_all_models():
     settings = ServeSettings(
         redis_url="redis://127.0.0.1:1/0", model=("/m/a", "/m/b"), served_model_name=("a,first", "b"), decode=2

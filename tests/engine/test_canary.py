@@ -17,6 +17,7 @@ from waiting import wait_for
 
 from engine import canary as canary_module
 from engine import likeness
+from engine.apart import DeviceLost
 from engine.block_pool import BlockPool
 from engine.budget import Limits
 from engine.canary import MOST_S, PATIENCE_S, REST, Canary
@@ -347,6 +348,19 @@ def test_it_is_dropped_where_it_takes_too_long_cannot_be_computed_or_has_no_room
     pair.land(*ways[0])
     assert not pair.canary
     assert [found.outcome for found in pair.decode.events if isinstance(found, Looked)] == ["dropped"] * 3
+
+
+def test_a_device_that_is_lost_meanwhile_is_told(checkpoint: Path) -> None:
+    pair = Pair(load(checkpoint), load(checkpoint))
+
+    def lost(*given: object) -> torch.Tensor:
+        raise DeviceLost("injected")
+
+    pair.decode.runner.look = lost  # type: ignore[method-assign, assignment]
+    pair.ship(PROMPT)
+    pair.finish()
+    with pytest.raises(DeviceLost, match="injected"):
+        pair.look()
 
 
 def test_a_loop_looks_while_nobody_is_here_and_stops_at_once_for_whoever_comes(checkpoint: Path) -> None:

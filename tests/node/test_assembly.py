@@ -66,13 +66,15 @@ def test_a_node_tells_a_person_where_it_computes_and_how_large_its_pool_is() -> 
         pool=SimpleNamespace(num_blocks=2**22),
         config=SimpleNamespace(limits=SimpleNamespace(whole=False)),
     )
-    parts = SimpleNamespace(engine=engine, layout=LAYOUT, kv=torch.zeros(1), info=SimpleNamespace(name="m"))
+    parts = SimpleNamespace(engine=engine, layout=LAYOUT, kv=torch.zeros(1), info=SimpleNamespace(name="m"), ranks=None)
     facts = describe(cast(Assembled, parts))
     assert facts == {
         "model": "m",
         "device": f"cpu, threads: {torch.get_num_threads()}",
         "kv_pool": "4.00 GiB, 16777216 tokens",
     }
+    parts.ranks = SimpleNamespace(group=SimpleNamespace(ranks=2))
+    assert describe(cast(Assembled, parts))["device"] == f"cpu, threads: 2 x {torch.get_num_threads()}"
 
 
 def test_a_gpu_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

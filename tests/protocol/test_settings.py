@@ -6,7 +6,8 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from protocol.settings import CommonSettings, RouterSettings, ServeSettings, WorkerSettings
+from protocol.common_settings import CommonSettings
+from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 
 CLASSES = [CommonSettings, RouterSettings, WorkerSettings, ServeSettings]
 

@@ -146,7 +146,9 @@ async def test_a_rank_that_dies_takes_its_node_with_it_within_a_second(path: Pat
             await until(lambda: router.tokens("a"))
         other.kill()
         assert await until(lambda: router.decode.loaded.fault) < 1.0
-        assert router.decode.loaded.fault == "rank 1 ended (signal 9)"
+        # A line breaks a moment before its process has ended, of which the engine may hear first.
+        late = "the engine thread ended: the 2 ranks do not compute together any more" if busy else "rank 1 ended"
+        assert (router.decode.loaded.fault or "").startswith(("rank 1 ended (signal 9)", late))
         await asyncio.wait_for(asyncio.shield(router.decode.run), 5.0)
         assert not router.failed, "routers are to try another node, and no request is to blame"
 
