@@ -112,7 +112,7 @@ def test_batches_of_all_heights(name: str, rows: int) -> None:
 def test_a_row_has_the_same_bits_in_every_batch_of_the_ladder(name: str) -> None:
     """The parts of the inputs that are added are those of the layer, whatever the batch."""
     codes, _ = CASES[name]
-    linear, x = layer(codes, processors=64), inputs(ORDERED, codes.values.shape[1], torch.bfloat16)
+    linear, x = layer(codes, processors=4), inputs(ORDERED, codes.values.shape[1], torch.bfloat16)
     whole = linear(x, torch.float32)
     for rows in ([5], [5, 6], [1, 5, *range(20, 37)], [*range(40), 99]):
         assert torch.equal(linear(x[rows], torch.float32), whole[rows])
@@ -140,13 +140,16 @@ def test_parts_of_several_forms_are_one_layer() -> None:
         + [CASES[name][0] for name in ("int4-ordered", "int4-zeros-whole")]
         + [Codes(floats(columns), scales_of(1, 1))]
     )
+    other = CASES["int4-ordered"][0]
+    assert other.order is not None
+    parts.insert(3, Codes(other.values, other.scales, order=other.order.flip(0)))
     forms = [found for part in parts if (found := form_of(part)) is not None]
-    assert [len(form.codes) for form in laid_together(forms)] == [2 * OUT, OUT, OUT, OUT]
-    bias = torch.linspace(-2, 2, 5 * OUT)
+    assert [len(form.codes) for form in laid_together(forms)] == [2 * OUT, OUT, OUT, OUT, OUT]
+    bias = torch.linspace(-2, 2, 6 * OUT)
     linear, weight = layer(*parts, bias=bias), torch.cat([weight_of(part) for part in parts])
     assert linear.kinds == {"W4A16", "FP8"}
     expect(linear, weight, inputs(5, columns, torch.bfloat16), bias)
-    ids = torch.tensor([0, 3 * OUT - 1, 69, 70, 5 * OUT - 1, 3 * OUT, 140, 70])
+    ids = torch.tensor([0, 3 * OUT - 1, 69, 70, 6 * OUT - 1, 3 * OUT, 140, 70])
     assert torch.equal(linear.rows(ids.to(DEVICE)).cpu(), weight[ids].float().bfloat16())
 
 
@@ -175,6 +178,8 @@ def test_inputs_and_outputs_that_are_parts_of_larger_ones() -> None:
     linear, columns = layer(codes), codes.values.shape[1]
     wide = inputs(4, 2 * columns, torch.bfloat16)
     expect(linear, weight_of(codes), wide[:, columns:])
+    wide[:, columns:] = torch.nan
+    expect(linear, weight_of(codes), wide[:, :columns])
     expect(linear, weight_of(codes), inputs(columns, 4, torch.bfloat16).T)
     assert linear(wide[:0, :columns]).shape == (0, OUT)
 
