@@ -27,6 +27,7 @@ from protocol.errors import ConfigError
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDE = ("olmoe", "olmo2", "olmo3")
 """Norms over all heads."""
+LATENT = [name for name in OURS if name.startswith("deepseek")]
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 
 
@@ -55,7 +56,7 @@ def expect_equal(ranks: Threads, model: Model, tolerance: float = 1e-4) -> None:
     torch.testing.assert_close(ours.kv, theirs.kv, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", [name for name in OURS if name not in (*WIDE, "gemma")])
+@pytest.mark.parametrize("name", [name for name in OURS if name not in (*WIDE, *LATENT, "gemma")])
 def test_two_ranks_compute_what_one_process_does(name: str, tmp_path: Path) -> None:
     save_tiny(OURS[name](), tmp_path)
     with joined_ranks(tmp_path, 2) as ranks:
@@ -114,10 +115,13 @@ def test_what_fails_in_the_midst_of_a_step_ends_the_device_for_good(tmp_path: Pa
         assert len(ranks.said) == told, "they would take it for something else"
 
 
-@pytest.mark.parametrize("name", WIDE)
-def test_norms_over_all_heads_are_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [*((name, "has norms that go over all heads") for name in WIDE), *((name, "one cached vector") for name in LATENT)],
+)
+def test_what_all_heads_share_is_refused(name: str, why: str, tmp_path: Path) -> None:
     save_tiny(OURS[name](), tmp_path)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size 2: .* has norms that go over all heads"):
+    with pytest.raises(ConfigError, match=rf"tensor_parallel_size 2: .* {why}"):
         Threads(tmp_path, 2)
 
 
