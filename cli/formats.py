@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from model_files.needs import NOWHERE, ON_CPU, ON_GPU, ModelNeeds
+from model_files.counts import NOWHERE, ON_CPU, ON_GPU
+from model_files.needs import ModelNeeds
 from protocol.settings import ServeSettings
 
 _FULL_BYTES = {"auto": 2, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -15,7 +15,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from cli.formats import kv_dtype, weight_bytes
-from model_files.needs import Count, ModelNeeds, model_needs
+from model_files.counts import Count
+from model_files.needs import ModelNeeds, model_needs
 from model_files.source import ModelSource, resolve
 from process.limits import available_memory
 from protocol.errors import ConfigError

@@ -22,13 +22,8 @@ from kernels.step import DecoderForm, Latent, Linear, LinearOfHeads, OneByOne, S
 from protocol.sampling import SamplingParams
 
 
-class Ops(Protocol):
-    """Operations of a decoder layer. `kv_layer` is the pool's view of one layer,
-    [num_blocks, planes, kv_heads, block_size, head_dim], strided, in the queries' dtype or in int8 (see `int8_cache`).
-    Planes are those of K and of V, or one whose vectors are both."""
-
-    name: str
-    capabilities: Capabilities
+class DenseOps(Protocol):
+    """Makes dense layers, each once at load."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """The dense layer of weight [out, in] and bias [out], made once at load: it may keep the weight in a form of
@@ -40,6 +35,15 @@ class Ops(Protocol):
     def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> StoredLinear | None:
         """The dense layer of stored rows or codes [.., columns] laid under each other, run as they are; None where this
         row of the table does not run them: dequantise them then."""
+
+
+class Ops(DenseOps, Protocol):
+    """Operations of a decoder layer. `kv_layer` is the pool's view of one layer,
+    [num_blocks, planes, kv_heads, block_size, head_dim], strided, in the queries' dtype or in int8 (see `int8_cache`).
+    Planes are those of K and of V, or one whose vectors are both."""
+
+    name: str
+    capabilities: Capabilities
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
         """The decoder's decode step as one call, where this row can replay the form; its dense layers are this row's

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from model_files.counts import NOWHERE, Count, counted
 from model_files.decoders import DECODERS, LATENT, gguf_family
 from model_files.encoders import is_encoder
 from model_files.gguf import GGUFFile, read_gguf
@@ -37,36 +38,10 @@ _STORED = {
 }
 """Bytes a weight of the block formats in the forms in which they run on a CPU (kernels/cpu/native/forms.h): Q4_0, Q4_1,
 Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS."""
-NOWHERE, ON_CPU, ON_GPU = "", "cpu", "gpu"
-"""Where weights run as they are stored."""
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "token_embd.weight", "word_embeddings.weight")
-_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ATTENTION_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """A kind of weight: how many there are; on a CPU the bytes of those that run as they are stored and the number of
-    the others; how many of them one token meets (fewer in mixtures of experts); bytes and number of those that do on a
-    GPU."""
-
-    weights: int = 0
-    stored_bytes: float = 0.0
-    plain: int = 0
-    active: float = 0.0
-    coded_bytes: float = 0.0
-    coded: int = 0
-
-    def bytes(self, itemsize: float, stored: str = NOWHERE) -> float:
-        """In memory: as they are stored where that runs on a CPU or a GPU, or all in `itemsize` bytes a weight."""
-        if stored == NOWHERE:
-            return itemsize * self.weights
-        if stored == ON_GPU:
-            return self.coded_bytes + itemsize * (self.weights - self.coded)
-        return self.stored_bytes + itemsize * self.plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +119,7 @@ def config_needs(config: dict[str, Any], tensors: Iterable[Tensor] = (), max_mod
         kv_heads, head_dim, planes = 1, sizes.cached, 1
         query_size, attention = heads * (sizes.head_dim + sizes.value) // 2, sizes.weights(hidden, heads)
     share = (text.get("num_experts_per_tok") or 1) / (_experts(text) or 1)
-    dense, embedding, head = _counted(tensors or _gated_decoder(text, hidden, layers, attention), share)
+    dense, embedding, head = counted(tensors or _gated_decoder(text, hidden, layers, attention), share)
     cached, own = not is_encoder(config), text.get("model_type") in DECODERS
     shape = layers, kv_heads, head_dim, query_size
     return ModelNeeds(dense, embedding, head, *shape, max_model_len, cached, own, planes)
@@ -223,29 +198,3 @@ def gguf_needs(file: GGUFFile) -> ModelNeeds:
         for tensor in file.tensors.values()
     ]
     return config_needs(config, tensors, int(file.get("context_length", 0)))
-
-
-def _counted(tensors: Iterable[Tensor], expert_share: float) -> tuple[Count, Count, Count]:
-    """dense, embedding, head."""
-    parts = {"dense": Count(), "embedding": Count(), "head": Count()}
-    for tensor in tensors:
-        if len(tensor.shape) < 2:
-            continue
-        part = "embedding" if _ends(tensor, _EMBEDDINGS) else "head" if _ends(tensor, _HEADS) else "dense"
-        count, old = math.prod(tensor.shape), parts[part]
-        chosen = ("expert" in tensor.name and "shared_expert" not in tensor.name) or "_exps." in tensor.name
-        share = expert_share if chosen else 1.0
-        stored, coded = tensor.stored_bytes, tensor.coded_bytes
-        parts[part] = Count(
-            old.weights + count,
-            old.stored_bytes + (stored or 0.0),
-            old.plain + (count if stored is None else 0),
-            old.active + share * count,
-            old.coded_bytes + (coded or 0.0),
-            old.coded + (0 if coded is None else count),
-        )
-    return parts["dense"], parts["embedding"], parts["head"]
-
-
-def _ends(tensor: Tensor, names: tuple[str, ...]) -> bool:
-    return any(tensor.name == name or tensor.name.endswith(f".{name}") for name in names)

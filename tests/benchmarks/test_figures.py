@@ -14,8 +14,9 @@ from benchmarks.serving import parse, report
 from benchmarks.subjects import ENGINES, SUBJECTS, Installed, missing
 from benchmarks.table import GOALS, LIMIT, Results, as_json, markdown, number, reached, times_as_good
 from benchmarks.workloads import FIGURES, Figure, gaps, output_rate, percentile
+from model_files.counts import ON_CPU
 from model_files.gguf import read_gguf
-from model_files.needs import ON_CPU, config_needs, gguf_needs
+from model_files.needs import config_needs, gguf_needs
 from model_files.source import DEMO_MODEL, resolve
 
 NAMES = {subject.name for subject in SUBJECTS}

@@ -12,7 +12,8 @@ import pytest
 from cli import seats
 from cli.formats import kv_dtype, weight_bytes
 from cli.seats import GIB, Seat, gpus, require_memory, take_seats
-from model_files.needs import Count, ModelNeeds
+from model_files.counts import Count
+from model_files.needs import ModelNeeds
 from protocol.errors import ConfigError
 from protocol.settings import ServeSettings
 

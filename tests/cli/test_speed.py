@@ -11,7 +11,8 @@ from cli import doctor, speed
 from cli.doctor import all_checks
 from cli.seats import GIB, Seat
 from cli.speed import Limits, expected, measure
-from model_files.needs import Count, ModelNeeds, config_needs
+from model_files.counts import Count
+from model_files.needs import ModelNeeds, config_needs
 from protocol.settings import ServeSettings
 
 DENSE, EMBEDDING = 6_000_000_000, 500_000_000

@@ -20,7 +20,8 @@ from kernels.cpu import CpuOps, instruction_set
 from kernels.cpu.coded import rows_of
 from kernels.form import form_of
 from kernels.reference import ReferenceOps
-from model_files.needs import ON_CPU, ON_GPU, model_needs
+from model_files.counts import ON_CPU, ON_GPU
+from model_files.needs import model_needs
 from model_files.quantisation import quantisation
 from model_files.source import resolve
 from protocol.errors import ConfigError

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from engine.models.families import FAMILIES
+from model_files.counts import ON_CPU
 from model_files.decoders import DECODERS
 from model_files.gguf import GGUFFile, GGUFTensor
-from model_files.needs import ON_CPU, config_needs, gguf_needs, model_needs
+from model_files.needs import config_needs, gguf_needs, model_needs
 from model_files.source import resolve
 from protocol.errors import ConfigError
 
