@@ -34,8 +34,9 @@ from benchmarks.models import SOURCE, find_models, on_path
 from benchmarks.subjects import ENGINES, SUBJECTS, Installed, Subject, missing
 from benchmarks.workloads import FIGURES, WORKLOADS, Figures, Workload
 from cli.door import set_threads
+from model_files.counts import NOWHERE, ON_CPU
 from model_files.gguf import read_gguf
-from model_files.needs import NOWHERE, ON_CPU, gguf_needs
+from model_files.needs import gguf_needs
 from process.limits import available_cores
 from protocol.errors import ConfigError
 
