@@ -22,7 +22,7 @@ if [ ! -e "$folder/site.done" ]; then
   "$uv" pip install --quiet --target "$site" --python-platform aarch64-manylinux_2_28 --python-version 3.11 \
     --only-binary :all: --no-deps torch==2.9.1 numpy==2.2.6 sympy mpmath networkx jinja2 markupsafe filelock fsspec \
     typing-extensions gguf tqdm pyyaml requests safetensors psutil msgpack xxhash hypothesis sortedcontainers attrs \
-    pytest pytest-asyncio pytest-timeout pluggy iniconfig packaging pygments
+    pytest pytest-asyncio pytest-rerunfailures pytest-timeout pluggy iniconfig packaging pygments
   "$uv" pip install --quiet --target "$folder/nanobind" nanobind
   touch "$folder/site.done"
 fi
