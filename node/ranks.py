@@ -18,14 +18,13 @@ from engine.models.base import Model
 from engine.models.decoder import Decoder
 from engine.ranks.group import Group
 from engine.ranks.led import Led
+from engine.ranks.shard import FLAG
 from node.pool_memory import make_pool
 from node.rank_memory import RankMemory, make_memory, shared_pool
 from process.lines import Lines
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.settings import WorkerSettings
-
-FLAG = "tensor_parallel_size"
 
 
 def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:
