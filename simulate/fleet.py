@@ -13,6 +13,7 @@ from simulate.clock import Clock
 from simulate.cores import Cores
 from simulate.machine import LARGE, Machine
 from simulate.node import Node
+from simulate.report import lease_of
 
 SLICES = 10
 """Parts of the fleet that renew their leases one after the other."""
@@ -67,7 +68,7 @@ class Fleet:
     async def announce(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
             if node.alive:
-                await self.store.announce(node.lease())
+                await self.store.announce(lease_of(node))
 
     async def beat(self) -> None:
         """One slice's leases; call it SLICES times in RENEWAL_S."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from protocol.layout import blocks_for
-from protocol.lease import Load, NodeLease, Rates
+from protocol.lease import Rates
 from simulate.ask import Run
 from simulate.clock import Clock
 from simulate.cores import Cores
@@ -111,21 +111,10 @@ class Node:
         """A new process."""
         self.alive, self.epoch, self._at = True, self.epoch + 1, self.clock.now
 
-    def lease(self) -> NodeLease:
-        """What it says of itself."""
+    def rates(self) -> Rates:
+        """What it has learned of itself."""
         self._advance()
-        machine, pool = self.machine, self.memory
-        granted, running = sum(self.granted.values()), len(self.streams) + len(self.prompts.begun)
-        load = Load(
-            len(self.prompts.waiting), self.prompts.tokens, running, pool.free_blocks, pool.holds.num_held - granted,
-            pool.cached_blocks, granted, pool.num_blocks, len(self.granted),
-        )  # fmt: skip
-        rates = Rates(self._rate, self._step_s, machine.ship_bytes_per_s)
-        longest = machine.blocks * machine.block_size
-        return NodeLease(
-            self.name, self.role, self.epoch, "ready", "", "", "same", self.model, longest, machine.block_size,
-            machine.block_bytes, load, rates, (), machine.max_num_seqs,
-        )  # fmt: skip
+        return Rates(self._rate, self._step_s, self.machine.ship_bytes_per_s)
 
     # How it goes on.
 

@@ -1,0 +1,22 @@
+"""What a simulated node says of itself, as a worker does in its lease."""
+
+from __future__ import annotations
+
+from protocol.lease import Load, NodeLease
+from simulate.node import Node
+
+
+def lease_of(node: Node) -> NodeLease:
+    """As of now."""
+    rates = node.rates()
+    machine, pool, prompts = node.machine, node.memory, node.prompts
+    granted, running = sum(node.granted.values()), len(node.streams) + len(prompts.begun)
+    load = Load(
+        len(prompts.waiting), prompts.tokens, running, pool.free_blocks, pool.holds.num_held - granted,
+        pool.cached_blocks, granted, pool.num_blocks, len(node.granted),
+    )  # fmt: skip
+    longest = machine.blocks * machine.block_size
+    return NodeLease(
+        node.name, node.role, node.epoch, "ready", "", "", "same", node.model, longest, machine.block_size,
+        machine.block_bytes, load, rates, (), machine.max_num_seqs,
+    )  # fmt: skip
