@@ -23,6 +23,10 @@ RATES = (
     ("block-bytes", "block_bytes", int, "bytes of a KV block"),
     ("kv-blocks", "blocks", int, "KV blocks of a node"),
     ("max-num-seqs", "max_num_seqs", int, "streams of a node at once"),
+    ("kv-host-blocks", "host_blocks", int, "KV blocks that a node's host memory keeps of those that were in its pool"),
+    ("host-read", "host_block_s", float, "seconds in which a block is read from there"),
+    ("kv-disk-blocks", "disk_blocks", int, "KV blocks that a node's disk keeps"),
+    ("disk-read", "disk_block_s", float, "seconds in which a block is read from there"),
     ("overhead", "overhead_s", float, "seconds of a request before its first token, beside queues and computing"),
     (
         "beside",

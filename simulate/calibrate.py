@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from cluster_state.redis_store import RedisStore
 from placement.terms import STREAM_SHARE
 from protocol.errors import ConfigError
-from protocol.lease import NodeLease
+from protocol.lease import NodeLease, Rates
 from simulate.machine import Machine
 
 
@@ -45,8 +45,15 @@ def calibrated(leases: Sequence[NodeLease], machine: Machine) -> Machine:
         block_bytes=first.block_bytes,
         blocks=max(1, int(_median(lease.load.total_blocks for lease in leases))),
         max_num_seqs=first.max_num_seqs or machine.max_num_seqs,
+        host_block_s=_read_s(prefills, lambda rates: rates.host_block_s) or machine.host_block_s,
+        disk_block_s=_read_s(prefills, lambda rates: rates.disk_block_s) or machine.disk_block_s,
     )
 
 
 def _median(values: Iterable[float]) -> float:
     return statistics.median(values)
+
+
+def _read_s(leases: Sequence[NodeLease], block_s: Callable[[Rates], float]) -> float:
+    """Of those that have such a tier; 0 where none has."""
+    return _median([each for lease in leases if (each := block_s(lease.rates))] or [0.0])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster_state.index import on_tier
 from cluster_state.memory_store import MemoryStore
 from cluster_state.registry import RENEWAL_S
 from protocol.errors import ConfigError
@@ -77,10 +78,12 @@ class Fleet:
         self.clock.soon(RENEWAL_S / SLICES, self.beat)
 
     async def flush(self) -> None:
-        """What pools stored and dropped since, into the index."""
+        """What pools and tiers stored and dropped since, into the index."""
         for node in self.nodes.values():
             if node.dirty and node.alive:
                 node.dirty = False
                 stored, removed = node.memory.drain_changes()
                 await self.store.publish(node.name, node.epoch, stored, removed)
+                for tier in node.tiers:
+                    await self.store.publish(on_tier(node.name, tier.name), node.epoch, *tier.drain_changes())
         self.clock.soon(FLUSH_S, self.flush)

@@ -20,6 +20,8 @@ class Machine:
     block_size            tokens per KV block; a coarser one than a cluster's makes a simulation faster
     block_bytes, blocks   of the pool
     max_num_seqs          streams at once
+    host_blocks, disk_blocks    that host memory and disk keep beside it (`--kv-host-gib`, `--kv-disk-gib`)
+    host_block_s, disk_block_s  in which a block is read from there
     overhead_s            of a request before its first token, beside queues and computing: router, messages, network
     beside                share of its speed that a prefill node keeps while streams run on a decode node with which it
                           shares its cores, as nodes of `serve` do: the streams keep the rest; 1: cores of its own
@@ -36,6 +38,10 @@ class Machine:
     block_bytes: int = 64 * 163_840
     blocks: int = 3000
     max_num_seqs: int = 128
+    host_blocks: int = 0
+    host_block_s: float = 0.000_5
+    disk_blocks: int = 0
+    disk_block_s: float = 0.003_5
     overhead_s: float = 0.0
     beside: float = 1.0
 
@@ -62,7 +68,7 @@ class Machine:
 
 LEAST = {
     "attention_len": 0, "stream_s": 0.0, "context_s": 0.0, "chunk_tokens": 1, "block_size": 1, "block_bytes": 1,
-    "blocks": 1, "max_num_seqs": 1, "overhead_s": 0.0, "beside": 0.01,
+    "blocks": 1, "max_num_seqs": 1, "host_blocks": 0, "disk_blocks": 0, "overhead_s": 0.0, "beside": 0.01,
 }  # fmt: skip
 """Bounds of the fields that may be zero or count."""
 

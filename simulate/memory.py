@@ -50,8 +50,10 @@ class Memory(BlockPool):
         if (chain := self._chains.pop(owner, None)) is not None:
             self.release(owner, REQUEST, chain)
 
-    def copy(self, owner: Hashable, hashes: Sequence[bytes]) -> None:
-        """Keep what another node computed, while there is room enough."""
-        if self.take(owner, hashes, len(hashes), keep=self.num_blocks // COPY_KEPT) is not None:
-            self.fill(owner, hashes)
-            self.give(owner)
+    def copy(self, owner: Hashable, hashes: Sequence[bytes]) -> bool:
+        """Keep what another node computed, if there is room enough."""
+        if self.take(owner, hashes, len(hashes), keep=self.num_blocks // COPY_KEPT) is None:
+            return False
+        self.fill(owner, hashes)
+        self.give(owner)
+        return True

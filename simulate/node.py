@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
+from protocol.labels import OWN_TIERS
 from protocol.layout import blocks_for
 from protocol.lease import Rates
 from simulate.ask import Run
 from simulate.clock import Clock
 from simulate.cores import Cores
+from simulate.grants import Granted, Grants
 from simulate.machine import Machine
 from simulate.memory import Memory
 from simulate.prompts import Prompt, Prompts
 from simulate.streams import Streams
+from simulate.tiers import Tiers
 
 WEIGHT = 0.1
 """Of a new observation in the rates that its lease tells (node/rates.py)."""
@@ -32,18 +34,18 @@ class Node:
     def __init__(self, name: str, role: str, model: str, machine: Machine, clock: Clock, eviction: str) -> None:
         self.name, self.role, self.model, self.machine, self.clock = name, role, model, machine, clock
         self.memory = Memory(machine.blocks, eviction)
+        self.tiers = Tiers(machine, clock)
         self.prompts, self.streams = Prompts(), Streams()
         self.epoch, self.alive, self.dirty = 1, True, False
-        self.granted: dict[Run, int] = {}
+        self.grants = Grants(machine)
         self.busy_s, self.computed, self.link_free = 0.0, 0, 0.0
         self._cores = Cores()
-        self._asking: deque[tuple[Run, Callable[[int], None]]] = deque()
         self._at, self._plan = 0.0, 0
         self._rate, self._step_s = machine.prefill_tokens_per_s, machine.decode_s(1, 0)
 
     @property
     def asking(self) -> int:
-        return len(self._asking) + len(self.prompts.waiting)
+        return self.grants.asking + len(self.tiers.reading) + len(self.prompts.waiting)
 
     def share(self, cores: Cores) -> None:
         """Compute there from now on, with others; nothing is here yet."""
@@ -52,36 +54,37 @@ class Node:
 
     # What is asked of it.
 
-    def grant(self, run: Run, granted: Callable[[int], None]) -> None:
+    def grant(self, run: Run, granted: Granted) -> None:
         """Hold what the stream will need, once there is room and a seat; `granted` is told how many blocks are here."""
-        self._asking.append((run, granted))
+        self.grants.ask(run, granted)
         self._seat()
 
     def compute(self, run: Run, done: Callable[[], None]) -> None:
-        """The prompt, when its turn comes; `done` when its next token is there."""
-        self._advance()
-        self.prompts.enter(run, run.length - self._reusable(run), done)
-        self._go_on()
+        """The prompt, when its turn comes, once tiers have brought what they have of it; `done` when its next token is
+        there."""
+        self.tiers.bring(run, self.memory, run.decode is self, lambda: self._enter(run, done))
 
     def join(self, run: Run, tokens: int, done: Callable[[], None]) -> None:
         """A stream that is whole here begins: so many more tokens."""
         self._advance()
-        self.granted.pop(run, None)
+        self.grants.held.pop(run, None)
         self.streams.join(run, tokens, done)
         self._go_on()
 
     def keep(self, owner: Run, hashes: Sequence[bytes]) -> None:
         """What the owner's blocks hold is known now."""
         self.memory.fill(owner, hashes)
+        self.tiers.write(hashes)
         self.dirty = True
 
     def copy(self, run: Run, hashes: Sequence[bytes]) -> None:
-        self.memory.copy(("copy", run), hashes)
+        if self.memory.copy(("copy", run), hashes):
+            self.tiers.write(hashes)
         self.dirty = True
 
     def give(self, owner: Run) -> None:
         self.memory.give(owner)
-        self.granted.pop(owner, None)
+        self.grants.held.pop(owner, None)
         self.dirty = True
         self._seat()
         self._advance()
@@ -91,32 +94,50 @@ class Node:
         """Forget it."""
         self._advance()
         self.prompts.drop(run)
-        self._asking = deque(each for each in self._asking if each[0] is not run)
+        self.tiers.drop(run, self.memory)
+        self.grants.drop(run)
         self.streams.drop(run)
         self.give(run)
 
     def die(self) -> list[Run]:
         """All that was here is gone; a new process follows when the caller says so. Returns whom it had."""
         self._advance()
-        here = self.streams.break_off() + [run for run, _ in self._asking] + list(self.granted)
+        here = [*self.streams.break_off(), *self.grants]
+        here += self.tiers.reading
         here += [prompt.run for prompt in (*self.prompts.waiting, *self.prompts.begun)]
         self.memory = Memory(self.memory.num_blocks, self.memory.eviction)
-        self.prompts, self.granted = Prompts(), {}
-        self._asking.clear()
+        self.tiers.die()
+        self.prompts, self.grants = Prompts(), Grants(self.machine)
         self.alive = False
         self._go_on()
         return list(dict.fromkeys(here))
 
     def live(self) -> None:
         """A new process."""
-        self.alive, self.epoch, self._at = True, self.epoch + 1, self.clock.now
+        self.alive, self.epoch, self._at, self.dirty = True, self.epoch + 1, self.clock.now, True
 
     def rates(self) -> Rates:
         """What it has learned of itself."""
         self._advance()
-        return Rates(self._rate, self._step_s, self.machine.ship_bytes_per_s)
+        block_s = {tier.name: tier.block_s for tier in self.tiers}
+        return Rates(
+            self._rate, self._step_s, self.machine.ship_bytes_per_s, *(block_s.get(each, 0.0) for each in OWN_TIERS)
+        )
 
     # How it goes on.
+
+    def _enter(self, run: Run, done: Callable[[], None]) -> None:
+        """What tiers had of it is in the pool."""
+        reusable = self._reusable(run)
+        if any(self.tiers):
+            if run.decode is self:
+                run.here = max(run.here, reusable // self.machine.block_size)
+                self.memory.fill(run, run.ask.hashes[: run.here])
+            self.dirty = True
+            self._seat()
+        self._advance()
+        self.prompts.enter(run, run.length - reusable, done)
+        self._go_on()
 
     def _reusable(self, run: Run) -> int:
         """Tokens found here, of whole blocks; one at least is always computed."""
@@ -124,16 +145,7 @@ class Node:
         return self.memory.found(run.ask.hashes[: (run.length - 1) // size]) * size
 
     def _seat(self) -> None:
-        size = self.machine.block_size
-        while self._asking and len(self.streams) + len(self.granted) < self.machine.max_num_seqs:
-            run, granted = self._asking[0]
-            blocks = blocks_for(run.ask.prompt_len + run.ask.output_len, size)
-            here = self.memory.take(run, run.ask.hashes[: run.length // size], blocks)
-            if here is None:
-                return
-            self._asking.popleft()
-            self.granted[run] = blocks - here
-            granted(here)
+        self.grants.seat(self.memory, len(self.streams))
 
     def _begin(self, prompt: Prompt) -> bool:
         """Its blocks, if there are enough; on the node that will decode it has them already."""

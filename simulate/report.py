@@ -10,10 +10,11 @@ def lease_of(node: Node) -> NodeLease:
     """As of now."""
     rates = node.rates()
     machine, pool, prompts = node.machine, node.memory, node.prompts
-    granted, running = sum(node.granted.values()), len(node.streams) + len(prompts.begun)
+    granted, running = sum(node.grants.held.values()), len(node.streams) + len(prompts.begun)
+    waiting = len(node.tiers.reading) + len(prompts.waiting)
     load = Load(
-        len(prompts.waiting), prompts.tokens, running, pool.free_blocks, pool.holds.num_held - granted,
-        pool.cached_blocks, granted, pool.num_blocks, len(node.granted),
+        waiting, prompts.tokens, running, pool.free_blocks, pool.holds.num_held - granted,
+        pool.cached_blocks, granted, pool.num_blocks, len(node.grants.held),
     )  # fmt: skip
     longest = machine.blocks * machine.block_size
     return NodeLease(

@@ -1,0 +1,154 @@
+"""A simulated node's slower memories: the tiers' own catalog, and the seconds of reading what it lists."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kv_transfer.tiers.catalog import Catalog
+from protocol.labels import OWN_TIERS
+from simulate.ask import Run
+from simulate.clock import Clock
+from simulate.machine import Machine
+from simulate.memory import COPY_KEPT, Memory
+
+GROUP = 64
+"""Blocks of a chain that are written together, at most (kv_transfer/tiers/files.py)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """See `kv_transfer.tiers.catalog.Group`; size: in blocks."""
+
+    name: str
+    parent: bytes
+    hashes: tuple[bytes, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.hashes)
+
+
+class Tier:
+    """So many blocks, of which each takes block_s to be read, one read after the other. Writing takes no time."""
+
+    def __init__(self, name: str, blocks: int, block_s: float) -> None:
+        self.name, self.block_s = name, block_s
+        self._room, self._free_s, self._names = blocks, 0.0, itertools.count()
+        self._catalog: Catalog[Group] = Catalog()
+        self._stored: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
+
+    def run(self, hashes: Sequence[bytes]) -> int:
+        """How many leading ones of them are here."""
+        return next((index for index, each in enumerate(hashes) if each not in self._catalog), len(hashes))
+
+    def write(self, hashes: Sequence[bytes]) -> None:
+        """Keep a chain: what of it is not here comes behind what is."""
+        here = self.run(hashes)
+        if here and (last := self._catalog.find(hashes[here - 1])):
+            self._catalog.touch(last)
+        for at in range(here, len(hashes), GROUP):
+            group = Group(str(next(self._names)), hashes[at - 1] if at else b"", tuple(hashes[at : at + GROUP]))
+            self._change(group.hashes, self._catalog.enter(group))
+        while self._catalog.used > self._room and (oldest := self._catalog.oldest()):
+            self._change((), self._catalog.leave(oldest))
+
+    def read_s(self, blocks: int, now: float) -> float:
+        """Until so many are read, behind what is being read."""
+        return max(0.0, self._free_s - now) + blocks * self.block_s
+
+    def read(self, hashes: Sequence[bytes], blocks: int, now: float) -> None:
+        """The last `blocks` of a chain, which are here."""
+        self._free_s = now + self.read_s(blocks, now)
+        if last := self._catalog.find(hashes[-1]):
+            self._catalog.touch(last)
+
+    def restart(self) -> None:
+        """A new process finds all of it, and has told nobody."""
+        self._free_s, self._removed = 0.0, {}
+        self._stored = dict.fromkeys(self._catalog.hashes())
+
+    def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """(stored, removed) hashes since the last call."""
+        changes = list(self._stored), list(self._removed)
+        self._stored, self._removed = {}, {}
+        return changes
+
+    def _change(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        for each in stored:
+            self._removed.pop(each, None)
+            self._stored[each] = None
+        for each in removed:
+            if self._stored.pop(each, self) is self:
+                self._removed[each] = None
+
+
+class Tiers:
+    """What a node does with them (node/tiers.py): what is new is written to all; a prompt is read from the quickest
+    that has its next block, where that takes less time than computing. `reading`: whose prompts are."""
+
+    def __init__(self, machine: Machine, clock: Clock) -> None:
+        self.machine, self.clock = machine, clock
+        self.reading: dict[Run, int] = {}
+        self._reads = itertools.count()
+        self._tiers = self._made()
+
+    def __iter__(self) -> Iterator[Tier]:
+        """The quickest first."""
+        return iter(self._tiers)
+
+    def write(self, hashes: Sequence[bytes]) -> None:
+        for tier in self._tiers:
+            tier.write(hashes)
+
+    def bring(self, run: Run, memory: Memory, seated: bool, go_on: Callable[[], None]) -> None:
+        """Have the prompt's blocks read into the memory, then go on: at once where nothing is worth a read, or there is
+        no room. seated: it has blocks there, into which they are read."""
+        size = self.machine.block_size
+        hashes = run.ask.hashes[: (run.length - 1) // size]
+        here = memory.found(hashes)
+        for tier in self._tiers:
+            upto = here + tier.run(hashes[here:])
+            seconds = tier.read_s(upto - here, self.clock.now)
+            if upto > here and seconds < (upto - here) * size / self.machine.prefill_tokens_per_s:
+                break
+        else:
+            go_on()
+            return
+        owner = run if seated else ("read", run)
+        if not seated and memory.take(owner, hashes[:upto], upto, keep=memory.num_blocks // COPY_KEPT) is None:
+            go_on()
+            return
+        tier.read(hashes[:upto], upto - here, self.clock.now)
+        self.reading[run] = read = next(self._reads)
+
+        def came() -> None:
+            if self.reading.get(run) == read:
+                del self.reading[run]
+                memory.fill(owner, hashes[:upto])
+                if not seated:
+                    memory.give(owner)
+                self.write(hashes[:upto])
+                self.bring(run, memory, seated, go_on)
+
+        self.clock.soon(seconds, came)
+
+    def drop(self, run: Run, memory: Memory) -> None:
+        """Nobody awaits it any more."""
+        if self.reading.pop(run, None) is not None:
+            memory.give(("read", run))
+
+    def die(self) -> None:
+        """What was in memory is gone; what is on disk stays for the next process."""
+        self.reading.clear()
+        kept = {tier.name: tier for tier in self._tiers if tier.name == OWN_TIERS[1]}
+        self._tiers = [kept.get(tier.name, tier) for tier in self._made()]
+        for tier in kept.values():
+            tier.restart()
+
+    def _made(self) -> list[Tier]:
+        machine = self.machine
+        sizes = (machine.host_blocks, machine.host_block_s), (machine.disk_blocks, machine.disk_block_s)
+        return [Tier(name, *each) for name, each in zip(OWN_TIERS, sizes, strict=True) if each[0]]
