@@ -2,6 +2,7 @@
 # make test      linters, then all tests; arguments of pytest: make test PYTEST_ARGS="-k router"
 # make test-clients  install other people's clients, each into an environment of its own, and run their checks
 # make test-schemas  the demo model under a thousand random schemas: every output validates (an hour on two cores)
+# make test-simulated  a simulation beside a running cluster: times to first token within 20 % (up to eight minutes)
 # make fuzz      damaged and changed model files, ten thousand of them: each is read, or refused in plain words
 # make fuzz-api  ten thousand hostile requests and as many damaged messages: make fuzz-api SEED=7
 # make test-avx512  the CPU kernels' tests with AVX-512, BF16, VNNI and AMX emulated, on a processor without them
@@ -74,7 +75,7 @@ FIRST   ?= 0
 CHAOS   := PYTHONPATH=tests $(BIN)/python -m chaos --seed $(SEED) $(if $(NETWORK),--network)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients test-schemas fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
+.PHONY: help serve test test-clients test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
   redis-faults lint docs bench bench-accuracy bench-grammars \
   bench-router bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-embed \
   bench-gpu wheelhouse images lock test-deploy test-images clean FORCE
@@ -103,6 +104,9 @@ test-clients: $(VENV)/test.done $(VENV)/model.done
 
 test-schemas: $(VENV)/test.done $(VENV)/model.done
 	KVFERRY_TEST_SCHEMAS=1000 $(BIN)/python -m pytest -s tests/grammars/test_random_schemas.py
+
+test-simulated: $(VENV)/test.done $(VENV)/model.done
+	KVFERRY_TEST_SIMULATED=8 $(BIN)/python -m pytest -s tests/cluster/test_simulated_live.py
 
 fuzz: $(VENV)/test.done
 	KVFERRY_TEST_MUTANTS=10000 KVFERRY_TEST_MUTANTS_FROM=$$(date +%s) $(BIN)/python -m pytest -s tests/model_files/test_fuzzed_files.py

@@ -38,7 +38,7 @@ class Answer:
 
 @cache
 def prompts() -> tuple[tuple[int, ...], ...]:
-    """32 prompts of 10 to 2,000 tokens of English prose."""
+    """20 prompts of 10 to 1,200 tokens of English prose."""
     text = "\n".join(topics[name] for name in sorted(topics))
     ids = load_text_model(RouterSettings()).encode(text[:400_000])
     rng = random.Random(0)
