@@ -134,7 +134,6 @@ class Node:
                 run.here = max(run.here, reusable // self.machine.block_size)
                 self.memory.fill(run, run.ask.hashes[: run.here])
             self.dirty = True
-            self._seat()
         self._advance()
         self.prompts.enter(run, run.length - reusable, done)
         self._go_on()

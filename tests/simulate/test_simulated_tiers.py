@@ -10,7 +10,11 @@ import pytest
 from test_nodes import MACHINE, ask, played
 
 from cluster_state.index import on_tier
+from simulate.ask import Run
+from simulate.clock import Clock
 from simulate.fleet import Shape
+from simulate.node import Node
+from simulate.report import lease_of
 from simulate.tiers import Tier
 from simulate.world import Loss
 
@@ -59,6 +63,11 @@ def test_a_full_tier_loses_what_was_used_longest_ago_from_its_end() -> None:
     tier.write(chains["b"])
     assert (tier.run(chains["a"]), tier.run(chains["b"])) == (0, 70)
     tier.write(chains["b"][:2])
+    kept = Tier("disk", 150, 0.001)
+    for name in "aba":
+        kept.write(chains[name][:60])
+    kept.write([bytes([9, i]) * 8 for i in range(60)])
+    assert (kept.run(chains["a"][:60]), kept.run(chains["b"])) == (60, 0)
     stored, removed = tier.drain_changes()
     assert (set(stored), set(removed)) == (set(chains["b"]), set())
 
@@ -82,11 +91,60 @@ def test_a_restarted_node_finds_its_disk_and_not_its_memory(kept: dict[str, int]
     assert (again.prefill.epoch, again.cached_len) == (2, cached)
 
 
-def test_a_node_may_die_while_it_reads() -> None:
-    slow = replace(DISK, disk_block_s=0.01)
-    world = played(Shape(2, 1, slow), AGAIN, losses=(Loss(6.1, "prefill", 0.0), Loss(6.2, "prefill", 0.6)))
-    assert all(run.delivered == 2 for run in world.runs)
-    assert all(not node.tiers.reading for node in world.fleet.nodes.values())
+class Reader:
+    """A node whose disk has the prompt that it is asked to compute: 31 blocks, read in 31 ms, and 4 tokens."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.node = Node("n", "prefill", "m", replace(DISK, host_blocks=100), self.clock, "slru")
+        self.run, self.done = Run(AGAIN[0], 0.0), 0
+        self.host, self.disk = self.node.tiers
+        self.disk.write(self.run.ask.hashes[:31])
+        self.node.compute(self.run, self._ended)
+
+    def _ended(self) -> None:
+        self.done += 1
+
+    def until(self, at: float) -> None:
+        over: list[None] = []
+        self.clock.at(at, lambda: over.append(None))
+        asyncio.run(self.clock.run(lambda: bool(over)))
+
+
+def test_who_reads_waits_and_what_it_read_is_told_before_the_rest_is_computed() -> None:
+    reader = Reader()
+    reader.until(0.03)
+    assert lease_of(reader.node).load.waiting_requests == 1
+    assert (reader.node.dirty, reader.host.run(reader.run.ask.hashes)) == (False, 0)
+    reader.until(0.032)
+    assert lease_of(reader.node).load.waiting_requests == 0
+    assert (reader.node.dirty, reader.host.run(reader.run.ask.hashes[:31])) == (True, 31)
+    reader.until(0.04)
+    assert reader.done == 1
+
+
+def test_who_is_dropped_while_it_reads_leaves_nothing_and_may_come_again() -> None:
+    reader = Reader()
+    reader.until(0.02)
+    reader.node.drop(reader.run)
+    assert reader.node.memory.holds.num_held == 0
+    reader.node.compute(reader.run, reader._ended)
+    reader.until(0.04)
+    assert list(reader.node.tiers.reading) == [reader.run]
+    reader.until(0.1)
+    assert reader.done == 1
+
+
+def test_who_reads_as_its_node_dies_is_told_of() -> None:
+    reader = Reader()
+    reader.until(0.02)
+    assert reader.node.die() == [reader.run]
+    reader.until(0.1)
+    assert reader.done == 0
+    world = played(
+        Shape(1, 1, replace(DISK, disk_block_s=0.01)), AGAIN, "round-robin", (Loss(6.1, "prefill", 0.0, 1.0),)
+    )
+    assert [(run.attempt, run.delivered) for run in world.runs] == [(0, 2)] * 3 + [(1, 2)]
 
 
 def test_the_index_tells_what_each_tier_has() -> None:
