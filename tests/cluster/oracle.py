@@ -16,7 +16,7 @@ from router.text.load import load_text_model
 NEW_TOKENS = 16
 TIE = 1e-4
 """Logits this close may be decided either way."""
-LENGTHS = [round(10 * 40 ** (i / 17)) for i in range(18)] + [700, 1200]
+LENGTHS = [round(10 * 40 ** (i / 11)) for i in range(12)] + [700, 1200]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Answer:
 
 @cache
 def prompts() -> tuple[tuple[int, ...], ...]:
-    """20 prompts of 10 to 1,200 tokens of English prose."""
+    """14 prompts of 10 to 1,200 tokens of English prose."""
     text = "\n".join(topics[name] for name in sorted(topics))
     ids = load_text_model(RouterSettings()).encode(text[:400_000])
     rng = random.Random(0)

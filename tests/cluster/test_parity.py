@@ -22,6 +22,8 @@ from protocol.work import Generate
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+SOME = 8
+"""Of the prompts, the shortest, whose continuations are sampled, too."""
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, top_k=50, seed=1234, ignore_eos=True)
 
 
@@ -76,7 +78,7 @@ def check(made: list[list[int]], path: str) -> None:
 @cache
 def sampled_locally() -> list[list[int]]:
     """Sampled continuations of the first prompts, nothing cached."""
-    return run(make_engine(512), SAMPLED, count=12)
+    return run(make_engine(512), SAMPLED, count=SOME)
 
 
 def test_local_cached_and_sampled_tokens() -> None:
@@ -85,9 +87,9 @@ def test_local_cached_and_sampled_tokens() -> None:
     hits = engine.pool.cached_blocks
     check(run(engine, GREEDY), "cached")
     assert hits > 200
-    assert run(engine, SAMPLED, count=12) == sampled_locally(), "sampled text differs when the prompt is cached"
+    assert run(engine, SAMPLED, count=SOME) == sampled_locally(), "sampled text differs when the prompt is cached"
     other = make_engine(37, caching=False)
-    made = run(other, SAMPLED, preempting(other), count=12)
+    made = run(other, SAMPLED, preempting(other), count=SOME)
     assert made == sampled_locally(), "sampled text differs by chunks and preemption"
     assert other.scheduler.preempted_total > 0
 
@@ -121,7 +123,7 @@ def test_disaggregated_tokens_over_ucx(float32_cluster: LocalCluster) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         check(list(pool.map(lambda prompt: ask(prompt, GREEDY), prompts())), "disaggregated")
-        assert list(pool.map(lambda prompt: ask(prompt, SAMPLED), prompts()[:12])) == sampled_locally()
+        assert list(pool.map(lambda prompt: ask(prompt, SAMPLED), prompts()[:SOME])) == sampled_locally()
     router = scrape(float32_cluster.url)
     assert value(router, "kvferry_placements_total", kind="remote") >= 15
     float32_cluster.settle()

@@ -31,22 +31,18 @@ def test_workers_share_the_cores_and_one_that_is_stopped_with_them_stops_no_stre
     if not (shares(prefill) and shares(decode)):
         pytest.skip("this machine has cores for all")
     source = random.Random(77)
-    prompt = source.choices(range(1000, 40000), k=6000)
+    prompt = source.choices(range(1000, 40000), k=3000)
     arrivals: list[float] = []
-    lengths: list[int] = []
+    enough = threading.Event()
 
     def stream() -> None:
-        pieces = cluster.client.completions.create(
-            model=MODEL,
-            prompt=prompt[:40],
-            max_tokens=TOKENS,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},
-        )
-        for piece in pieces:
-            arrivals.append(time.monotonic())
-            lengths.extend([piece.usage.completion_tokens] if piece.usage else [])
+        with cluster.client.completions.create(
+            model=MODEL, prompt=prompt[:40], max_tokens=TOKENS, stream=True, extra_body={"ignore_eos": True}
+        ) as pieces:
+            for _ in pieces:
+                arrivals.append(time.monotonic())
+                if enough.is_set():
+                    return
 
     def ask() -> None:
         cluster.client.completions.create(model=MODEL, prompt=prompt, max_tokens=1)
@@ -64,6 +60,7 @@ def test_workers_share_the_cores_and_one_that_is_stopped_with_them_stops_no_stre
         wait_for(lambda: len(arrivals) > seen + 20, LONG_S)
     finally:
         prefill.send_signal(signal.SIGCONT)
+        enough.set()
     for thread in threads:
         thread.join(120)
-    assert lengths == [TOKENS]
+        assert not thread.is_alive()
