@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kernels.plan import BatchPlan
 from kernels.triton.launch import Tile, power_of_two
-from kernels.triton.softmax import attend
+from kernels.triton.softmax import attend, part_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -53,10 +53,7 @@ def decode_kernel(
     first = length * 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
-    share = tl.cdiv(tl.cdiv(length - first, KEYS), splits) * KEYS
-    begin = tl.minimum(first + part * share, length)
-    end = tl.minimum(begin + share, length)
-    whole = begin + (end - begin) // KEYS * KEYS
+    begin, whole, end = part_of(first, length, part, splits, KEYS)
 
     rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + rows

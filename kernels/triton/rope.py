@@ -10,7 +10,37 @@ from kernels.triton.launch import power_of_two
 
 
 @triton.jit
-def rotate(
+def turned(
+    source,
+    cos,  # the table's row of this token
+    sin,
+    head,
+    stride,  # between heads
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # rotary_dim / 2
+    BLOCK_HALF: tl.constexpr,
+):
+    """float32 of one token's heads, the first HALF dims and the next ones rotated, and which of them there are."""
+    dims = tl.arange(0, BLOCK_HALF)[None, :]
+    live = (head < HEADS) & (dims < HALF)
+    c = tl.load(cos + dims, mask=dims < HALF, other=0.0)
+    s = tl.load(sin + dims, mask=dims < HALF, other=0.0)
+    low = tl.load(source + head * stride + dims, mask=live, other=0.0).to(tl.float32)
+    high = tl.load(source + head * stride + dims + HALF, mask=live, other=0.0).to(tl.float32)
+    return low * c - high * s, high * c + low * s, live
+
+
+@triton.jit
+def written(x, scale, target, INT8: tl.constexpr):
+    """x float32 in the target's format: of int8 the nearest by the scale of each row, of two the even one."""
+    if INT8:
+        return ((tl.div_rn(x, tl.zeros_like(x) + scale[:, None]) + 12582912.0) - 12582912.0).to(tl.int8)
+    else:
+        return x.to(target.dtype.element_ty)
+
+
+@triton.jit
+def store(
     source,
     target,
     cos,  # the table's row of this token
@@ -22,104 +52,40 @@ def rotate(
     HALF: tl.constexpr,  # rotary_dim / 2, 0: copy
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    INT8: tl.constexpr,
 ):
-    """One token's heads from source to target, rotated in float32; dims from 2 * HALF on are copied."""
-    head = tl.arange(0, BLOCK_HEADS)[:, None]
-    if HALF > 0:
-        dims = tl.arange(0, BLOCK_HALF)[None, :]
-        live = (head < HEADS) & (dims < HALF)
-        c = tl.load(cos + dims, mask=dims < HALF, other=0.0)
-        s = tl.load(sin + dims, mask=dims < HALF, other=0.0)
-        low = tl.load(source + head * stride_source + dims, mask=live, other=0.0).to(tl.float32)
-        high = tl.load(source + head * stride_source + dims + HALF, mask=live, other=0.0).to(tl.float32)
-        place = target + head * stride_target + dims
-        tl.store(place, (low * c - high * s).to(target.dtype.element_ty), mask=live)
-        tl.store(place + HALF, (high * c + low * s).to(target.dtype.element_ty), mask=live)
-    if DIM > 2 * HALF:
-        rest = 2 * HALF + tl.arange(0, BLOCK_D)[None, :]
-        live = (head < HEADS) & (rest < DIM)
-        value = tl.load(source + head * stride_source + rest, mask=live, other=0.0)
-        tl.store(target + head * stride_target + rest, value.to(target.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def rounded(value, scale):
-    """int8 of the float32 values by the scale of each row, the nearest, of two the even one."""
-    return ((tl.div_rn(value, tl.zeros_like(value) + scale[:, None]) + 12582912.0) - 12582912.0).to(tl.int8)
-
-
-@triton.jit
-def store_int8(
-    source,
-    target,
-    cos,
-    sin,
-    stride_source,
-    stride_target,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """As `rotate`, then as `kernels.int8_cache.quantise`: of numbers as the source's format rounds them. What is no
-    finite number makes the scale of its vector none."""
+    """One token's heads from source to target, rotated in float32; dims from 2 * HALF on are copied. INT8: as
+    `kernels.int8_cache.quantise`, of numbers as the source's format rounds them. What is no finite number makes the
+    scale of its vector none."""
     head, every = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HEADS)
-    turned, rest = tl.arange(0, BLOCK_HALF)[None, :], 2 * HALF + tl.arange(0, BLOCK_D)[None, :]
+    dims, rest = tl.arange(0, BLOCK_HALF)[None, :], 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+    place = target + head * stride_target
     kind = source.dtype.element_ty
-    top, none = tl.zeros([BLOCK_HEADS], dtype=tl.float32), tl.zeros([BLOCK_HEADS], dtype=tl.float32)
     if HALF > 0:
-        live = (head < HEADS) & (turned < HALF)
-        c = tl.load(cos + turned, mask=turned < HALF, other=0.0)
-        s = tl.load(sin + turned, mask=turned < HALF, other=0.0)
-        x = tl.load(source + head * stride_source + turned, mask=live, other=0.0).to(tl.float32)
-        y = tl.load(source + head * stride_source + turned + HALF, mask=live, other=0.0).to(tl.float32)
-        low, high = (x * c - y * s).to(kind).to(tl.float32), (y * c + x * s).to(kind).to(tl.float32)
-        top = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-        none += tl.sum((low - low) + (high - high), 1)
+        low, high, live = turned(source, cos, sin, head, stride_source, HEADS, HALF, BLOCK_HALF)
     if DIM > 2 * HALF:
         kept = (head < HEADS) & (rest < DIM)
         value = tl.load(source + head * stride_source + rest, mask=kept, other=0.0).to(tl.float32)
-        top = tl.maximum(top, tl.max(tl.abs(value), 1))
-        none += tl.sum(value - value, 1)
-    scale = tl.div_rn(top, tl.zeros_like(top) + 127.0)
-    scale = tl.maximum(scale, 1.1754943508222875e-38) + none
-    place = target + head * stride_target
+    scale = tl.zeros([BLOCK_HEADS], dtype=tl.float32)
+    if INT8:
+        none = tl.zeros([BLOCK_HEADS], dtype=tl.float32)
+        if HALF > 0:
+            low, high = low.to(kind).to(tl.float32), high.to(kind).to(tl.float32)
+            scale = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+            none += tl.sum((low - low) + (high - high), 1)
+        if DIM > 2 * HALF:
+            scale = tl.maximum(scale, tl.max(tl.abs(value), 1))
+            none += tl.sum(value - value, 1)
+        scale = tl.div_rn(scale, tl.zeros_like(scale) + 127.0)
+        scale = tl.maximum(scale, 1.1754943508222875e-38) + none
+        behind = (target + every * stride_target + DIM).to(tl.pointer_type(tl.float32))
+        tl.store(behind, scale, mask=every < HEADS)
     if HALF > 0:
-        tl.store(place + turned, rounded(low, scale), mask=live)
-        tl.store(place + turned + HALF, rounded(high, scale), mask=live)
+        tl.store(place + dims, written(low, scale, target, INT8), mask=live)
+        tl.store(place + dims + HALF, written(high, scale, target, INT8), mask=live)
     if DIM > 2 * HALF:
-        tl.store(place + rest, rounded(value, scale), mask=kept)
-    behind = (target + every * stride_target + DIM).to(tl.pointer_type(tl.float32))
-    tl.store(behind, scale, mask=every < HEADS)
-
-
-@triton.jit
-def store(
-    source,
-    target,
-    cos,
-    sin,
-    stride_source,
-    stride_target,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One token's heads into the cache, in its number format."""
-    if target.dtype.element_ty == tl.int8:
-        store_int8(
-            source, target, cos, sin, stride_source, stride_target, HEADS, DIM, HALF, BLOCK_HEADS, BLOCK_HALF, BLOCK_D
-        )
-    else:
-        rotate(
-            source, target, cos, sin, stride_source, stride_target, HEADS, DIM, HALF, BLOCK_HEADS, BLOCK_HALF, BLOCK_D
-        )
+        tl.store(place + rest, written(value, scale, target, INT8), mask=kept)
 
 
 @triton.jit
@@ -153,6 +119,7 @@ def rope_cache_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     """Program (token, 0: K and V, 1: Q); the second exists only where there is a rotation. Slots below 0: nowhere."""
     token = tl.program_id(0).to(tl.int64)
@@ -163,16 +130,16 @@ def rope_cache_kernel(
             place = kv + (slot // SLOTS) * stride_block + (slot % SLOTS) * stride_slot
             store(
                 k + token * stride_k_token, place, cos + turn, sin + turn, stride_k_head, stride_head,
-                KV_HEADS, DIM, HALF, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST,
+                KV_HEADS, DIM, HALF, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST, INT8,
             )  # fmt: skip
             store(
                 v + token * stride_v_token, place + stride_kv, cos, sin, stride_v_head, stride_head,
-                KV_HEADS, DIM, 0, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_D,
+                KV_HEADS, DIM, 0, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_D, INT8,
             )  # fmt: skip
     else:
-        rotate(
+        store(
             q + token * stride_q_token, q_out + token * HEADS * DIM, cos + turn, sin + turn, stride_q_head, DIM,
-            HEADS, DIM, HALF, BLOCK_HEADS, BLOCK_HALF, BLOCK_REST,
+            HEADS, DIM, HALF, BLOCK_HEADS, BLOCK_HALF, BLOCK_REST, False,
         )  # fmt: skip
 
 
@@ -198,6 +165,7 @@ def rope_and_cache(
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *kv_layer.stride()[:4],
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, SLOTS=slots,
         BLOCK_HEADS=power_of_two(heads), BLOCK_KV_HEADS=power_of_two(kv_heads), BLOCK_HALF=power_of_two(half),
-        BLOCK_REST=power_of_two(dim - 2 * half), BLOCK_D=power_of_two(dim), num_warps=4,
+        BLOCK_REST=power_of_two(dim - 2 * half), BLOCK_D=power_of_two(dim), INT8=kv_layer.dtype == torch.int8,
+        num_warps=4,
     )  # fmt: skip
     return q_out

@@ -15,6 +15,38 @@ def scales_of(vectors, inside, DIM: tl.constexpr):
 
 
 @triton.jit
+def slots_of(table, start, end, stride_block, WIDTH, SLOTS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
+    """KEYS positions from start on, which of them lie before end, and where their vectors of WIDTH elements do."""
+    position = start + tl.arange(0, KEYS)
+    if MASKED:
+        inside = position < end
+        block = tl.load(table + position // SLOTS, mask=inside, other=0)
+    else:
+        inside = position >= 0
+        block = tl.load(table + position // SLOTS)
+    return position, inside, block.to(tl.int64) * stride_block + (position % SLOTS) * WIDTH
+
+
+@triton.jit
+def weigh(score, top, total):
+    """Weights of the scores, what the sum so far is to be multiplied by, and the new top and total."""
+    new_top = tl.maximum(top, tl.max(score, 1))
+    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weight = tl.exp2(score - pivot[:, None])
+    decay = tl.exp2(top - pivot)
+    return weight, decay, new_top, total * decay + tl.sum(weight, 1)
+
+
+@triton.jit
+def part_of(first, length, part, splits, KEYS: tl.constexpr):
+    """Where a part of the positions [first, length) begins, the last of its whole tiles ends, and it does."""
+    share = tl.cdiv(tl.cdiv(length - first, KEYS), splits) * KEYS
+    begin = tl.minimum(first + part * share, length)
+    end = tl.minimum(begin + share, length)
+    return begin, begin + (end - begin) // KEYS * KEYS, end
+
+
+@triton.jit
 def attend(
     q,  # [ROWS, BLOCK_D]
     acc,  # float32 [ROWS, BLOCK_D], the weighted sum of V so far
@@ -43,16 +75,10 @@ def attend(
     """Adds the positions [begin, end) to (acc, top, total). A slot that no row may see is not read."""
     dims = tl.arange(0, BLOCK_D)
     for start in range(begin, end, KEYS):
-        position = start + tl.arange(0, KEYS)
-        if MASKED:
-            inside = position < end
-            block = tl.load(table + position // SLOTS, mask=inside, other=0)
-        else:
-            inside = position >= 0
-            block = tl.load(table + position // SLOTS)
-        live = inside[:, None] & (dims < DIM)[None, :]
         # The width of a vector is told to the compiler, which else would read it byte by byte.
-        offset = block.to(tl.int64) * stride_block + (position % SLOTS) * (DIM + 4 if INT8 else stride_slot)
+        width = DIM + 4 if INT8 else stride_slot
+        position, inside, offset = slots_of(table, start, end, stride_block, width, SLOTS, KEYS, MASKED)
+        live = inside[:, None] & (dims < DIM)[None, :]
         where = kv + offset[:, None] + dims[None, :]
         k = tl.load(where, mask=live, other=0)
         if INT8:
@@ -67,11 +93,7 @@ def attend(
             if WINDOW > 0:
                 seen = seen & (position[None, :] > row_position[:, None] - WINDOW)
             score = tl.where(seen, score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(score - pivot[:, None])
-        decay = tl.exp2(top - pivot)
-        total = total * decay + tl.sum(weight, 1)
+        weight, decay, top, total = weigh(score, top, total)
         v = tl.load(where + stride_kv, mask=live, other=0)
         if INT8:
             v = v.to(tl.float32)
@@ -81,5 +103,4 @@ def attend(
             else:
                 weight *= v_scale[None, :]
         acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision=PRECISION)
-        top = new_top
     return acc, top, total
