@@ -24,14 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from benchmarks.gpu_latent import latent_attention
 from benchmarks.gpu_products import FORMS, product
 from benchmarks.gpu_rows import Rows
-from benchmarks.gpu_subject import Shape, Subject, layers_for
+from benchmarks.gpu_subject import Shape, Subject, layers_for, paged_plan
 from kernels.int8_cache import dequantise, quantise
 from kernels.ops import Ops, select
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
-from protocol.layout import SCALE_BYTES, blocks_for
+from protocol.layout import SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +55,6 @@ FULL = Sizes(
     rows=(1, 16, 64, 128, 2048),
 )
 SMALL = Sizes(((2, 64),), ((1, 32, 16),), (4,), 1 << 20, (3,))
-
-
-def paged_plan(query_lens: list[int], total_lens: list[int], shape: Shape) -> tuple[BatchPlan, int]:
-    """(plan, blocks in the pool) with the sequences' blocks in shuffled order."""
-    counts = [blocks_for(total, shape.block_size) for total in total_lens]
-    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
-    table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-    for row, blocks in enumerate(order.split(counts)):
-        table[row, : len(blocks)] = blocks
-    spans = list(zip(query_lens, total_lens, strict=True))
-    positions = torch.cat([torch.arange(total - query_len, total) for query_len, total in spans])
-    seqs = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(query_lens))
-    slots = table[seqs, positions // shape.block_size].long() * shape.block_size + positions % shape.block_size
-    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    tensors = (t.to(shape.device) for t in (positions, slots, table, starts, torch.tensor(total_lens).int()))
-    decodes = sum(query_len == 1 for query_len in query_lens)
-    return BatchPlan(*tensors, tuple(query_lens), tuple(total_lens), decodes, shape.block_size), sum(counts)
 
 
 def attention(ops: Ops, shape: Shape, seqs: int, query_len: int, computed_len: int, int8: bool = False) -> Subject:
@@ -176,6 +160,10 @@ def subjects(ops: Ops, shape: Shape, sizes: Sizes) -> Iterator[Subject]:
     for seqs, query_len, computed_len in sizes.chunks:
         for int8 in (False, True):
             yield attention(ops, shape, seqs, query_len, computed_len, int8)
+    for seqs, length in sizes.decodes:
+        yield latent_attention(ops, shape, seqs, 1, length - 1)
+    for chunk in sizes.chunks:
+        yield latent_attention(ops, shape, *chunk)
     for form in FORMS:
         for rows in sizes.rows:
             yield product(ops, shape, form, rows)

@@ -112,13 +112,16 @@ def rope_cache_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    WIDTH: tl.constexpr,  # of K, and of V where PLANES are two
     HALF: tl.constexpr,
     SLOTS: tl.constexpr,
+    PLANES: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KV_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_REST_K: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     INT8: tl.constexpr,
 ):
     """Program (token, 0: K and V, 1: Q); the second exists only where there is a rotation. Slots below 0: nowhere."""
@@ -130,12 +133,13 @@ def rope_cache_kernel(
             place = kv + (slot // SLOTS) * stride_block + (slot % SLOTS) * stride_slot
             store(
                 k + token * stride_k_token, place, cos + turn, sin + turn, stride_k_head, stride_head,
-                KV_HEADS, DIM, HALF, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST, INT8,
+                KV_HEADS, WIDTH, HALF, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST_K, INT8,
             )  # fmt: skip
-            store(
-                v + token * stride_v_token, place + stride_kv, cos, sin, stride_v_head, stride_head,
-                KV_HEADS, DIM, 0, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_D, INT8,
-            )  # fmt: skip
+            if PLANES == 2:
+                store(
+                    v + token * stride_v_token, place + stride_kv, cos, sin, stride_v_head, stride_head,
+                    KV_HEADS, WIDTH, 0, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_W, INT8,
+                )  # fmt: skip
     else:
         store(
             q + token * stride_q_token, q_out + token * HEADS * DIM, cos + turn, sin + turn, stride_q_head, DIM,
@@ -146,7 +150,7 @@ def rope_cache_kernel(
 def rope_and_cache(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     kv_layer: torch.Tensor,
@@ -154,7 +158,8 @@ def rope_and_cache(
 ) -> torch.Tensor:
     """As in `Ops`. q, k and v may be slices of one projection: only their last dimension must be dense."""
     tokens, heads, dim = q.shape
-    kv_heads, slots = kv_layer.shape[2:4]
+    planes, kv_heads, slots = kv_layer.shape[1:4]
+    width, v = k.shape[2], k if v is None else v
     turned = cos is not None and sin is not None
     if cos is None or sin is None:
         cos = sin = torch.empty(0, dtype=torch.float32, device=q.device)
@@ -163,9 +168,9 @@ def rope_and_cache(
     rope_cache_kernel[(tokens, 2 if turned else 1)](
         q, k, v, q_out, cos, sin, kv_layer, plan.positions, plan.slots,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *kv_layer.stride()[:4],
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, SLOTS=slots,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, HALF=half, SLOTS=slots, PLANES=planes,
         BLOCK_HEADS=power_of_two(heads), BLOCK_KV_HEADS=power_of_two(kv_heads), BLOCK_HALF=power_of_two(half),
-        BLOCK_REST=power_of_two(dim - 2 * half), BLOCK_D=power_of_two(dim), INT8=kv_layer.dtype == torch.int8,
-        num_warps=4,
+        BLOCK_REST=power_of_two(dim - 2 * half), BLOCK_REST_K=power_of_two(width - 2 * half),
+        BLOCK_W=power_of_two(width), INT8=kv_layer.dtype == torch.int8, num_warps=4,
     )  # fmt: skip
     return q_out

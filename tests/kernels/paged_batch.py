@@ -52,6 +52,11 @@ def make_plan(
     return plan, num_blocks
 
 
+def moved(plan: BatchPlan, device: str) -> BatchPlan:
+    tensors = ("positions", "slots", "block_table", "query_start", "total_len")
+    return replace(plan, **{name: getattr(plan, name).to(device) for name in tensors})
+
+
 @dataclass(frozen=True)
 class Case:
     """pool: every slot that no sequence has written is NaN (in int8: its scale). keys, values: what the pool holds,
@@ -68,9 +73,7 @@ class Case:
         return self.pool[:, LAYER]
 
     def to(self, device: str) -> Case:
-        tensors = ("positions", "slots", "block_table", "query_start", "total_len")
-        plan = replace(self.plan, **{name: getattr(self.plan, name).to(device) for name in tensors})
-        return replace(self, plan=plan, pool=self.pool.to(device), q=self.q.to(device))
+        return replace(self, plan=moved(self.plan, device), pool=self.pool.to(device), q=self.q.to(device))
 
 
 def make_case(

@@ -51,6 +51,18 @@ def test_attention_over_int8_moves_less(bench: dict[str, Any], query_len: int, c
     assert subject.moved == 2 * 2 * (query_len + computed_len) * 2 * 20 + 4 * 2 * 2 * query_len * 6 * 16
 
 
+@pytest.mark.parametrize(("seqs", "query_len", "computed_len"), [(3, 1, 40), (2, 17, 20)])
+def test_latent_attention_forms_agree(bench: dict[str, Any], seqs: int, query_len: int, computed_len: int) -> None:
+    shape = bench["Shape"](3, 3, 16, torch.float32, torch.device("cpu"))
+    subject = bench["latent_attention"](ReferenceOps(), shape, seqs, query_len, computed_len)
+    bench["check"](subject)
+    vectors, tokens = seqs * (query_len + computed_len), seqs * query_len
+    assert subject.moved == 4 * (vectors * 576 + 3 * 512 * 256 + tokens * 3 * (192 + 128))
+    pairs = seqs * sum(computed_len + j + 1 for j in range(query_len))
+    of_pairs, changed = (1088, tokens) if query_len == 1 else (320, vectors)
+    assert subject.work == 2 * 3 * (of_pairs * pairs + changed * 512 * 256)
+
+
 @pytest.mark.parametrize(("form", "stored"), [*zip(FORMS, (0.5 + 2 / 128, 0.5 + 4 / 128, 1 + 4 / 128, 1), strict=True)])
 @pytest.mark.parametrize("ops", [ReferenceOps(), CodesAsTold()])
 def test_products_agree(bench: dict[str, Any], form: str, stored: float, ops: ReferenceOps) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_batch import LAYER, close, make_plan, rope_table, rotate_complex
+from paged_batch import LAYER, close, make_plan, moved, rope_table, rotate_complex
 
 from kernels import latent
 from kernels.cpu import CpuOps, instruction_sets
@@ -20,6 +20,7 @@ BATCHES = {
     "decodes": ((1, 1, 1), (1, 40, 300), 3),
     "prompts": ((50, 17), (50, 17), 0),
     "chunks of prompts": ((40, 3, 30), (200, 161, 61), 0),
+    "decodes and a prompt": ((1, 1, 150), (40, 900, 150), 2),
     "all": ((1, 1, 33, 3, 20), (25, 90, 33, 70, 80), 2),
 }
 
@@ -28,14 +29,14 @@ def ops_of(row: str) -> Ops:
     return ReferenceOps() if row == "reference" else CpuOps(2, row)
 
 
-def weights(dtype: torch.dtype) -> torch.Tensor:
+def weights(dtype: torch.dtype, heads: int = HEADS) -> torch.Tensor:
     """Of K and V of each head, [heads, plain + value, rank]."""
-    shape = (HEADS, PLAIN + VALUE, RANK)
+    shape = (heads, PLAIN + VALUE, RANK)
     return (torch.randn(shape, generator=torch.Generator().manual_seed(2)) * RANK**-0.5).to(dtype)
 
 
-def made(ops: Ops, dtype: torch.dtype) -> Latent:
-    each = weights(dtype)
+def made(ops: Ops, dtype: torch.dtype, device: str = "cpu", heads: int = HEADS) -> Latent:
+    each = weights(dtype, heads).to(device)
     none = ops.linear(torch.zeros(2, 2, dtype=dtype))
     return Latent(
         q_a=None, q_norm=None, q=none, kv_a=none, kv_norm=torch.ones(RANK), o=none,
@@ -49,7 +50,8 @@ def made(ops: Ops, dtype: torch.dtype) -> Latent:
 class Case:
     """A pool of garbage, the sequences in it, and queries."""
 
-    def __init__(self, batch: str, dtype: torch.dtype) -> None:
+    def __init__(self, batch: str, dtype: torch.dtype, heads: int = HEADS) -> None:
+        self.heads = heads
         query_lens, total_lens, decodes = BATCHES[batch]
         self.plan, blocks = make_plan(query_lens, total_lens, decodes, SLOTS, 0)
         numbers = torch.Generator().manual_seed(1)
@@ -58,11 +60,14 @@ class Case:
         for table, vectors in zip(self.plan.block_table, self.cached, strict=True):
             for position, vector in enumerate(vectors):
                 self.pool[int(table[position // SLOTS]), LAYER, 0, 0, position % SLOTS] = vector
-        self.q = torch.randn(sum(query_lens), HEADS, ROTATED + PLAIN, generator=numbers).to(dtype)
+        self.q = torch.randn(sum(query_lens), heads, ROTATED + PLAIN, generator=numbers).to(dtype)
+
+    def to(self, device: str) -> None:
+        self.plan, self.pool, self.q = moved(self.plan, device), self.pool.to(device), self.q.to(device)
 
     def wanted(self, dtype: torch.dtype) -> torch.Tensor:
         """float64 [T, heads, value]."""
-        out, of_k, of_v = [], *torch.split(weights(dtype).double(), [PLAIN, VALUE], 1)
+        out, of_k, of_v = [], *torch.split(weights(dtype, self.heads).double(), [PLAIN, VALUE], 1)
         queries = self.q.double().split(list(self.plan.query_lens))
         for q, cached in zip(queries, self.cached, strict=True):
             key, c = torch.split(cached.double(), [ROTATED, RANK], 1)

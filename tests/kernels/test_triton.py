@@ -42,6 +42,10 @@ def test_k_and_v_in_int8() -> None:
     collect("triton_int8_cases.py", **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}))
 
 
+def test_attention_to_cached_latents() -> None:
+    collect("triton_latent_cases.py", **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}))
+
+
 def test_models_run_as_they_are_stored() -> None:
     collect("triton_model_cases.py", TRITON_INTERPRET="1")
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from paged_batch import GATES, make_case, rope_table, sinks_of
+from test_latent import LAYER, SCALE, made
+from test_latent import Case as LatentCase
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -48,8 +50,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (512, 0.0), (512, 50.0)])
-@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize(("window", "cap", "sunk"), [(0, 0.0, False), (512, 50.0, True)])
 def test_bfloat16_attention_uses_tensor_cores_and_wide_copies(
     compiled: dict[str, Any], window: int, cap: float, sunk: bool
 ) -> None:
@@ -76,6 +77,24 @@ def test_int8_k_and_v_are_read_in_words_through_tensor_cores(compiled: dict[str,
         assert "cp.async.ca" in compiled[name].asm["ptx"]
         assert "ld.global.b8" not in compiled[name].asm["ptx"]
         assert compiled[name].metadata.shared <= HOPPER_SHARED_BYTES
+
+
+def test_latents_are_read_through_tensor_cores(compiled: dict[str, Any]) -> None:
+    """Of DeepSeek V3's sizes but for the number of heads; chunks that make keys and values have head dims of 192."""
+    case, ops = LatentCase("decodes and a prompt", torch.bfloat16), TritonOps(132)
+    ops.latent_attention(case.q, case.pool[:, LAYER], case.plan, SCALE, made(ops, torch.bfloat16))
+    assert set(compiled) == {"latent_kernel", "merge_kernel", "prefill_kernel"}
+    assert all(kernel.metadata.shared <= HOPPER_SHARED_BYTES for kernel in compiled.values())
+    ptx = compiled["latent_kernel"].asm["ptx"]
+    assert "mma.sync" in ptx
+    assert "cp.async.cg" in ptx
+    assert "ld.global.b16" not in ptx
+
+
+def test_latents_in_float32(compiled: dict[str, Any]) -> None:
+    case, ops = LatentCase("decodes", torch.float32), TritonOps(132)
+    ops.latent_attention(case.q, case.pool[:, LAYER], case.plan, SCALE, made(ops, torch.float32))
+    assert compiled["latent_kernel"].metadata.shared <= HOPPER_SHARED_BYTES
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(256, torch.float16), (80, torch.float32)])
@@ -111,8 +130,9 @@ CODES = {
 """Number format, codes, inputs of a group and how many groups."""
 
 
-@pytest.mark.parametrize("name", CODES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.bfloat16) for name in CODES), ("int4-zeros", torch.float16)]
+)
 def test_products_with_codes_use_tensor_cores_and_wide_copies(
     compiled: dict[str, Any], name: str, dtype: torch.dtype
 ) -> None:
