@@ -11,6 +11,7 @@ from torch.nn.attention.bias import causal_lower_right
 from benchmarks.gpu_subject import Shape, Subject, layers_for, paged_plan
 from kernels.latent import absorbed, expanded, put_out
 from kernels.ops import Ops
+from kernels.quantised_cache import dequantise, quantise, vector_width
 from kernels.shared import TorchLinear, TorchLinearOfHeads
 from kernels.step import Latent
 
@@ -30,28 +31,35 @@ def weights(shape: Shape) -> Latent:
     )  # fmt: skip
 
 
-def latent_attention(ops: Ops, shape: Shape, seqs: int, query_len: int, computed_len: int) -> Subject:
+def latent_attention(
+    ops: Ops, shape: Shape, seqs: int, query_len: int, computed_len: int, cache: torch.dtype | None = None
+) -> Subject:
     """Of equal sequences, with its products into the latents' space and out of it, or to keys and values; the peer
     reads the same latents, contiguous."""
     total, itemsize, own = computed_len + query_len, shape.dtype.itemsize, weights(shape)
     vectors, tokens, of_head = seqs * total, seqs * query_len, ROTATED + PLAIN + VALUE
     made = shape.heads * RANK * (PLAIN + VALUE)
-    moved = itemsize * (vectors * (ROTATED + RANK) + made + tokens * shape.heads * of_head)
+    cached = vectors * vector_width(ROTATED + RANK, cache or shape.dtype) * (cache or shape.dtype).itemsize
+    moved = cached + itemsize * (made + tokens * shape.heads * of_head)
     pairs = seqs * (query_len * computed_len + query_len * (query_len + 1) // 2)
     if decodes := query_len == 1:
         work = 2 * shape.heads * pairs * (ROTATED + 2 * RANK) + 2 * made * tokens
     else:
         work = 2 * shape.heads * pairs * of_head + 2 * made * vectors
+    what = "decode" if decodes else "prefill"
     layers = layers_for(moved)
     plan, blocks = paged_plan([query_len] * seqs, [total] * seqs, shape)
     random = {"dtype": shape.dtype, "device": shape.device}
     pool = torch.randn(blocks, layers, 1, 1, shape.block_size, ROTATED + RANK, **random)
     q = torch.randn(tokens, shape.heads, ROTATED + PLAIN, **random)
     scale = (ROTATED + PLAIN) ** -0.5
+    if cache is not None:
+        pool = quantise(pool, cache)
     table = plan.block_table.long()
-    lying = [pool[:, layer, 0, 0][table].flatten(1, 2)[:, :total].contiguous() for layer in range(layers)]
+    plain = pool if cache is None else dequantise(pool, shape.dtype)
+    lying = [plain[:, layer, 0, 0][table].flatten(1, 2)[:, :total].contiguous() for layer in range(layers)]
     return Subject(
-        title=f"latent {'decode' if decodes else 'prefill'} {seqs} x {query_len} at {computed_len}",
+        title=f"latent {what} {seqs} x {query_len} at {computed_len}{', fp8' * bool(cache)}",
         ours=lambda layer: ops.latent_attention(q, pool[:, layer], plan, scale, own),
         peer=(_decode if decodes else _prefill)(q, lying, own, scale),
         layers=layers,

@@ -72,7 +72,7 @@ class TritonOps(TorchShared):
     decode steps, None: CUDA graphs where there is a device and `graphs`."""
 
     name = "triton"
-    capabilities = Capabilities(codes=True, int8_heads=4)
+    capabilities = Capabilities(codes=True, unit=4)
 
     def __init__(self, processors: int | None = None, capture: Capture | None = None, *, graphs: bool = True) -> None:
         self._processors = processors

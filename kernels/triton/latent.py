@@ -6,7 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.quantised_cache import PEAKS
 from kernels.triton.decode import LOG2_E, merge_kernel
+from kernels.triton.eight_bits import number, pool_words, scales_of
 from kernels.triton.launch import Tile, power_of_two
 from kernels.triton.softmax import part_of, slots_of, weigh
 
@@ -33,20 +35,32 @@ def attend_latents(
     BLOCK_C: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    PEAK: tl.constexpr,
 ):
     """As `softmax.attend`, of rows that see all of [begin, end)."""
     first, rest = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
     for start in range(begin, end, KEYS):
-        _, inside, offset = slots_of(table, start, end, stride_block, stride_slot, SLOTS, KEYS, MASKED)
+        width = ROTATED + RANK + 4 if PEAK else stride_slot
+        _, inside, offset = slots_of(table, start, end, stride_block, width, SLOTS, KEYS, MASKED)
         vector = kv + offset[:, None]
         key = tl.load(vector + first[None, :], mask=inside[:, None] & (first < ROTATED)[None, :], other=0)
         latent = tl.load(vector + ROTATED + rest[None, :], mask=inside[:, None] & (rest < RANK)[None, :], other=0)
+        if PEAK:
+            key, latent = number(key, PEAK), number(latent, PEAK)
         key, latent = key.to(plain.dtype), latent.to(plain.dtype)
         score = tl.dot(turned, tl.trans(key), input_precision=PRECISION)
         score = tl.dot(plain, tl.trans(latent), score, input_precision=PRECISION) * scale
+        if PEAK:
+            own = scales_of(kv + offset, inside, ROTATED + RANK, PEAK)
+            score *= own[None, :]
         if MASKED:
             score = tl.where(inside[None, :], score, float("-inf"))
         weight, decay, top, total = weigh(score, top, total)
+        if PEAK:
+            if plain.dtype == tl.float16:  # which does not hold a small weight times a scale
+                latent = (latent.to(tl.float32) * own[:, None]).to(plain.dtype)
+            else:
+                weight *= own[None, :]
         acc = tl.dot(weight.to(plain.dtype), latent, acc * decay[:, None], input_precision=PRECISION)
     return acc, top, total
 
@@ -80,6 +94,7 @@ def latent_kernel(
     BLOCK_C: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    PEAK: tl.constexpr,
 ):
     """Program (row, tile of heads, part)."""
     seq, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
@@ -97,11 +112,11 @@ def latent_kernel(
     blocks = table + seq * stride_table
     acc, top, total = attend_latents(
         of_key, of_latent, acc, top, total, kv, blocks, stride_block, stride_slot, begin, whole, scale,
-        ROTATED, RANK, SLOTS, KEYS, BLOCK_R, BLOCK_C, False, PRECISION,
+        ROTATED, RANK, SLOTS, KEYS, BLOCK_R, BLOCK_C, False, PRECISION, PEAK,
     )  # fmt: skip
     acc, top, total = attend_latents(
         of_key, of_latent, acc, top, total, kv, blocks, stride_block, stride_slot, whole, end, scale,
-        ROTATED, RANK, SLOTS, KEYS, BLOCK_R, BLOCK_C, True, PRECISION,
+        ROTATED, RANK, SLOTS, KEYS, BLOCK_R, BLOCK_C, True, PRECISION, PEAK,
     )  # fmt: skip
     mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     row = seq * heads + head
@@ -132,12 +147,13 @@ def sum_latents(
     partial = torch.empty((*parts, rank), dtype=torch.float32, device=plain.device)
     partial_log = torch.empty(parts, dtype=torch.float32, device=plain.device)
     latent_kernel[(count, triton.cdiv(heads, tile.rows), splits)](
-        turned, plain, kv_layer, out, partial, partial_log, table, total_len,
+        turned, plain, pool_words(kv_layer), out, partial, partial_log, table, total_len,
         *turned.stride()[:2], *plain.stride()[:2], kv_layer.stride(0), kv_layer.stride(3), table.stride(0),
         heads, splits, scale * LOG2_E.value,
         ROTATED=rotated, RANK=rank, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys,
         BLOCK_R=power_of_two(rotated, 16), BLOCK_C=tile.dim, SPLIT=splits > 1,
-        PRECISION="ieee" if plain.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+        PRECISION="ieee" if plain.dtype == torch.float32 else "tf32", PEAK=PEAKS.get(kv_layer.dtype, 0),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(count * heads,)](

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from kernels.latent import expanded, expands
 from kernels.plan import BatchPlan
+from kernels.quantised_cache import PEAKS, as_bytes, dequantise
 from kernels.step import Latent
 from kernels.triton.latent import sum_latents
 from kernels.triton.launch import Tile, kv_splits, latent_tile, prefill_tile
@@ -80,7 +81,8 @@ def _in_their_space(q: torch.Tensor, kv_layer: torch.Tensor, tokens: Tokens, sca
 
 def _over_made(q: torch.Tensor, kv_layer: torch.Tensor, chunks: Chunks, scale: float, own: Latent) -> torch.Tensor:
     heads, slots = q.shape[1], kv_layer.shape[3]
-    latents = kv_layer[chunks.blocks, 0, 0]
+    latents = as_bytes(kv_layer)[chunks.blocks, 0, 0].view(kv_layer.dtype)
+    latents = dequantise(latents, q.dtype) if kv_layer.dtype in PEAKS else latents
     k, v = expanded(latents.flatten(0, 1), own)
     width = max(k.shape[2], v.shape[2])
     kv = torch.stack([F.pad(each, (0, width - each.shape[2])) for each in (k, v)])

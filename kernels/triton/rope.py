@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from kernels.plan import BatchPlan
+from kernels.quantised_cache import PEAKS
+from kernels.triton.eight_bits import nearest, pool_words
 from kernels.triton.launch import power_of_two
 
 
@@ -31,10 +33,10 @@ def turned(
 
 
 @triton.jit
-def written(x, scale, target, INT8: tl.constexpr):
-    """x float32 in the target's format: of int8 the nearest by the scale of each row, of two the even one."""
-    if INT8:
-        return ((tl.div_rn(x, tl.zeros_like(x) + scale[:, None]) + 12582912.0) - 12582912.0).to(tl.int8)
+def written(x, scale, target, PEAK: tl.constexpr):
+    """x float32 in the target's format: of 8 bits the nearest by the scale of each row."""
+    if PEAK:
+        return nearest(tl.div_rn(x, tl.zeros_like(x) + scale[:, None]), PEAK)
     else:
         return x.to(target.dtype.element_ty)
 
@@ -53,11 +55,11 @@ def store(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    INT8: tl.constexpr,
+    PEAK: tl.constexpr,
 ):
-    """One token's heads from source to target, rotated in float32; dims from 2 * HALF on are copied. INT8: as
-    `kernels.int8_cache.quantise`, of numbers as the source's format rounds them. What is no finite number makes the
-    scale of its vector none."""
+    """One token's heads from source to target, rotated in float32; dims from 2 * HALF on are copied. PEAK: as
+    `kernels.quantised_cache.quantise`, of numbers as the source's format rounds them. What is no finite number makes
+    the scale of its vector none."""
     head, every = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HEADS)
     dims, rest = tl.arange(0, BLOCK_HALF)[None, :], 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
     place = target + head * stride_target
@@ -68,7 +70,7 @@ def store(
         kept = (head < HEADS) & (rest < DIM)
         value = tl.load(source + head * stride_source + rest, mask=kept, other=0.0).to(tl.float32)
     scale = tl.zeros([BLOCK_HEADS], dtype=tl.float32)
-    if INT8:
+    if PEAK:
         none = tl.zeros([BLOCK_HEADS], dtype=tl.float32)
         if HALF > 0:
             low, high = low.to(kind).to(tl.float32), high.to(kind).to(tl.float32)
@@ -77,15 +79,15 @@ def store(
         if DIM > 2 * HALF:
             scale = tl.maximum(scale, tl.max(tl.abs(value), 1))
             none += tl.sum(value - value, 1)
-        scale = tl.div_rn(scale, tl.zeros_like(scale) + 127.0)
+        scale = tl.div_rn(scale, tl.zeros_like(scale) + PEAK)
         scale = tl.maximum(scale, 1.1754943508222875e-38) + none
         behind = (target + every * stride_target + DIM).to(tl.pointer_type(tl.float32))
         tl.store(behind, scale, mask=every < HEADS)
     if HALF > 0:
-        tl.store(place + dims, written(low, scale, target, INT8), mask=live)
-        tl.store(place + dims + HALF, written(high, scale, target, INT8), mask=live)
+        tl.store(place + dims, written(low, scale, target, PEAK), mask=live)
+        tl.store(place + dims + HALF, written(high, scale, target, PEAK), mask=live)
     if DIM > 2 * HALF:
-        tl.store(place + rest, written(value, scale, target, INT8), mask=kept)
+        tl.store(place + rest, written(value, scale, target, PEAK), mask=kept)
 
 
 @triton.jit
@@ -122,7 +124,7 @@ def rope_cache_kernel(
     BLOCK_REST: tl.constexpr,
     BLOCK_REST_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    INT8: tl.constexpr,
+    PEAK: tl.constexpr,
 ):
     """Program (token, 0: K and V, 1: Q); the second exists only where there is a rotation. Slots below 0: nowhere."""
     token = tl.program_id(0).to(tl.int64)
@@ -133,17 +135,17 @@ def rope_cache_kernel(
             place = kv + (slot // SLOTS) * stride_block + (slot % SLOTS) * stride_slot
             store(
                 k + token * stride_k_token, place, cos + turn, sin + turn, stride_k_head, stride_head,
-                KV_HEADS, WIDTH, HALF, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST_K, INT8,
+                KV_HEADS, WIDTH, HALF, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST_K, PEAK,
             )  # fmt: skip
             if PLANES == 2:
                 store(
                     v + token * stride_v_token, place + stride_kv, cos, sin, stride_v_head, stride_head,
-                    KV_HEADS, WIDTH, 0, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_W, INT8,
+                    KV_HEADS, WIDTH, 0, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_W, PEAK,
                 )  # fmt: skip
     else:
         store(
             q + token * stride_q_token, q_out + token * HEADS * DIM, cos + turn, sin + turn, stride_q_head, DIM,
-            HEADS, DIM, HALF, BLOCK_HEADS, BLOCK_HALF, BLOCK_REST, False,
+            HEADS, DIM, HALF, BLOCK_HEADS, BLOCK_HALF, BLOCK_REST, 0,
         )  # fmt: skip
 
 
@@ -166,11 +168,11 @@ def rope_and_cache(
     half = cos.shape[-1] if turned else 0
     q_out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device) if turned else q
     rope_cache_kernel[(tokens, 2 if turned else 1)](
-        q, k, v, q_out, cos, sin, kv_layer, plan.positions, plan.slots,
+        q, k, v, q_out, cos, sin, pool_words(kv_layer), plan.positions, plan.slots,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *kv_layer.stride()[:4],
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, HALF=half, SLOTS=slots, PLANES=planes,
         BLOCK_HEADS=power_of_two(heads), BLOCK_KV_HEADS=power_of_two(kv_heads), BLOCK_HALF=power_of_two(half),
         BLOCK_REST=power_of_two(dim - 2 * half), BLOCK_REST_K=power_of_two(width - 2 * half),
-        BLOCK_W=power_of_two(width), INT8=kv_layer.dtype == torch.int8, num_warps=4,
+        BLOCK_W=power_of_two(width), PEAK=PEAKS.get(kv_layer.dtype, 0), num_warps=4,
     )  # fmt: skip
     return q_out

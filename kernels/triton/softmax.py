@@ -7,11 +7,7 @@ The running softmax is that of Milakov and Gimelshein (2018) as used by FlashAtt
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def scales_of(vectors, inside, DIM: tl.constexpr):
-    """float32 behind each of the int8 vectors."""
-    return tl.load((vectors + DIM).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
+from kernels.triton.eight_bits import number, scales_of
 
 
 @triton.jit
@@ -70,22 +66,22 @@ def attend(
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,  # False: [begin, end) is whole tiles that every row sees in full
     PRECISION: tl.constexpr,
-    INT8: tl.constexpr,  # each vector is in int8, with its scale behind it (kernels/int8_cache.py)
+    PEAK: tl.constexpr,  # of 8 bits, with each vector's scale behind it (kernels/quantised_cache.py); 0: there are none
 ):
     """Adds the positions [begin, end) to (acc, top, total). A slot that no row may see is not read."""
     dims = tl.arange(0, BLOCK_D)
     for start in range(begin, end, KEYS):
         # The width of a vector is told to the compiler, which else would read it byte by byte.
-        width = DIM + 4 if INT8 else stride_slot
+        width = DIM + 4 if PEAK else stride_slot
         position, inside, offset = slots_of(table, start, end, stride_block, width, SLOTS, KEYS, MASKED)
         live = inside[:, None] & (dims < DIM)[None, :]
         where = kv + offset[:, None] + dims[None, :]
         k = tl.load(where, mask=live, other=0)
-        if INT8:
-            k = k.to(tl.float32)
+        if PEAK:
+            k = number(k, PEAK)
         score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
-        if INT8:
-            score *= scales_of(kv + offset, inside, DIM)[None, :]
+        if PEAK:
+            score *= scales_of(kv + offset, inside, DIM, PEAK)[None, :]
         if CAPPED:  # cap * tanh(score / cap), for e^2x = 2^(2x log2(e))
             score = cap * (1.0 - 2.0 / (tl.exp2(score / cap * 2.8853900817779268) + 1.0))
         if MASKED:
@@ -95,11 +91,11 @@ def attend(
             score = tl.where(seen, score, float("-inf"))
         weight, decay, top, total = weigh(score, top, total)
         v = tl.load(where + stride_kv, mask=live, other=0)
-        if INT8:
-            v = v.to(tl.float32)
-            v_scale = scales_of(kv + stride_kv + offset, inside, DIM)
+        if PEAK:
+            v = number(v, PEAK)
+            v_scale = scales_of(kv + stride_kv + offset, inside, DIM, PEAK)
             if q.dtype == tl.float16:  # which does not hold a small weight times a scale
-                v *= v_scale[:, None]
+                v = v.to(tl.float32) * v_scale[:, None]
             else:
                 weight *= v_scale[None, :]
         acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision=PRECISION)

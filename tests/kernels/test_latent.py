@@ -9,6 +9,7 @@ from paged_batch import LAYER, close, make_plan, moved, rope_table, rotate_compl
 from kernels import latent
 from kernels.cpu import CpuOps, instruction_sets
 from kernels.ops import Ops
+from kernels.quantised_cache import FP8, dequantise, quantise, vector_width
 from kernels.reference import ReferenceOps
 from kernels.step import Latent
 
@@ -50,14 +51,19 @@ def made(ops: Ops, dtype: torch.dtype, device: str = "cpu", heads: int = HEADS) 
 class Case:
     """A pool of garbage, the sequences in it, and queries."""
 
-    def __init__(self, batch: str, dtype: torch.dtype, heads: int = HEADS) -> None:
+    def __init__(self, batch: str, dtype: torch.dtype, heads: int = HEADS, cache: torch.dtype | None = None) -> None:
         self.heads = heads
         query_lens, total_lens, decodes = BATCHES[batch]
         self.plan, blocks = make_plan(query_lens, total_lens, decodes, SLOTS, 0)
         numbers = torch.Generator().manual_seed(1)
-        self.pool = torch.full((blocks, LAYERS, 1, 1, SLOTS, ROTATED + RANK), float("nan"), dtype=dtype)
-        self.cached = [torch.randn(total, ROTATED + RANK, generator=numbers).to(dtype) for total in total_lens]
-        for table, vectors in zip(self.plan.block_table, self.cached, strict=True):
+        shape = (blocks, LAYERS, 1, 1, SLOTS, vector_width(ROTATED + RANK, cache or dtype))
+        self.pool = torch.full(shape, float("nan"), dtype=dtype)
+        if cache is not None:
+            self.pool = torch.full(shape, -1, dtype=torch.int8).view(cache)
+        given = [torch.randn(total, ROTATED + RANK, generator=numbers).to(dtype) for total in total_lens]
+        stored = given if cache is None else [quantise(each, cache) for each in given]
+        self.cached = given if cache is None else [dequantise(each, torch.float32) for each in stored]
+        for table, vectors in zip(self.plan.block_table, stored, strict=True):
             for position, vector in enumerate(vectors):
                 self.pool[int(table[position // SLOTS]), LAYER, 0, 0, position % SLOTS] = vector
         self.q = torch.randn(sum(query_lens), heads, ROTATED + PLAIN, generator=numbers).to(dtype)
@@ -87,6 +93,13 @@ class Case:
 @pytest.mark.parametrize("row", ROWS)
 def test_equals_keys_and_values_of_each_head(row: str, batch: str, dtype: torch.dtype) -> None:
     case = Case(batch, dtype)
+    close(case.run(ops_of(row), dtype), case.wanted(dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row", ROWS)
+def test_latents_in_fp8(row: str, dtype: torch.dtype) -> None:
+    case = Case("all", dtype, cache=FP8)
     close(case.run(ops_of(row), dtype), case.wanted(dtype), dtype)
 
 

@@ -19,6 +19,7 @@ from benchmarks.gpu_kernels import check
 from benchmarks.gpu_latent import latent_attention
 from benchmarks.gpu_subject import Shape
 from engine.models import load_model
+from kernels.quantised_cache import FP8
 from kernels.reference import ReferenceOps
 from kernels.triton import TritonOps, latent_batch
 from model_files.source import resolve
@@ -37,6 +38,13 @@ def test_equals_keys_and_values_of_each_head(batch: str, dtype: torch.dtype) -> 
     case = Case(batch, dtype)
     wanted = case.wanted(dtype)
     close(attend(case, dtype, 1), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latents_in_fp8(dtype: torch.dtype) -> None:
+    case = Case("all", dtype, cache=FP8)
+    wanted = case.wanted(dtype)
+    close(attend(case, dtype, 4), wanted, dtype)
 
 
 @pytest.mark.parametrize("expanded", [False, True])
