@@ -56,6 +56,7 @@ SUBJECTS = (
     Subject("bf16", SOURCE, {"quantization": "none"}),
     Subject("int8", SOURCE, {"quantization": "int8"}),
     Subject("bf16, int8 KV cache", SOURCE, {"quantization": "none", "kv_cache_dtype": "int8"}),
+    Subject("bf16, fp8 KV cache", SOURCE, {"quantization": "none", "kv_cache_dtype": "fp8"}),
     *(Subject(name, name, {}) for name in FORMATS if name != "bf16"),
 )
 

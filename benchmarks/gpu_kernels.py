@@ -24,14 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from benchmarks.gpu_latent import latent_attention
 from benchmarks.gpu_products import FORMS, product
 from benchmarks.gpu_rows import Rows
-from benchmarks.gpu_subject import Shape, Subject, layers_for
-from kernels.int8_cache import dequantise, quantise
+from benchmarks.gpu_subject import Shape, Subject, layers_for, paged_plan
 from kernels.ops import Ops, select
 from kernels.plan import BatchPlan
+from kernels.quantised_cache import FP8, PEAKS, dequantise, quantise
 from kernels.reference import ReferenceOps
-from protocol.layout import SCALE_BYTES, blocks_for
+from protocol.layout import SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,43 +54,30 @@ FULL = Sizes(
     copied=1 << 30,
     rows=(1, 16, 64, 128, 2048),
 )
+CACHES = {None: "", torch.int8: ", int8", FP8: ", fp8"}
+"""Number formats of the pool, and how titles name them."""
 SMALL = Sizes(((2, 64),), ((1, 32, 16),), (4,), 1 << 20, (3,))
 
 
-def paged_plan(query_lens: list[int], total_lens: list[int], shape: Shape) -> tuple[BatchPlan, int]:
-    """(plan, blocks in the pool) with the sequences' blocks in shuffled order."""
-    counts = [blocks_for(total, shape.block_size) for total in total_lens]
-    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
-    table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-    for row, blocks in enumerate(order.split(counts)):
-        table[row, : len(blocks)] = blocks
-    spans = list(zip(query_lens, total_lens, strict=True))
-    positions = torch.cat([torch.arange(total - query_len, total) for query_len, total in spans])
-    seqs = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(query_lens))
-    slots = table[seqs, positions // shape.block_size].long() * shape.block_size + positions % shape.block_size
-    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    tensors = (t.to(shape.device) for t in (positions, slots, table, starts, torch.tensor(total_lens).int()))
-    decodes = sum(query_len == 1 for query_len in query_lens)
-    return BatchPlan(*tensors, tuple(query_lens), tuple(total_lens), decodes, shape.block_size), sum(counts)
-
-
-def attention(ops: Ops, shape: Shape, seqs: int, query_len: int, computed_len: int, int8: bool = False) -> Subject:
+def attention(
+    ops: Ops, shape: Shape, seqs: int, query_len: int, computed_len: int, cache: torch.dtype | None = None
+) -> Subject:
     """Attention of equal sequences; the peer reads the same K/V, contiguous and in the queries' format."""
     total, itemsize = computed_len + query_len, shape.dtype.itemsize
-    vector = shape.dim + SCALE_BYTES if int8 else shape.dim * itemsize
+    vector = shape.dim * itemsize if cache is None else shape.dim + SCALE_BYTES
     moved = 2 * seqs * total * shape.kv_heads * vector + 2 * seqs * query_len * shape.heads * shape.dim * itemsize
     layers = layers_for(moved)
     plan, blocks = paged_plan([query_len] * seqs, [total] * seqs, shape)
     random = {"dtype": shape.dtype, "device": shape.device}
     pool = torch.randn(blocks, layers, 2, shape.kv_heads, shape.block_size, shape.dim, **random)
-    if int8:
-        pool = quantise(pool)
+    if cache is not None:
+        pool = quantise(pool, cache)
     q = torch.randn(seqs * query_len, shape.heads, shape.dim, **random)
     scale = shape.dim**-0.5
     peer = sdpa_decode if query_len == 1 else sdpa_prefill
     pairs = query_len * computed_len + query_len * (query_len + 1) // 2
     return Subject(
-        title=f"{'decode' if query_len == 1 else 'prefill'} {seqs} x {query_len} at {computed_len}{', int8' * int8}",
+        title=f"{'decode' if query_len == 1 else 'prefill'} {seqs} x {query_len} at {computed_len}{CACHES[cache]}",
         ours=lambda layer: ops.paged_attention(q, pool[:, layer], plan, scale),
         peer=peer(q, [contiguous(pool[:, layer], plan, total, q.dtype) for layer in range(layers)], shape, scale),
         layers=layers,
@@ -100,7 +88,7 @@ def attention(ops: Ops, shape: Shape, seqs: int, query_len: int, computed_len: i
 
 def contiguous(kv_layer: torch.Tensor, plan: BatchPlan, total: int, dtype: torch.dtype) -> torch.Tensor:
     """[2, seqs, kv_heads, total, dim] from the pool."""
-    if kv_layer.dtype == torch.int8:
+    if kv_layer.dtype in PEAKS:
         kv_layer = dequantise(kv_layer, dtype)
     pages = kv_layer[plan.block_table.long()].permute(2, 0, 3, 1, 4, 5)
     return pages.flatten(3, 4)[:, :, :, :total].contiguous()
@@ -171,11 +159,16 @@ def rope(ops: Ops, plain: Ops, shape: Shape, tokens: int) -> Subject:
 def subjects(ops: Ops, shape: Shape, sizes: Sizes) -> Iterator[Subject]:
     """Built one at a time: each may hold gigabytes."""
     for seqs, length in sizes.decodes:
-        for int8 in (False, True):
-            yield attention(ops, shape, seqs, 1, length - 1, int8)
+        for cache in CACHES:
+            yield attention(ops, shape, seqs, 1, length - 1, cache)
     for seqs, query_len, computed_len in sizes.chunks:
-        for int8 in (False, True):
-            yield attention(ops, shape, seqs, query_len, computed_len, int8)
+        for cache in CACHES:
+            yield attention(ops, shape, seqs, query_len, computed_len, cache)
+    for seqs, length in sizes.decodes:
+        for cache in (None, FP8):
+            yield latent_attention(ops, shape, seqs, 1, length - 1, cache)
+    for chunk in sizes.chunks:
+        yield latent_attention(ops, shape, *chunk)
     for form in FORMS:
         for rows in sizes.rows:
             yield product(ops, shape, form, rows)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.plan import BatchPlan
+from protocol.layout import blocks_for
+
 COLD_BYTES = 256 << 20
 MAX_LAYERS = 32
 
@@ -37,3 +40,20 @@ class Subject:
 def layers_for(moved: int) -> int:
     """Layers that together exceed any L2 cache of today, MAX_LAYERS at most."""
     return max(1, min(MAX_LAYERS, -(-COLD_BYTES // moved)))
+
+
+def paged_plan(query_lens: list[int], total_lens: list[int], shape: Shape) -> tuple[BatchPlan, int]:
+    """(plan, blocks in the pool) with the sequences' blocks in shuffled order."""
+    counts = [blocks_for(total, shape.block_size) for total in total_lens]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    for row, blocks in enumerate(order.split(counts)):
+        table[row, : len(blocks)] = blocks
+    spans = list(zip(query_lens, total_lens, strict=True))
+    positions = torch.cat([torch.arange(total - query_len, total) for query_len, total in spans])
+    seqs = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(query_lens))
+    slots = table[seqs, positions // shape.block_size].long() * shape.block_size + positions % shape.block_size
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    tensors = (t.to(shape.device) for t in (positions, slots, table, starts, torch.tensor(total_lens).int()))
+    decodes = sum(query_len == 1 for query_len in query_lens)
+    return BatchPlan(*tensors, tuple(query_lens), tuple(total_lens), decodes, shape.block_size), sum(counts)

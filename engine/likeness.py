@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.int8_cache import dequantise
+from kernels.quantised_cache import PEAKS, as_bytes, dequantise
 
-TOLERATED = {"float32": 0.01, "float16": 0.02, "bfloat16": 0.08, "int8": 0.12}
+TOLERATED = {"float32": 0.01, "float16": 0.02, "bfloat16": 0.08, "int8": 0.12, "float8_e4m3fn": 0.16}
 """By the coarser of the formats in which the model computes and K and V are stored."""
 K_V, FIRST = 2.0, 0.25
 """How much distances of K and V, and of the likeliest token, count beside one of logits."""
@@ -36,8 +36,8 @@ def of_logits(own: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def of_blocks(kv: torch.Tensor, own: Sequence[int], theirs: Sequence[int], slots: int) -> float:
     """The largest between blocks of the pool `kv` [block, layer, plane, kv_head, slot, dim], of their first slots."""
-    pairs = (kv[list(ids), :, :, :, :slots] for ids in (own, theirs))
-    one, other = (dequantise(x, torch.float32) if x.dtype == torch.int8 else x.float() for x in pairs)
+    pairs = (as_bytes(kv)[list(ids), :, :, :, :slots].view(kv.dtype) for ids in (own, theirs))
+    one, other = (dequantise(x, torch.float32) if x.dtype in PEAKS else x.float() for x in pairs)
     return K_V * max(_apart(a, b) for a, b in zip(one, other, strict=True))
 
 

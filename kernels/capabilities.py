@@ -8,9 +8,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """blocks: GGUF's block formats run as they are stored. codes: those of quantised checkpoints do, and dense layers
-    that are quantised to int8 as they are loaded. int8_heads: K and V are kept in int8 where head dims are multiples of
+    that are quantised to int8 as they are loaded. unit: K and V are kept in 8 bits where head dims are multiples of
     it."""
 
     blocks: bool = False
     codes: bool = False
-    int8_heads: int = 1
+    unit: int = 1

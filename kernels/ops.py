@@ -39,8 +39,8 @@ class DenseOps(Protocol):
 
 class Ops(DenseOps, Protocol):
     """Operations of a decoder layer. `kv_layer` is the pool's view of one layer,
-    [num_blocks, planes, kv_heads, block_size, head_dim], strided, in the queries' dtype or in int8 (see `int8_cache`).
-    Planes are those of K and of V, or one whose vectors are both."""
+    [num_blocks, planes, kv_heads, block_size, head_dim], strided, in the queries' dtype or in 8 bits (see
+    `quantised_cache`). Planes are those of K and of V, or one whose vectors are both."""
 
     name: str
     capabilities: Capabilities

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from kernels.batch_index import AttentionGroup, BatchIndex, block_rows
 from kernels.gate import SILU, Gate
-from kernels.int8_cache import dequantise, quantise
 from kernels.latent import absorbed, expanded, expands, put_out
 from kernels.plan import BatchPlan
+from kernels.quantised_cache import PEAKS, as_bytes, dequantise, quantise
 from kernels.shared import TorchShared
 from kernels.step import Latent
 
@@ -66,10 +66,10 @@ class ReferenceOps(TorchShared):
                 q, k = both[:, : q.shape[1]], both[:, q.shape[1] :]
             else:
                 q, k = _rotate(q, *turn), _rotate(k, *turn)
-        dim = kv_layer.shape[-1]
-        slots = block_rows(kv_layer).view(-1, dim)
+        dim, dtype = kv_layer.shape[-1], kv_layer.dtype
+        slots = block_rows(as_bytes(kv_layer)).view(-1, dim)
         for rows, each in zip(index.write_rows, (k,) if v is None else (k, v), strict=True):
-            stored = quantise(each) if kv_layer.dtype == torch.int8 else each
+            stored = as_bytes(quantise(each, dtype)) if dtype in PEAKS else each
             slots.index_copy_(0, rows, stored.reshape(-1, dim))
         return q
 
@@ -84,7 +84,7 @@ class ReferenceOps(TorchShared):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         groups = self._prepared(plan, kv_layer).groups(window, q.dtype)
-        memory = block_rows(kv_layer)
+        memory = block_rows(as_bytes(kv_layer))
         if len(groups) == 1:
             return _attend(q, memory, kv_layer, groups[0], scale, cap, sinks)
         out = torch.empty_like(q)
@@ -95,12 +95,12 @@ class ReferenceOps(TorchShared):
     def latent_attention(
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, own: Latent
     ) -> torch.Tensor:
-        memory = block_rows(kv_layer)
+        memory = block_rows(as_bytes(kv_layer))
         out = q.new_empty(*q.shape[:2], own.value)
         for group in self._prepared(plan, kv_layer).groups(0, q.dtype):
             queries = q[group.tokens]
             if group.count == 1 and expands(len(queries), group.length, own):
-                k, v = expanded(_gathered(memory, kv_layer, group)[0, 0, 0], own)
+                k, v = expanded(_gathered(memory, kv_layer, group, q.dtype)[0, 0, 0], own)
                 mixed = _weighed(queries.transpose(0, 1)[None], k[None], v[None], group, scale, 0.0, None)
                 out[group.tokens] = mixed[0, ..., : own.value].transpose(0, 1)
             else:
@@ -130,8 +130,7 @@ def _attend(
     queries (decode) or the heads (prefill) of one SDPA batch entry, so K/V is never repeated."""
     kv_heads = kv_layer.shape[2]
     n, heads, dim = q.shape
-    kv = _gathered(memory, kv_layer, group)
-    kv = dequantise(kv, q.dtype) if kv.dtype == torch.int8 else kv
+    kv = _gathered(memory, kv_layer, group, q.dtype)
     k, v = kv[0], kv[-1]
     sinks = None if sinks is None else sinks.view(kv_heads, -1, 1)
     if group.count == n and not group.causal:
@@ -143,13 +142,14 @@ def _attend(
     return out.reshape(heads, n, dim).transpose(0, 1)
 
 
-def _gathered(memory: torch.Tensor, kv_layer: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
-    """What the group's sequences have cached, [planes, count, kv_heads, length, width]."""
+def _gathered(memory: torch.Tensor, kv_layer: torch.Tensor, group: AttentionGroup, dtype: torch.dtype) -> torch.Tensor:
+    """What the group's sequences have cached, [planes, count, kv_heads, length, dim], in `dtype` if in 8 bits."""
     _, planes, kv_heads, _, width = kv_layer.shape
     gathered = memory.index_select(0, group.rows)
     if group.unseen is not None:
         gathered.view(-1, width).index_fill_(0, group.unseen, 0)
-    return gathered.view(planes, group.count, kv_heads, -1, width)[:, :, :, : group.length]
+    kv = gathered.view(planes, group.count, kv_heads, -1, width)[:, :, :, : group.length]
+    return dequantise(kv.view(kv_layer.dtype), dtype) if kv_layer.dtype in PEAKS else kv
 
 
 def _weighed(

@@ -11,9 +11,11 @@ from protocol.errors import ConfigError
 WIRE_VERSION = 9
 STORE_GROUP = 16
 """Blocks of a chain that are one object of a store that nodes share; a multiple of them is before the first one."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+CACHE_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+"""Formats of 8 bits by their names in --kv-cache-dtype, which are vLLM's."""
 SCALE_BYTES = 4
-"""The float32 scale behind each int8 K or V vector."""
+"""The float32 scale behind each vector of 8 bits."""
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -25,9 +27,9 @@ def blocks_for(tokens: int, block_size: int) -> int:
 class KVLayout:
     """Shape of the pool `[block, layer, plane, kv_head, slot, dim]`; a block is one contiguous byte range.
 
-    planes: 2, of K and of V, or 1, of latents of both. dtype is one of float32, bfloat16, float16, int8; block_size is
-    in tokens (slots). In int8 each vector of head_dim numbers is followed by the bytes of its scale; raises ConfigError
-    for latents.
+    planes: 2, of K and of V, or 1, of latents of both. dtype is a key of DTYPE_BYTES; block_size is in tokens
+    (slots). In 8 bits each vector of head_dim numbers is followed by the bytes of its scale. Raises ConfigError for
+    latents in int8, whose parts lie too far apart for one step.
     """
 
     num_layers: int
@@ -40,13 +42,13 @@ class KVLayout:
     def __post_init__(self) -> None:
         if self.dtype == "int8" and self.planes == 1:
             raise ConfigError(
-                "kv_cache_dtype int8 is not for latent attention, whose cache is small; use auto",
+                "kv_cache_dtype int8 is not for latent attention; use auto or fp8",
                 param="kv_cache_dtype",
             )
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        width = self.head_dim + (SCALE_BYTES if self.dtype == "int8" else 0)
+        width = self.head_dim + (SCALE_BYTES if self.dtype in CACHE_DTYPES.values() else 0)
         return (self.num_layers, self.planes, self.num_kv_heads, self.block_size, width)
 
     @property

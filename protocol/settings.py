@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.common_settings import CommonSettings
+from protocol.layout import CACHE_DTYPES
 from protocol.setting import setting
 
 CPU_POOL_GIB = 1.0
@@ -124,7 +125,11 @@ class WorkerSettings(CommonSettings):
     load_format: str = setting(
         "auto", "weights; auto: in the model's files, dummy: random, made from config.json", choices=("auto", "dummy")
     )
-    kv_cache_dtype: str = setting("auto", "number format of K and V; auto: that of --dtype", choices=("auto", "int8"))
+    kv_cache_dtype: str = setting(
+        "auto",
+        "number format of K and V; auto: that of --dtype, fp8: fp8_e4m3",
+        choices=("auto", *CACHE_DTYPES),
+    )
     quantization: str = setting(
         "auto",
         "dense layers; auto: in a GGUF's or checkpoint's own codes, none: in --dtype, int8: quantised per channel",

@@ -17,6 +17,7 @@ from kernels.latent import absorbed, put_out
 from kernels.masking import Masks
 from kernels.noise import row_key
 from kernels.plan import BatchPlan
+from kernels.quantised_cache import FP8
 from kernels.reference import ReferenceOps
 from kernels.shared import TorchShared
 from kernels.step import DecoderForm, Latent, OneByOne
@@ -31,12 +32,12 @@ Scoring = tuple[float, int, float, torch.Tensor | None]
 
 
 class CpuOps(PackedLayers, TorchShared):
-    """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for attention with head dims that
-    are not multiples of 16, and for prefill attention in float32 or with head dims that are not multiples of 32. Owns a
-    team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best instruction set.
-    batch_invariant: a token's attention has the same bits in a decode step as in a chunk of its prompt, for bfloat16
-    and head dims that are multiples of 32; decode steps take longer. Raises RuntimeError without the
-    extension, ValueError for a set that this processor does not run."""
+    """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for a cache in fp8, for attention
+    with head dims that are not multiples of 16, and for prefill attention in float32 or with head dims that are not
+    multiples of 32. Owns a team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best
+    instruction set. batch_invariant: a token's attention has the same bits in a decode step as in a chunk of its
+    prompt, for bfloat16 and head dims that are multiples of 32; decode steps take longer. Raises RuntimeError without
+    the extension, ValueError for a set that this processor does not run."""
 
     name = "cpu"
     capabilities = Capabilities(blocks=True, codes=True)
@@ -100,7 +101,7 @@ class CpuOps(PackedLayers, TorchShared):
         kv_layer: torch.Tensor,
         plan: BatchPlan,
     ) -> torch.Tensor:
-        if v is None or q.dtype not in _DTYPES or q.shape[2] > _MAX_HEAD_DIM:
+        if v is None or not _native(q, kv_layer) or q.shape[2] > _MAX_HEAD_DIM:
             return self._reference.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
         q, k, v = (part if part.stride()[1:] == (part.shape[2], 1) else part.contiguous() for part in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype)
@@ -118,7 +119,7 @@ class CpuOps(PackedLayers, TorchShared):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         dim, decodes = q.shape[2], plan.num_decodes
-        if q.dtype not in _DTYPES or dim % _UNIT or dim > _MAX_HEAD_DIM:
+        if not _native(q, kv_layer) or dim % _UNIT or dim > _MAX_HEAD_DIM:
             return self._reference.paged_attention(q, kv_layer, plan, scale, window, cap, sinks)
         q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype)
         if decodes:
@@ -136,7 +137,7 @@ class CpuOps(PackedLayers, TorchShared):
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, own: Latent
     ) -> torch.Tensor:
         dim, decodes = kv_layer.shape[4], plan.num_decodes
-        if not decodes or q.dtype not in _DTYPES or dim % _UNIT or dim > _MAX_HEAD_DIM:
+        if not decodes or not _native(q, kv_layer) or dim % _UNIT or dim > _MAX_HEAD_DIM:
             return self._reference.latent_attention(q, kv_layer, plan, scale, own)
         queries = absorbed(q[:decodes], own)
         summed = torch.empty(queries.shape, dtype=q.dtype)
@@ -201,3 +202,8 @@ class CpuOps(PackedLayers, TorchShared):
             )
             self._prefills = (plan, rest)
         return self._prefills[1]
+
+
+def _native(q: torch.Tensor, kv_layer: torch.Tensor) -> bool:
+    """The compiled kernels have formats for both."""
+    return q.dtype in _DTYPES and kv_layer.dtype != FP8

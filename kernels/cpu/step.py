@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.cpu.dense import PackedLinear
-from kernels.int8_cache import vector_width
 from kernels.plan import BatchPlan
+from kernels.quantised_cache import vector_width
 from kernels.step import DecoderForm, Gated, Gqa, LayerForm, NextLogits
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from kernels.gate import SILU, Gate
 from kernels.graphs import Capture, CudaCapture, GraphStep
 from kernels.masking import Masks
 from kernels.plan import BatchPlan
-from kernels.reference import ReferenceOps
 from kernels.shared import TorchShared
 from kernels.staging import Staging
 from kernels.step import DecoderForm, Gated, Latent, OneByOne, Step, Stored
@@ -27,6 +26,7 @@ from kernels.triton import elementwise, rope
 from kernels.triton.adjust import Adjuster
 from kernels.triton.decode import decode
 from kernels.triton.draw import draw
+from kernels.triton.latent_batch import LatentBatch
 from kernels.triton.launch import Tile, decode_tile, kv_splits, prefill_tile
 from kernels.triton.prefill import prefill
 from kernels.triton.product import CodedLinear
@@ -72,16 +72,16 @@ class TritonOps(TorchShared):
     decode steps, None: CUDA graphs where there is a device and `graphs`."""
 
     name = "triton"
-    capabilities = Capabilities(codes=True, int8_heads=4)
+    capabilities = Capabilities(codes=True, unit=4)
 
     def __init__(self, processors: int | None = None, capture: Capture | None = None, *, graphs: bool = True) -> None:
         self._processors = processors
         self._capture = capture or (CudaCapture() if graphs and torch.cuda.is_available() else None)
-        self._reference = ReferenceOps()
         self._staging: Staging | None = None
         self._adjusters: dict[int, Adjuster] = {}
         self._plan: BatchPlan | None = None
         self._launches: dict[Shape, Launch] = {}
+        self._latents: LatentBatch | None = None
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
         """Experts are chosen by what the host reads: such layers are not captured."""
@@ -115,8 +115,6 @@ class TritonOps(TorchShared):
         kv_layer: torch.Tensor,
         plan: BatchPlan,
     ) -> torch.Tensor:
-        if v is None:
-            return self._reference.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
         return rope.rope_and_cache(q, k, v, cos, sin, kv_layer, plan)
 
     def paged_attention(
@@ -146,7 +144,9 @@ class TritonOps(TorchShared):
     def latent_attention(
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, own: Latent
     ) -> torch.Tensor:
-        return self._reference.latent_attention(q, kv_layer, plan, scale, own)
+        if self._latents is None or self._latents.plan is not plan:
+            self._latents = LatentBatch(plan, own, q.shape[1], q.element_size(), self._filled(q.device))
+        return self._latents.attend(q, kv_layer, scale, own)
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()

@@ -6,8 +6,10 @@ import triton
 import triton.language as tl
 
 from kernels.plan import BatchPlan
+from kernels.quantised_cache import PEAKS
+from kernels.triton.eight_bits import pool_words
 from kernels.triton.launch import Tile, power_of_two
-from kernels.triton.softmax import attend
+from kernels.triton.softmax import attend, part_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -44,7 +46,7 @@ def decode_kernel(
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
-    INT8: tl.constexpr,
+    PEAK: tl.constexpr,
 ):
     """Program (sequence, K/V head, part): the heads of the group share each read of K and V. The running softmax of
     the first part begins with the sinks."""
@@ -53,10 +55,7 @@ def decode_kernel(
     first = length * 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
-    share = tl.cdiv(tl.cdiv(length - first, KEYS), splits) * KEYS
-    begin = tl.minimum(first + part * share, length)
-    end = tl.minimum(begin + share, length)
-    whole = begin + (end - begin) // KEYS * KEYS
+    begin, whole, end = part_of(first, length, part, splits, KEYS)
 
     rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + rows
@@ -75,11 +74,11 @@ def decode_kernel(
     blocks = table + seq.to(tl.int64) * stride_table
     acc, top, total = attend(
         query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, begin, whole, position, scale, cap,
-        DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, False, PRECISION, INT8,
+        DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, False, PRECISION, PEAK,
     )  # fmt: skip
     acc, top, total = attend(
         query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, end, position, scale, cap,
-        DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, True, PRECISION, INT8,
+        DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, True, PRECISION, PEAK,
     )  # fmt: skip
     mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     row = seq.to(tl.int64) * heads + head
@@ -121,17 +120,18 @@ def decode(
     a power of two."""
     heads, dim = q.shape[1:]
     _, _, kv_heads, slots, _ = kv_layer.shape
+    words = pool_words(kv_layer)
     count = plan.num_decodes
     parts = (count, heads, splits) if splits > 1 else (0, 0, 0)
     partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
     partial_log = torch.empty(parts, dtype=torch.float32, device=q.device)
     decode_kernel[(count, kv_heads, splits)](
-        q, kv_layer, out, partial, partial_log, out if sinks is None else sinks, plan.block_table, plan.total_len,
+        q, words, out, partial, partial_log, out if sinks is None else sinks, plan.block_table, plan.total_len,
         q.stride(0), q.stride(1), *kv_layer.stride()[:4], plan.block_table.stride(0), heads, splits,
         scale * LOG2_E.value, cap * LOG2_E.value,
         GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
         WINDOW=window, CAPPED=cap > 0, SINKS=sinks is not None, SPLIT=splits > 1,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", INT8=kv_layer.dtype == torch.int8,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", PEAK=PEAKS.get(kv_layer.dtype, 0),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:

@@ -45,6 +45,12 @@ def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
     return Tile(rows, 64 if dim <= 128 else 32, dim, warps=4, stages=3)
 
 
+def latent_tile(rank: int, element_bytes: int) -> Tile:
+    """Tile of a program of heads that attend to cached latents: the sums of a head are as wide as these."""
+    dim = power_of_two(rank, 16)
+    return _float32_tile(16, dim) if element_bytes == 4 else Tile(16, 32, dim, warps=4, stages=2)
+
+
 def prefill_tile(rows: int, head_dim: int, element_bytes: int) -> Tile:
     """Tile of a prefill program when the longest chunk has `rows` rows."""
     dim = power_of_two(head_dim, 16)

@@ -6,7 +6,9 @@ import triton
 import triton.language as tl
 
 from kernels.plan import BatchPlan
+from kernels.quantised_cache import PEAKS
 from kernels.triton.decode import LOG2_E
+from kernels.triton.eight_bits import pool_words
 from kernels.triton.launch import Tile
 from kernels.triton.softmax import attend
 
@@ -41,7 +43,7 @@ def prefill_kernel(
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
-    INT8: tl.constexpr,
+    PEAK: tl.constexpr,
 ):
     """Program (tile of rows, K/V head, sequence). Row r of a sequence is head r % GROUP of query token r // GROUP, so
     the heads that share a K/V head share its reads at any group size. Later tiles, the longest, start first."""
@@ -78,11 +80,11 @@ def prefill_kernel(
     if WINDOW == 0:
         acc, top, total = attend(
             query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, begin, whole, position,
-            scale, cap, DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, False, PRECISION, INT8,
+            scale, cap, DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, False, PRECISION, PEAK,
         )  # fmt: skip
     acc, top, total = attend(
         query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, newest + 1, position,
-        scale, cap, DIM, SLOTS, KEYS, BLOCK_D, WINDOW, CAPPED, True, PRECISION, INT8,
+        scale, cap, DIM, SLOTS, KEYS, BLOCK_D, WINDOW, CAPPED, True, PRECISION, PEAK,
     )  # fmt: skip
     mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     where = out + (row[:, None] * heads + head[:, None]) * DIM + dims[None, :]
@@ -105,12 +107,13 @@ def prefill(
     the longest chunk times the heads per K/V head."""
     heads, dim = q.shape[1:]
     _, _, kv_heads, slots, _ = kv_layer.shape
+    words = pool_words(kv_layer)
     prefill_kernel[(triton.cdiv(max_rows, tile.rows), kv_heads, plan.num_seqs - plan.num_decodes)](
-        q, kv_layer, out, out if sinks is None else sinks, plan.block_table, plan.query_start, plan.total_len,
+        q, words, out, out if sinks is None else sinks, plan.block_table, plan.query_start, plan.total_len,
         q.stride(0), q.stride(1), *kv_layer.stride()[:4], plan.block_table.stride(0), plan.num_decodes, heads,
         scale * LOG2_E.value, cap * LOG2_E.value,
         GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
         WINDOW=window, CAPPED=cap > 0, SINKS=sinks is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", INT8=kv_layer.dtype == torch.int8,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", PEAK=PEAKS.get(kv_layer.dtype, 0),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

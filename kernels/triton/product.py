@@ -14,6 +14,7 @@ import triton.language as tl
 
 from kernels.form import CodedForm
 from kernels.graphs import LADDER
+from kernels.triton.eight_bits import half
 from kernels.triton.launch import kv_splits, power_of_two, product_tile
 
 ORDERED = LADDER[-1]
@@ -24,10 +25,8 @@ _BAND = 8
 
 @triton.jit
 def float8(bits):
-    """float32 of uint8 in e4m3: the bits of a float16 but for the offset of the exponent."""
-    wide = bits.to(tl.uint16)
-    value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+    """float32 of uint8 in e4m3."""
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half(bits).to(tl.float32) * 256.0)
 
 
 @triton.jit

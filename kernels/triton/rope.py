@@ -6,11 +6,43 @@ import triton
 import triton.language as tl
 
 from kernels.plan import BatchPlan
+from kernels.quantised_cache import PEAKS
+from kernels.triton.eight_bits import nearest, pool_words
 from kernels.triton.launch import power_of_two
 
 
 @triton.jit
-def rotate(
+def turned(
+    source,
+    cos,  # the table's row of this token
+    sin,
+    head,
+    stride,  # between heads
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # rotary_dim / 2
+    BLOCK_HALF: tl.constexpr,
+):
+    """float32 of one token's heads, the first HALF dims and the next ones rotated, and which of them there are."""
+    dims = tl.arange(0, BLOCK_HALF)[None, :]
+    live = (head < HEADS) & (dims < HALF)
+    c = tl.load(cos + dims, mask=dims < HALF, other=0.0)
+    s = tl.load(sin + dims, mask=dims < HALF, other=0.0)
+    low = tl.load(source + head * stride + dims, mask=live, other=0.0).to(tl.float32)
+    high = tl.load(source + head * stride + dims + HALF, mask=live, other=0.0).to(tl.float32)
+    return low * c - high * s, high * c + low * s, live
+
+
+@triton.jit
+def written(x, scale, target, PEAK: tl.constexpr):
+    """x float32 in the target's format: of 8 bits the nearest by the scale of each row."""
+    if PEAK:
+        return nearest(tl.div_rn(x, tl.zeros_like(x) + scale[:, None]), PEAK)
+    else:
+        return x.to(target.dtype.element_ty)
+
+
+@triton.jit
+def store(
     source,
     target,
     cos,  # the table's row of this token
@@ -22,104 +54,40 @@ def rotate(
     HALF: tl.constexpr,  # rotary_dim / 2, 0: copy
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    PEAK: tl.constexpr,
 ):
-    """One token's heads from source to target, rotated in float32; dims from 2 * HALF on are copied."""
-    head = tl.arange(0, BLOCK_HEADS)[:, None]
-    if HALF > 0:
-        dims = tl.arange(0, BLOCK_HALF)[None, :]
-        live = (head < HEADS) & (dims < HALF)
-        c = tl.load(cos + dims, mask=dims < HALF, other=0.0)
-        s = tl.load(sin + dims, mask=dims < HALF, other=0.0)
-        low = tl.load(source + head * stride_source + dims, mask=live, other=0.0).to(tl.float32)
-        high = tl.load(source + head * stride_source + dims + HALF, mask=live, other=0.0).to(tl.float32)
-        place = target + head * stride_target + dims
-        tl.store(place, (low * c - high * s).to(target.dtype.element_ty), mask=live)
-        tl.store(place + HALF, (high * c + low * s).to(target.dtype.element_ty), mask=live)
-    if DIM > 2 * HALF:
-        rest = 2 * HALF + tl.arange(0, BLOCK_D)[None, :]
-        live = (head < HEADS) & (rest < DIM)
-        value = tl.load(source + head * stride_source + rest, mask=live, other=0.0)
-        tl.store(target + head * stride_target + rest, value.to(target.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def rounded(value, scale):
-    """int8 of the float32 values by the scale of each row, the nearest, of two the even one."""
-    return ((tl.div_rn(value, tl.zeros_like(value) + scale[:, None]) + 12582912.0) - 12582912.0).to(tl.int8)
-
-
-@triton.jit
-def store_int8(
-    source,
-    target,
-    cos,
-    sin,
-    stride_source,
-    stride_target,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """As `rotate`, then as `kernels.int8_cache.quantise`: of numbers as the source's format rounds them. What is no
-    finite number makes the scale of its vector none."""
+    """One token's heads from source to target, rotated in float32; dims from 2 * HALF on are copied. PEAK: as
+    `kernels.quantised_cache.quantise`, of numbers as the source's format rounds them. What is no finite number makes
+    the scale of its vector none."""
     head, every = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HEADS)
-    turned, rest = tl.arange(0, BLOCK_HALF)[None, :], 2 * HALF + tl.arange(0, BLOCK_D)[None, :]
+    dims, rest = tl.arange(0, BLOCK_HALF)[None, :], 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+    place = target + head * stride_target
     kind = source.dtype.element_ty
-    top, none = tl.zeros([BLOCK_HEADS], dtype=tl.float32), tl.zeros([BLOCK_HEADS], dtype=tl.float32)
     if HALF > 0:
-        live = (head < HEADS) & (turned < HALF)
-        c = tl.load(cos + turned, mask=turned < HALF, other=0.0)
-        s = tl.load(sin + turned, mask=turned < HALF, other=0.0)
-        x = tl.load(source + head * stride_source + turned, mask=live, other=0.0).to(tl.float32)
-        y = tl.load(source + head * stride_source + turned + HALF, mask=live, other=0.0).to(tl.float32)
-        low, high = (x * c - y * s).to(kind).to(tl.float32), (y * c + x * s).to(kind).to(tl.float32)
-        top = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-        none += tl.sum((low - low) + (high - high), 1)
+        low, high, live = turned(source, cos, sin, head, stride_source, HEADS, HALF, BLOCK_HALF)
     if DIM > 2 * HALF:
         kept = (head < HEADS) & (rest < DIM)
         value = tl.load(source + head * stride_source + rest, mask=kept, other=0.0).to(tl.float32)
-        top = tl.maximum(top, tl.max(tl.abs(value), 1))
-        none += tl.sum(value - value, 1)
-    scale = tl.div_rn(top, tl.zeros_like(top) + 127.0)
-    scale = tl.maximum(scale, 1.1754943508222875e-38) + none
-    place = target + head * stride_target
+    scale = tl.zeros([BLOCK_HEADS], dtype=tl.float32)
+    if PEAK:
+        none = tl.zeros([BLOCK_HEADS], dtype=tl.float32)
+        if HALF > 0:
+            low, high = low.to(kind).to(tl.float32), high.to(kind).to(tl.float32)
+            scale = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+            none += tl.sum((low - low) + (high - high), 1)
+        if DIM > 2 * HALF:
+            scale = tl.maximum(scale, tl.max(tl.abs(value), 1))
+            none += tl.sum(value - value, 1)
+        scale = tl.div_rn(scale, tl.zeros_like(scale) + PEAK)
+        scale = tl.maximum(scale, 1.1754943508222875e-38) + none
+        behind = (target + every * stride_target + DIM).to(tl.pointer_type(tl.float32))
+        tl.store(behind, scale, mask=every < HEADS)
     if HALF > 0:
-        tl.store(place + turned, rounded(low, scale), mask=live)
-        tl.store(place + turned + HALF, rounded(high, scale), mask=live)
+        tl.store(place + dims, written(low, scale, target, PEAK), mask=live)
+        tl.store(place + dims + HALF, written(high, scale, target, PEAK), mask=live)
     if DIM > 2 * HALF:
-        tl.store(place + rest, rounded(value, scale), mask=kept)
-    behind = (target + every * stride_target + DIM).to(tl.pointer_type(tl.float32))
-    tl.store(behind, scale, mask=every < HEADS)
-
-
-@triton.jit
-def store(
-    source,
-    target,
-    cos,
-    sin,
-    stride_source,
-    stride_target,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One token's heads into the cache, in its number format."""
-    if target.dtype.element_ty == tl.int8:
-        store_int8(
-            source, target, cos, sin, stride_source, stride_target, HEADS, DIM, HALF, BLOCK_HEADS, BLOCK_HALF, BLOCK_D
-        )
-    else:
-        rotate(
-            source, target, cos, sin, stride_source, stride_target, HEADS, DIM, HALF, BLOCK_HEADS, BLOCK_HALF, BLOCK_D
-        )
+        tl.store(place + rest, written(value, scale, target, PEAK), mask=kept)
 
 
 @triton.jit
@@ -146,13 +114,17 @@ def rope_cache_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    WIDTH: tl.constexpr,  # of K, and of V where PLANES are two
     HALF: tl.constexpr,
     SLOTS: tl.constexpr,
+    PLANES: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KV_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_REST_K: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PEAK: tl.constexpr,
 ):
     """Program (token, 0: K and V, 1: Q); the second exists only where there is a rotation. Slots below 0: nowhere."""
     token = tl.program_id(0).to(tl.int64)
@@ -163,23 +135,24 @@ def rope_cache_kernel(
             place = kv + (slot // SLOTS) * stride_block + (slot % SLOTS) * stride_slot
             store(
                 k + token * stride_k_token, place, cos + turn, sin + turn, stride_k_head, stride_head,
-                KV_HEADS, DIM, HALF, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST,
+                KV_HEADS, WIDTH, HALF, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST_K, PEAK,
             )  # fmt: skip
-            store(
-                v + token * stride_v_token, place + stride_kv, cos, sin, stride_v_head, stride_head,
-                KV_HEADS, DIM, 0, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_D,
-            )  # fmt: skip
+            if PLANES == 2:
+                store(
+                    v + token * stride_v_token, place + stride_kv, cos, sin, stride_v_head, stride_head,
+                    KV_HEADS, WIDTH, 0, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_W, PEAK,
+                )  # fmt: skip
     else:
-        rotate(
+        store(
             q + token * stride_q_token, q_out + token * HEADS * DIM, cos + turn, sin + turn, stride_q_head, DIM,
-            HEADS, DIM, HALF, BLOCK_HEADS, BLOCK_HALF, BLOCK_REST,
+            HEADS, DIM, HALF, BLOCK_HEADS, BLOCK_HALF, BLOCK_REST, 0,
         )  # fmt: skip
 
 
 def rope_and_cache(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     kv_layer: torch.Tensor,
@@ -187,17 +160,19 @@ def rope_and_cache(
 ) -> torch.Tensor:
     """As in `Ops`. q, k and v may be slices of one projection: only their last dimension must be dense."""
     tokens, heads, dim = q.shape
-    kv_heads, slots = kv_layer.shape[2:4]
+    planes, kv_heads, slots = kv_layer.shape[1:4]
+    width, v = k.shape[2], k if v is None else v
     turned = cos is not None and sin is not None
     if cos is None or sin is None:
         cos = sin = torch.empty(0, dtype=torch.float32, device=q.device)
     half = cos.shape[-1] if turned else 0
     q_out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device) if turned else q
     rope_cache_kernel[(tokens, 2 if turned else 1)](
-        q, k, v, q_out, cos, sin, kv_layer, plan.positions, plan.slots,
+        q, k, v, q_out, cos, sin, pool_words(kv_layer), plan.positions, plan.slots,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *kv_layer.stride()[:4],
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, SLOTS=slots,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, HALF=half, SLOTS=slots, PLANES=planes,
         BLOCK_HEADS=power_of_two(heads), BLOCK_KV_HEADS=power_of_two(kv_heads), BLOCK_HALF=power_of_two(half),
-        BLOCK_REST=power_of_two(dim - 2 * half), BLOCK_D=power_of_two(dim), num_warps=4,
+        BLOCK_REST=power_of_two(dim - 2 * half), BLOCK_REST_K=power_of_two(width - 2 * half),
+        BLOCK_W=power_of_two(width), PEAK=PEAKS.get(kv_layer.dtype, 0), num_warps=4,
     )  # fmt: skip
     return q_out

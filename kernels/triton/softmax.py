@@ -7,11 +7,39 @@ The running softmax is that of Milakov and Gimelshein (2018) as used by FlashAtt
 import triton
 import triton.language as tl
 
+from kernels.triton.eight_bits import number, scales_of
+
 
 @triton.jit
-def scales_of(vectors, inside, DIM: tl.constexpr):
-    """float32 behind each of the int8 vectors."""
-    return tl.load((vectors + DIM).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
+def slots_of(table, start, end, stride_block, WIDTH, SLOTS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
+    """KEYS positions from start on, which of them lie before end, and where their vectors of WIDTH elements do."""
+    position = start + tl.arange(0, KEYS)
+    if MASKED:
+        inside = position < end
+        block = tl.load(table + position // SLOTS, mask=inside, other=0)
+    else:
+        inside = position >= 0
+        block = tl.load(table + position // SLOTS)
+    return position, inside, block.to(tl.int64) * stride_block + (position % SLOTS) * WIDTH
+
+
+@triton.jit
+def weigh(score, top, total):
+    """Weights of the scores, what the sum so far is to be multiplied by, and the new top and total."""
+    new_top = tl.maximum(top, tl.max(score, 1))
+    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weight = tl.exp2(score - pivot[:, None])
+    decay = tl.exp2(top - pivot)
+    return weight, decay, new_top, total * decay + tl.sum(weight, 1)
+
+
+@triton.jit
+def part_of(first, length, part, splits, KEYS: tl.constexpr):
+    """Where a part of the positions [first, length) begins, the last of its whole tiles ends, and it does."""
+    share = tl.cdiv(tl.cdiv(length - first, KEYS), splits) * KEYS
+    begin = tl.minimum(first + part * share, length)
+    end = tl.minimum(begin + share, length)
+    return begin, begin + (end - begin) // KEYS * KEYS, end
 
 
 @triton.jit
@@ -38,28 +66,22 @@ def attend(
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,  # False: [begin, end) is whole tiles that every row sees in full
     PRECISION: tl.constexpr,
-    INT8: tl.constexpr,  # each vector is in int8, with its scale behind it (kernels/int8_cache.py)
+    PEAK: tl.constexpr,  # of 8 bits, with each vector's scale behind it (kernels/quantised_cache.py); 0: there are none
 ):
     """Adds the positions [begin, end) to (acc, top, total). A slot that no row may see is not read."""
     dims = tl.arange(0, BLOCK_D)
     for start in range(begin, end, KEYS):
-        position = start + tl.arange(0, KEYS)
-        if MASKED:
-            inside = position < end
-            block = tl.load(table + position // SLOTS, mask=inside, other=0)
-        else:
-            inside = position >= 0
-            block = tl.load(table + position // SLOTS)
-        live = inside[:, None] & (dims < DIM)[None, :]
         # The width of a vector is told to the compiler, which else would read it byte by byte.
-        offset = block.to(tl.int64) * stride_block + (position % SLOTS) * (DIM + 4 if INT8 else stride_slot)
+        width = DIM + 4 if PEAK else stride_slot
+        position, inside, offset = slots_of(table, start, end, stride_block, width, SLOTS, KEYS, MASKED)
+        live = inside[:, None] & (dims < DIM)[None, :]
         where = kv + offset[:, None] + dims[None, :]
         k = tl.load(where, mask=live, other=0)
-        if INT8:
-            k = k.to(tl.float32)
+        if PEAK:
+            k = number(k, PEAK)
         score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
-        if INT8:
-            score *= scales_of(kv + offset, inside, DIM)[None, :]
+        if PEAK:
+            score *= scales_of(kv + offset, inside, DIM, PEAK)[None, :]
         if CAPPED:  # cap * tanh(score / cap), for e^2x = 2^(2x log2(e))
             score = cap * (1.0 - 2.0 / (tl.exp2(score / cap * 2.8853900817779268) + 1.0))
         if MASKED:
@@ -67,19 +89,14 @@ def attend(
             if WINDOW > 0:
                 seen = seen & (position[None, :] > row_position[:, None] - WINDOW)
             score = tl.where(seen, score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(score - pivot[:, None])
-        decay = tl.exp2(top - pivot)
-        total = total * decay + tl.sum(weight, 1)
+        weight, decay, top, total = weigh(score, top, total)
         v = tl.load(where + stride_kv, mask=live, other=0)
-        if INT8:
-            v = v.to(tl.float32)
-            v_scale = scales_of(kv + stride_kv + offset, inside, DIM)
+        if PEAK:
+            v = number(v, PEAK)
+            v_scale = scales_of(kv + stride_kv + offset, inside, DIM, PEAK)
             if q.dtype == tl.float16:  # which does not hold a small weight times a scale
-                v *= v_scale[:, None]
+                v = v.to(tl.float32) * v_scale[:, None]
             else:
                 weight *= v_scale[None, :]
         acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision=PRECISION)
-        top = new_top
     return acc, top, total

@@ -89,6 +89,7 @@ def test_latent_attention_is_told(tmp_path):
     assert f"KV {1000 * 8 * 576 * 2 / 2**20:.1f} MiB for 1,000 tokens" in found.found
     refused = told(model, kv_cache_dtype="int8")
     assert (refused.level, "int8 is not for latent attention" in refused.found) == ("fail", True)
+    assert f"KV {1000 * 8 * 580 / 2**20:.1f} MiB for 1,000 tokens" in told(model, kv_cache_dtype="fp8").found
 
 
 @pytest.mark.parametrize(

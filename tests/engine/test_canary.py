@@ -137,6 +137,7 @@ FORMATS = [
     (torch.float32, torch.int8),
     (torch.bfloat16, None),
     (torch.bfloat16, torch.int8),
+    (torch.bfloat16, torch.float8_e4m3fn),
 ]
 
 
@@ -198,7 +199,7 @@ def test_weights_quantised_on_one_node_alone_are_found(checkpoint: Path) -> None
     assert found.outcome == "differed"
 
 
-@pytest.mark.parametrize("cache", [None, torch.int8])
+@pytest.mark.parametrize("cache", [None, torch.int8, torch.float8_e4m3fn])
 def test_memory_that_goes_bad_before_its_checksum_is_taken_is_found(
     checkpoint: Path, cache: torch.dtype | None
 ) -> None:

@@ -147,13 +147,14 @@ def test_bfloat16_is_near(llama):
 
 
 @pytest.mark.parametrize("impl", ["kvferry", "transformers"])
-def test_an_int8_cache_is_near(llama, impl):
+@pytest.mark.parametrize(("cache", "near"), [(torch.int8, 0.999), (torch.float8_e4m3fn, 0.998)])
+def test_a_cache_in_8_bits_is_near(llama, impl, cache, near):
     model = load(llama, impl)
     tokens = tokens_for(30)
-    logits = chunked_logits(model, tokens, [20, 1, 9], torch.int8)
+    logits = chunked_logits(model, tokens, [20, 1, 9], cache)
     wanted = oracle_logits(llama, tokens)
     assert not torch.equal(logits, chunked_logits(model, tokens, [20, 1, 9]))
-    assert torch.corrcoef(torch.stack((logits.flatten(), wanted.flatten())))[0, 1] > 0.999
+    assert torch.corrcoef(torch.stack((logits.flatten(), wanted.flatten())))[0, 1] > near
 
 
 def test_auto_dtype(monkeypatch):

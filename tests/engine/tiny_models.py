@@ -7,6 +7,7 @@ import torch
 from engine.models.base import Halfway, Model, Wanted, always
 from engine.models.hf import transformers_module
 from kernels.plan import BatchPlan
+from kernels.quantised_cache import PEAKS
 
 transformers = transformers_module()
 
@@ -246,7 +247,7 @@ class Cache:
         dtype = dtype or model.dtype
         layout = model.info.layout(dtype, BLOCK)
         self.model = model
-        self.kv = torch.full((blocks, *layout.block_shape), 1e4 if dtype.is_floating_point else 99, dtype=dtype)
+        self.kv = torch.full((blocks, *layout.block_shape), 99 if dtype in PEAKS else 1e4, dtype=dtype)
         self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.blocks: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 from kernels.gate import GELU, SILU, Gate
-from kernels.int8_cache import dequantise, quantise, vector_width
 from kernels.plan import BatchPlan
+from kernels.quantised_cache import dequantise, quantise, vector_width
 from protocol.layout import blocks_for
 
 LAYERS, LAYER = 3, 1
@@ -52,9 +52,14 @@ def make_plan(
     return plan, num_blocks
 
 
+def moved(plan: BatchPlan, device: str) -> BatchPlan:
+    tensors = ("positions", "slots", "block_table", "query_start", "total_len")
+    return replace(plan, **{name: getattr(plan, name).to(device) for name in tensors})
+
+
 @dataclass(frozen=True)
 class Case:
-    """pool: every slot that no sequence has written is NaN (in int8: its scale). keys, values: what the pool holds,
+    """pool: every slot that no sequence has written is NaN (in 8 bits: its scale). keys, values: what the pool holds,
     [total_len, kv_heads, dim] by sequence."""
 
     plan: BatchPlan
@@ -68,9 +73,7 @@ class Case:
         return self.pool[:, LAYER]
 
     def to(self, device: str) -> Case:
-        tensors = ("positions", "slots", "block_table", "query_start", "total_len")
-        plan = replace(self.plan, **{name: getattr(self.plan, name).to(device) for name in tensors})
-        return replace(self, plan=plan, pool=self.pool.to(device), q=self.q.to(device))
+        return replace(self, plan=moved(self.plan, device), pool=self.pool.to(device), q=self.q.to(device))
 
 
 def make_case(
@@ -82,23 +85,26 @@ def make_case(
     kv_heads: int = 2,
     dim: int = 16,
     dtype: torch.dtype = torch.float32,
-    int8: bool = False,
+    cache: torch.dtype | None = None,
     block_size: int = 16,
     seed: int = 0,
 ) -> Case:
     plan, num_blocks = make_plan(query_lens, total_lens, num_decodes, block_size, seed)
     random = torch.Generator().manual_seed(seed + 1)
-    stored_as = torch.int8 if int8 else dtype
+    stored_as = cache or dtype
     shape = (num_blocks, LAYERS, 2, kv_heads, block_size, vector_width(dim, stored_as))
-    pool = torch.full(shape, -1 if int8 else float("nan"), dtype=stored_as)
+    if cache is None:
+        pool = torch.full(shape, float("nan"), dtype=dtype)
+    else:
+        pool = torch.full(shape, -1, dtype=torch.int8).view(cache)
     keys, values = [], []
     for s, total in enumerate(total_lens):
         pair = torch.randn(2, total, kv_heads, dim, generator=random).to(dtype)
-        stored = quantise(pair) if int8 else pair
+        stored = pair if cache is None else quantise(pair, cache)
         for position in range(total):
             block = int(plan.block_table[s, position // block_size])
             pool[block, LAYER, :, :, position % block_size] = stored[:, position]
-        held = dequantise(stored, torch.float32) if int8 else pair
+        held = pair if cache is None else dequantise(stored, torch.float32)
         keys.append(held[0])
         values.append(held[1])
     q = torch.randn(sum(query_lens), heads, dim, generator=random).to(dtype)

@@ -57,7 +57,7 @@ def test_a_token_has_the_same_bits_wherever_it_is_computed(
 ) -> None:
     totals = [700, 9, 128, 333, 64, 1025, 50]
     shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim}
-    case = make_case(totals, totals, 0, dtype=torch.bfloat16, int8=int8, **shape)
+    case = make_case(totals, totals, 0, dtype=torch.bfloat16, cache=torch.int8 if int8 else None, **shape)
     how = (0.125, window, cap, sinks_of(case) if sunk else None)
     expected: torch.Tensor | None = None
     for threads in (1, 2, 3):

@@ -250,7 +250,14 @@ def test_chunks_of_a_prompt_give_what_one_pass_gives(window: int) -> None:
 def test_soft_caps_and_sinks(name: str, window: int, cap: float, sunk: bool, dtype: torch.dtype, int8: bool) -> None:
     """In decodes of one chunk and of several, in prompts of one block and of several."""
     case = make_case(
-        [1, 1, 1, 17, 140, 5], [1, 16, 300, 17, 140, 205], 3, heads=6, kv_heads=2, dim=32, dtype=dtype, int8=int8
+        [1, 1, 1, 17, 140, 5],
+        [1, 16, 300, 17, 140, 205],
+        3,
+        heads=6,
+        kv_heads=2,
+        dim=32,
+        dtype=dtype,
+        cache=torch.int8 if int8 else None,
     )
     sinks = sinks_of(case) if sunk else None
     wanted = dense_attention(case, 0.25, window, cap, sinks)

@@ -19,9 +19,9 @@ from engine.models.rope_config import RopeConfig
 from kernels.cpu import CpuOps, instruction_sets
 from kernels.cpu.step import MAX_ROWS, CpuStep
 from kernels.draw import NO_TOKEN
-from kernels.int8_cache import quantise
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
+from kernels.quantised_cache import quantise
 from kernels.reference import ReferenceOps
 from kernels.step import DecoderForm, OneByOne
 
@@ -100,7 +100,7 @@ def batch(
     random = torch.Generator().manual_seed(len(total_lens))
     kv = torch.randn(blocks, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim, generator=random)
     tokens = torch.randint(0, config.vocab_size, (len(total_lens),), generator=random)
-    return plan, quantise(kv) if int8 else kv.bfloat16(), tokens
+    return plan, quantise(kv, torch.int8) if int8 else kv.bfloat16(), tokens
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ import torch
 from benchmarks import gpu_kernels, gpu_subject
 from benchmarks.gpu_products import FORMS, product
 from kernels.form import form_of
+from kernels.quantised_cache import FP8
 from kernels.reference import ReferenceOps
 
 
@@ -42,13 +43,36 @@ def test_attention_forms_agree(bench: dict[str, Any], seqs: int, query_len: int,
     assert subject.work == 4 * seqs * 6 * 16 * pairs
 
 
+@pytest.mark.parametrize(("cache", "name"), [(torch.int8, "int8"), (FP8, "fp8")])
 @pytest.mark.parametrize(("query_len", "computed_len"), [(1, 40), (17, 20)])
-def test_attention_over_int8_moves_less(bench: dict[str, Any], query_len: int, computed_len: int) -> None:
+def test_attention_over_8_bits_moves_less(
+    bench: dict[str, Any], query_len: int, computed_len: int, cache: torch.dtype, name: str
+) -> None:
     shape = bench["Shape"](6, 2, 16, torch.float32, torch.device("cpu"))
-    subject = bench["attention"](ReferenceOps(), shape, 2, query_len, computed_len, True)
+    subject = bench["attention"](ReferenceOps(), shape, 2, query_len, computed_len, cache)
     bench["check"](subject)
-    assert subject.title.endswith(", int8")
+    assert subject.title.endswith(f", {name}")
     assert subject.moved == 2 * 2 * (query_len + computed_len) * 2 * 20 + 4 * 2 * 2 * query_len * 6 * 16
+
+
+@pytest.mark.parametrize(("seqs", "query_len", "computed_len"), [(3, 1, 40), (2, 17, 20)])
+def test_latent_attention_forms_agree(bench: dict[str, Any], seqs: int, query_len: int, computed_len: int) -> None:
+    shape = bench["Shape"](3, 3, 16, torch.float32, torch.device("cpu"))
+    subject = bench["latent_attention"](ReferenceOps(), shape, seqs, query_len, computed_len)
+    bench["check"](subject)
+    vectors, tokens = seqs * (query_len + computed_len), seqs * query_len
+    assert subject.moved == 4 * (vectors * 576 + 3 * 512 * 256 + tokens * 3 * (192 + 128))
+    pairs = seqs * sum(computed_len + j + 1 for j in range(query_len))
+    of_pairs, changed = (1088, tokens) if query_len == 1 else (320, vectors)
+    assert subject.work == 2 * 3 * (of_pairs * pairs + changed * 512 * 256)
+
+
+def test_latents_in_fp8_move_less(bench: dict[str, Any]) -> None:
+    shape = bench["Shape"](3, 3, 16, torch.float32, torch.device("cpu"))
+    subject = bench["latent_attention"](ReferenceOps(), shape, 2, 1, 20, FP8)
+    bench["check"](subject)
+    assert subject.title.endswith(", fp8")
+    assert subject.moved == 2 * 21 * 580 + 4 * (3 * 512 * 256 + 2 * 3 * (192 + 128))
 
 
 @pytest.mark.parametrize(("form", "stored"), [*zip(FORMS, (0.5 + 2 / 128, 0.5 + 4 / 128, 1 + 4 / 128, 1), strict=True)])

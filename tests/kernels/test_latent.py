@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_batch import LAYER, close, make_plan, rope_table, rotate_complex
+from paged_batch import LAYER, close, make_plan, moved, rope_table, rotate_complex
 
 from kernels import latent
 from kernels.cpu import CpuOps, instruction_sets
 from kernels.ops import Ops
+from kernels.quantised_cache import FP8, dequantise, quantise, vector_width
 from kernels.reference import ReferenceOps
 from kernels.step import Latent
 
@@ -20,6 +21,7 @@ BATCHES = {
     "decodes": ((1, 1, 1), (1, 40, 300), 3),
     "prompts": ((50, 17), (50, 17), 0),
     "chunks of prompts": ((40, 3, 30), (200, 161, 61), 0),
+    "decodes and a prompt": ((1, 1, 150), (40, 900, 150), 2),
     "all": ((1, 1, 33, 3, 20), (25, 90, 33, 70, 80), 2),
 }
 
@@ -28,14 +30,14 @@ def ops_of(row: str) -> Ops:
     return ReferenceOps() if row == "reference" else CpuOps(2, row)
 
 
-def weights(dtype: torch.dtype) -> torch.Tensor:
+def weights(dtype: torch.dtype, heads: int = HEADS) -> torch.Tensor:
     """Of K and V of each head, [heads, plain + value, rank]."""
-    shape = (HEADS, PLAIN + VALUE, RANK)
+    shape = (heads, PLAIN + VALUE, RANK)
     return (torch.randn(shape, generator=torch.Generator().manual_seed(2)) * RANK**-0.5).to(dtype)
 
 
-def made(ops: Ops, dtype: torch.dtype) -> Latent:
-    each = weights(dtype)
+def made(ops: Ops, dtype: torch.dtype, device: str = "cpu", heads: int = HEADS) -> Latent:
+    each = weights(dtype, heads).to(device)
     none = ops.linear(torch.zeros(2, 2, dtype=dtype))
     return Latent(
         q_a=None, q_norm=None, q=none, kv_a=none, kv_norm=torch.ones(RANK), o=none,
@@ -49,20 +51,29 @@ def made(ops: Ops, dtype: torch.dtype) -> Latent:
 class Case:
     """A pool of garbage, the sequences in it, and queries."""
 
-    def __init__(self, batch: str, dtype: torch.dtype) -> None:
+    def __init__(self, batch: str, dtype: torch.dtype, heads: int = HEADS, cache: torch.dtype | None = None) -> None:
+        self.heads = heads
         query_lens, total_lens, decodes = BATCHES[batch]
         self.plan, blocks = make_plan(query_lens, total_lens, decodes, SLOTS, 0)
         numbers = torch.Generator().manual_seed(1)
-        self.pool = torch.full((blocks, LAYERS, 1, 1, SLOTS, ROTATED + RANK), float("nan"), dtype=dtype)
-        self.cached = [torch.randn(total, ROTATED + RANK, generator=numbers).to(dtype) for total in total_lens]
-        for table, vectors in zip(self.plan.block_table, self.cached, strict=True):
+        shape = (blocks, LAYERS, 1, 1, SLOTS, vector_width(ROTATED + RANK, cache or dtype))
+        self.pool = torch.full(shape, float("nan"), dtype=dtype)
+        if cache is not None:
+            self.pool = torch.full(shape, -1, dtype=torch.int8).view(cache)
+        given = [torch.randn(total, ROTATED + RANK, generator=numbers).to(dtype) for total in total_lens]
+        stored = given if cache is None else [quantise(each, cache) for each in given]
+        self.cached = given if cache is None else [dequantise(each, torch.float32) for each in stored]
+        for table, vectors in zip(self.plan.block_table, stored, strict=True):
             for position, vector in enumerate(vectors):
                 self.pool[int(table[position // SLOTS]), LAYER, 0, 0, position % SLOTS] = vector
-        self.q = torch.randn(sum(query_lens), HEADS, ROTATED + PLAIN, generator=numbers).to(dtype)
+        self.q = torch.randn(sum(query_lens), heads, ROTATED + PLAIN, generator=numbers).to(dtype)
+
+    def to(self, device: str) -> None:
+        self.plan, self.pool, self.q = moved(self.plan, device), self.pool.to(device), self.q.to(device)
 
     def wanted(self, dtype: torch.dtype) -> torch.Tensor:
         """float64 [T, heads, value]."""
-        out, of_k, of_v = [], *torch.split(weights(dtype).double(), [PLAIN, VALUE], 1)
+        out, of_k, of_v = [], *torch.split(weights(dtype, self.heads).double(), [PLAIN, VALUE], 1)
         queries = self.q.double().split(list(self.plan.query_lens))
         for q, cached in zip(queries, self.cached, strict=True):
             key, c = torch.split(cached.double(), [ROTATED, RANK], 1)
@@ -82,6 +93,13 @@ class Case:
 @pytest.mark.parametrize("row", ROWS)
 def test_equals_keys_and_values_of_each_head(row: str, batch: str, dtype: torch.dtype) -> None:
     case = Case(batch, dtype)
+    close(case.run(ops_of(row), dtype), case.wanted(dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row", ROWS)
+def test_latents_in_fp8(row: str, dtype: torch.dtype) -> None:
+    case = Case("all", dtype, cache=FP8)
     close(case.run(ops_of(row), dtype), case.wanted(dtype), dtype)
 
 

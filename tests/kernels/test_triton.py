@@ -38,8 +38,12 @@ def test_products_with_codes_are_those_of_the_dequantised_weights() -> None:
     collect("triton_product_cases.py", **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}))
 
 
-def test_k_and_v_in_int8() -> None:
-    collect("triton_int8_cases.py", **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}))
+def test_k_and_v_in_8_bits() -> None:
+    collect("triton_cache_cases.py", **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}))
+
+
+def test_attention_to_cached_latents() -> None:
+    collect("triton_latent_cases.py", **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}))
 
 
 def test_models_run_as_they_are_stored() -> None:

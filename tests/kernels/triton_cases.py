@@ -70,16 +70,16 @@ def test_rows_whose_window_begins_behind_the_first_tile() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("splits", [1, 8])
 def test_split_decode_with_empty_parts(dtype: torch.dtype, splits: int) -> None:
-    case = make_case([1, 1, 1, 2], [300, 1, 65, 2], 3, heads=3, kv_heads=1, dtype=dtype)
+    case = make_case([1, 1, 2], [140, 1, 2], 2, heads=3, kv_heads=1, dtype=dtype)
     moved = case.to(DEVICE)
     tile = decode_tile(3, 16, moved.q.element_size())
     for sinks in (None, sinks_of(case)):
         out, given = torch.zeros_like(moved.q), None if sinks is None else sinks.to(DEVICE)
         decode(moved.q, moved.kv_layer, out, moved.plan, 0.25, 0, 0.0, given, splits, tile)
-        close(out[:3].cpu(), dense_attention(case, 0.25, sinks=sinks)[:3], dtype)
-        assert not out[3:].any()
+        close(out[:2].cpu(), dense_attention(case, 0.25, sinks=sinks)[:2], dtype)
+        assert not out[2:].any()
 
 
 @pytest.mark.parametrize("dim", [24, 80])
@@ -153,8 +153,8 @@ def test_the_benchmark_of_checksums_times_right_ones_alone(monkeypatch: pytest.M
     from benchmarks import gpu_checksums
 
     bench = vars(gpu_checksums)
-    given = bench["batch"](2, 5000, torch.device(DEVICE), 30_000)
-    assert (len(given.blocks), given.count, given.title) == (6, 2, "checksums of 2 x 4.88281 KiB")
+    given = bench["batch"](2, 1280, torch.device(DEVICE), 7680)
+    assert (len(given.blocks), given.count, given.title) == (6, 2, "checksums of 2 x 1.25 KiB")
     forms = (bench["whole"], bench["whole"], bench["on_host"])
     words = bench["line"](given, forms, lambda: 1e9, 1).split()
     assert len(words) == 14

@@ -91,10 +91,10 @@ BATCHES = [[0, 1, 2], [2], [1, 0], [2, 1, 0], [0, 2]]
 PROMPTS = [[5, 9, 2], [7, 1] * 7, [*range(20, 36)]]
 
 
-def run(ops: TritonOps) -> Streams:
+def run(ops: TritonOps, steps: int = len(BATCHES)) -> Streams:
     streams = Streams(decoder(ops), PROMPTS)
     streams.prefill()
-    for batch in BATCHES:
+    for batch in BATCHES[:steps]:
         streams.decode(batch)
     return streams
 
@@ -133,14 +133,18 @@ def test_without_the_arrays_that_a_step_fills_a_replay_would_repeat_itself(
             original(inputs, *given)
 
     monkeypatch.setattr(graphs._Inputs, "fill", once)
-    assert run(TritonOps(4, Taping())).tokens != plain.tokens
+    repeated = run(TritonOps(4, Taping()), 4)
+    alike = [torch.allclose(*pair, atol=1e-3) for pair in zip(repeated.logits, plain.logits[:4], strict=True)]
+    assert alike == [True, False, False, False]
 
 
 def test_what_cannot_be_captured_runs_one_by_one(plain: Streams, caplog: pytest.LogCaptureFixture) -> None:
     def refused(run: Callable[[], Any]) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    assert run(TritonOps(4, refused)).tokens == plain.tokens
+    refusing = run(TritonOps(4, refused), 2)
+    for one, other in zip(refusing.logits, plain.logits[:2], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
     assert [record.levelname for record in caplog.records] == ["WARNING"], "it is tried once"
 
 

@@ -15,7 +15,9 @@ from kernels.triton import TritonOps
 from kernels.triton.product import ORDERED, CodedLinear
 
 OUT = 70
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WIDER = [torch.float32, torch.float16]
+EXTREME = ["int4-zeros", "int8-zeros", "fp8-channel"]
+"""Of each kind those whose numbers need most bits."""
 
 
 def integers(low: int, high: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -92,8 +94,10 @@ def expect(linear: CodedLinear, weight: torch.Tensor, x: torch.Tensor, bias: tor
     assert bool(((rounded.cpu().double() - wanted).abs() <= 2e-6 * size + TOLERANCE[x.dtype] * wanted.abs()).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.bfloat16) for name in CASES), *((name, dtype) for name in EXTREME for dtype in WIDER)],
+)
 def test_products_are_those_of_the_dequantised_weights(name: str, dtype: torch.dtype) -> None:
     codes, kind = CASES[name]
     linear, weight = layer(codes), weight_of(codes)

@@ -62,7 +62,7 @@ def test_config_and_headers_tell_the_same(tmp_path, tied):
     assert needs.memory(2) == 2 * needs.parameters
     assert needs.step_bytes(2) == 2 * (dense + 3200)
     assert needs.kv_bytes("bfloat16") == 2 * 2 * 2 * 16 * 2
-    assert needs.kv_bytes("int8") == 2 * 2 * 2 * (16 + 4)
+    assert needs.kv_bytes("int8") == needs.kv_bytes("float8_e4m3fn") == 2 * 2 * 2 * (16 + 4)
     assert needs.prompt_work(1) == 2 * (dense + 3200) + 4 * 2 * 64
 
 

@@ -39,7 +39,7 @@ def test_a_step_has_room_for_every_running_request_and_a_block_of_a_prompt() -> 
 
 def of_heads(dim: int, unit: int) -> Model:
     """A model with such heads, on kernels that keep int8 of multiples of the unit."""
-    ops = SimpleNamespace(name="triton", capabilities=Capabilities(int8_heads=unit))
+    ops = SimpleNamespace(name="triton", capabilities=Capabilities(unit=unit))
     return cast(Model, SimpleNamespace(info=replace(INFO, head_dim=dim), ops=ops))
 
 
@@ -52,6 +52,15 @@ def test_int8_kv_is_refused_where_no_kernel_reads_it() -> None:
         with pytest.raises(ConfigError, match="multiples of 4 on triton kernels") as raised:
             kv_format(int8, *models)
         assert raised.value.param == "kv_cache_dtype"
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_fp8_is_one_format_by_two_names_and_not_batch_invariant(name: str) -> None:
+    assert kv_format(WorkerSettings(kv_cache_dtype=name), of_heads(20, 4)) == torch.float8_e4m3fn
+    with pytest.raises(ConfigError, match="multiples of 4 on triton kernels"):
+        kv_format(WorkerSettings(kv_cache_dtype=name), of_heads(6, 4))
+    with pytest.raises(ConfigError, match=f"batch_invariant does not go with kv_cache_dtype {name}"):
+        kv_format(WorkerSettings(kv_cache_dtype=name, batch_invariant=True), of_heads(20, 1))
 
 
 def test_an_unknown_device_is_refused() -> None:

@@ -21,8 +21,8 @@ from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
 
 PROMPT = tokens_for(70).tolist()
-BLOCK_BYTES = 3 * 16 * (24 + 8) * 4
-"""Of three layers and 16 tokens, each one vector of float32 in each."""
+BLOCK_BYTES = {"auto": 3 * 16 * (24 + 8) * 4, "fp8": 3 * 16 * (24 + 8 + 4)}
+"""Of three layers and 16 tokens, each one vector in each: of float32, or of fp8 and its scale."""
 
 
 def made_of(path: Path, role: str, **settings: object) -> Assembled:
@@ -36,9 +36,15 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(params=BLOCK_BYTES)
+def cache(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
 @pytest.fixture
-async def router(path: Path) -> AsyncIterator[Router]:
-    parts = {role: made_of(path, role) for role in ("prefill", "decode")}
+async def router(path: Path, cache: str) -> AsyncIterator[Router]:
+    parts = {role: made_of(path, role, kv_cache_dtype=cache) for role in ("prefill", "decode")}
     assert parts["prefill"].fingerprint == parts["decode"].fingerprint
     async with (
         worker("prefill", parts["prefill"]) as prefill,
@@ -48,31 +54,31 @@ async def router(path: Path) -> AsyncIterator[Router]:
         yield running
 
 
-def alone(path: Path, prompt: list[int]) -> list[int]:
-    engine = made_of(path, "decode").engine
+def alone(path: Path, prompt: list[int], cache: str) -> list[int]:
+    engine = made_of(path, "decode", kv_cache_dtype=cache).engine
     engine.add(make_job("alone", prompt, 20, ignore_eos=True))
     finish(engine)
     return tokens_of(engine, "alone")
 
 
-async def test_blocks_ship_and_prefixes_are_reused(router: Router, path: Path) -> None:
+async def test_blocks_ship_and_prefixes_are_reused(router: Router, path: Path, cache: str) -> None:
     """Tokens are those of one engine; the second prompt's whole blocks are on both nodes."""
     for name, prompt, blocks in (("a", PROMPT, 5), ("b", [*PROMPT[:64], 1, 2, 3], 1)):
         answer = router.post_prefill(make_job(name, prompt, 20, ignore_eos=True), router.decode.target)
         first, done = await answer.ended()
         await until(lambda name=name: router.finished(name))
-        assert [*first.delta.token_ids, *router.tokens(name)] == alone(path, prompt)
-        assert (done.blocks, done.bytes) == (blocks, blocks * BLOCK_BYTES)
+        assert [*first.delta.token_ids, *router.tokens(name)] == alone(path, prompt, cache)
+        assert (done.blocks, done.bytes) == (blocks, blocks * BLOCK_BYTES[cache])
         assert first.delta.reuse.computed == (len(prompt) if name == "a" else 3)
     await router.prefill.settle()
     await router.decode.settle()
 
 
-def test_memory_is_that_of_one_vector_a_token(path: Path) -> None:
-    parts = made_of(path, "decode")
-    assert parts.layout.block_bytes == BLOCK_BYTES
-    assert model_needs(resolve(str(path))).kv_bytes("float32") == BLOCK_BYTES // 16
-    assert parts.kv.nbytes == 40 * BLOCK_BYTES
+def test_memory_is_that_of_one_vector_a_token(path: Path, cache: str) -> None:
+    parts = made_of(path, "decode", kv_cache_dtype=cache)
+    assert parts.layout.block_bytes == BLOCK_BYTES[cache]
+    assert model_needs(resolve(str(path))).kv_bytes(parts.layout.dtype) == BLOCK_BYTES[cache] // 16
+    assert parts.kv.nbytes == 40 * BLOCK_BYTES[cache]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 LAYOUT = KVLayout(2, 2, 8, "float32", 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_the_link_sees_each_block_as_its_own_bytes(dtype: torch.dtype) -> None:
     layout = KVLayout(2, 2, 8, str(dtype).removeprefix("torch."), 4)
     kv = make_pool(layout, 3, CPU)

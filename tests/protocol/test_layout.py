@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol import layout
+from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 
 DEMO = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")
@@ -21,10 +22,19 @@ def test_known_block_sizes() -> None:
     assert replace(llama_8b, dtype="float32").block_bytes == 4 * 2**20
 
 
-def test_int8_vectors_carry_their_scales() -> None:
-    layout = replace(DEMO, dtype="int8")
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_vectors_of_8_bits_carry_their_scales(dtype: str) -> None:
+    layout = replace(DEMO, dtype=dtype)
     assert layout.block_shape == (30, 2, 3, 16, 68)
     assert layout.block_bytes == 30 * 2 * 3 * 16 * 68 == 195_840
+
+
+def test_latents_are_kept_in_fp8_and_not_in_int8() -> None:
+    latents = KVLayout(61, 1, 576, "float8_e4m3fn", planes=1)
+    assert latents.block_bytes == 61 * 16 * 580
+    assert latents.fingerprint("rev") != replace(latents, dtype="bfloat16").fingerprint("rev")
+    with pytest.raises(ConfigError, match="kv_cache_dtype int8 is not for latent attention; use auto or fp8"):
+        replace(latents, dtype="int8")
 
 
 @given(st.integers(0, 10**6), st.integers(1, 256))

@@ -1,4 +1,4 @@
-"""K and V in int8: the compiled kernels write what the reference writes, and read it as dense attention does."""
+"""K and V in 8 bits: the compiled kernels write what the reference writes, and read it as dense attention does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from paged_batch import LAYER, close, dense_attention, make_case, rope_table
 
 from kernels.cpu import CpuOps, instruction_sets
-from kernels.int8_cache import dequantise, quantise
 from kernels.ops import Ops
+from kernels.quantised_cache import FP8, PEAKS, dequantise, quantise
 from kernels.reference import ReferenceOps
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -29,23 +29,49 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return made(request.param)
 
 
-@given(st.integers(0, 1000), st.sampled_from([1e-30, 1e-3, 1.0, 1e4]), st.sampled_from([8, 64, 80]))
-def test_numbers_come_back_within_half_a_step(seed: int, spread: float, dim: int) -> None:
+@given(
+    st.integers(0, 1000),
+    st.sampled_from([1e-30, 1e-3, 1.0, 1e4]),
+    st.sampled_from([8, 64, 80]),
+    st.sampled_from([*PEAKS]),
+)
+def test_numbers_come_back_within_half_a_step(seed: int, spread: float, dim: int, cache: torch.dtype) -> None:
+    """In fp8 a step is an eighth of the power of two below, down to 2^-6 times the scale."""
     x = torch.randn(3, dim, generator=torch.Generator().manual_seed(seed)) * spread
-    stored = quantise(x)
-    assert (stored.shape, stored.dtype) == ((3, dim + 4), torch.int8)
-    step = x.abs().amax(-1, keepdim=True) / 127
+    stored = quantise(x, cache)
+    assert (stored.shape, stored.dtype) == ((3, dim + 4), cache)
+    step = x.abs().amax(-1, keepdim=True) / PEAKS[cache]
+    if cache == FP8:
+        step = torch.maximum(x.abs() / 8, step * 2**-9)
     assert bool(((dequantise(stored, torch.float32) - x).abs() <= 0.5001 * step).all())
 
 
-def test_zeros_stay_zeros() -> None:
-    assert not dequantise(quantise(torch.zeros(2, 16)), torch.bfloat16).any()
+@pytest.mark.parametrize("cache", PEAKS)
+def test_zeros_stay_zeros(cache: torch.dtype) -> None:
+    assert not dequantise(quantise(torch.zeros(2, 16), cache), torch.bfloat16).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_is_written_and_read_on_every_row(ops: Ops, dtype: torch.dtype) -> None:
+    """Byte for byte what the reference writes."""
+    shape = {"heads": 6, "kv_heads": 2, "dim": 64, "dtype": dtype, "cache": FP8}
+    case = make_case([1, 1, 19], [18, 33, 50], 2, **shape)
+    qkv = torch.randn(case.plan.num_tokens, 10, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
+    pools = []
+    for row in (ops, ReferenceOps()):
+        pool = case.pool.clone()
+        row.rope_and_cache(qkv[:, :6], qkv[:, 6:8], qkv[:, 8:], *rope_table(64, 64), pool[:, LAYER], case.plan)
+        pools.append(pool.view(torch.int8))
+    assert torch.equal(*pools)
+    assert not torch.equal(pools[0], case.pool.view(torch.int8))
+    got = ops.paged_attention(case.q, case.kv_layer, case.plan, 0.125)
+    close(got, dense_attention(case, 0.125), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "rotary_dim"), [(16, 16), (24, 8), (64, 64), (64, 0), (80, 32)])
 def test_the_cache_is_written_as_by_the_reference(ops: Ops, dtype: torch.dtype, dim: int, rotary_dim: int) -> None:
-    case = make_case([1, 1, 19], [18, 33, 50], 2, heads=6, kv_heads=2, dim=dim, dtype=dtype, int8=True)
+    case = make_case([1, 1, 19], [18, 33, 50], 2, heads=6, kv_heads=2, dim=dim, dtype=dtype, cache=torch.int8)
     qkv = torch.randn(case.plan.num_tokens, 10, dim, generator=torch.Generator().manual_seed(5)).to(dtype)
     qkv[3] = 0
     cos, sin = rope_table(64, rotary_dim) if rotary_dim else (None, None)
@@ -72,7 +98,7 @@ def test_mixed_batch_equals_dense_attention(
     ops: Ops, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int
 ) -> None:
     shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": dtype}
-    case = make_case([1, 1, 1, 1, 1, 5], [1, 15, 16, 64, 200, 30], 5, int8=True, **shape)
+    case = make_case([1, 1, 1, 1, 1, 5], [1, 15, 16, 64, 200, 30], 5, cache=torch.int8, **shape)
     got = ops.paged_attention(case.q, case.kv_layer, case.plan, 0.125, window)
     close(got, dense_attention(case, 0.125, window), dtype)
 
@@ -80,7 +106,7 @@ def test_mixed_batch_equals_dense_attention(
 @pytest.mark.parametrize("dim", [32, 64, 96])
 @pytest.mark.parametrize("window", [0, 40, 150])
 def test_prefill_equals_dense_attention(ops: Ops, dim: int, window: int) -> None:
-    case = make_case([1, 70, 1, 33], [40, 70, 300, 293], 1, heads=6, dim=dim, dtype=torch.bfloat16, int8=True)
+    case = make_case([1, 70, 1, 33], [40, 70, 300, 293], 1, heads=6, dim=dim, dtype=torch.bfloat16, cache=torch.int8)
     got = ops.paged_attention(case.q, case.kv_layer, case.plan, 0.125, window)
     close(got, dense_attention(case, 0.125, window), torch.bfloat16)
 
@@ -98,6 +124,6 @@ def test_any_batch_equals_dense_attention(
 ) -> None:
     query_lens = [1] * len(decodes) + [query_len for query_len, _ in chunks]
     total_lens = decodes + [query_len + computed_len for query_len, computed_len in chunks]
-    case = make_case(query_lens, total_lens, len(decodes), int8=True, block_size=block_size, seed=seed)
+    case = make_case(query_lens, total_lens, len(decodes), cache=torch.int8, block_size=block_size, seed=seed)
     got = made(name).paged_attention(case.q, case.kv_layer, case.plan, 0.25)
     close(got, dense_attention(case, 0.25), torch.float32)

@@ -1,0 +1,37 @@
+"""K, V and latents in 8 bits: each vector of a head and slot as `dim` numbers of int8 or of fp8 (e4m3) and one float32
+scale behind them, max |x| over the largest such number."""
+
+from __future__ import annotations
+
+import torch
+
+from protocol.layout import SCALE_BYTES
+
+FP8 = torch.float8_e4m3fn
+PEAKS = {torch.int8: 127, FP8: 448}
+"""The largest numbers."""
+_LEAST = torch.finfo(torch.float32).tiny
+
+
+def vector_width(dim: int, dtype: torch.dtype) -> int:
+    """Elements of one K or V vector in a pool of `dtype`."""
+    return dim + SCALE_BYTES if dtype in PEAKS else dim
+
+
+def quantise(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[..., dim + 4] of x [..., dim], each the nearest number, of two the even one."""
+    scale = (x.abs().amax(-1, keepdim=True).float() / PEAKS[dtype]).clamp_(min=_LEAST)
+    numbers = x.float() / scale
+    codes = (numbers.round_() if dtype == torch.int8 else numbers).to(dtype)
+    return torch.cat((as_bytes(codes), scale.view(torch.int8)), -1).view(dtype)
+
+
+def dequantise(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x [..., dim] in `dtype` of [..., dim + 4]."""
+    scale = as_bytes(stored)[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return (stored[..., :-SCALE_BYTES].float() * scale).to(dtype)
+
+
+def as_bytes(stored: torch.Tensor) -> torch.Tensor:
+    """The same memory in int8 if it is in fp8, which PyTorch does not move about by index."""
+    return stored.view(torch.int8) if stored.dtype == FP8 else stored

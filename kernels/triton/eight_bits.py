@@ -1,0 +1,52 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
+"""Numbers of 8 bits in kernels: what they stand for, and the nearest of them. e4m3 is taken apart here, as not every
+GPU knows it. PEAK: the largest number, 127 of int8 and 448 of e4m3."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.quantised_cache import FP8
+
+
+@triton.jit
+def half(bits):
+    """float16 of uint8 in e4m3, over 256: its bits but for the offset of the exponent. What is no number is none
+    here."""
+    wide = bits.to(tl.uint16)
+    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def number(code, PEAK: tl.constexpr):
+    """What a code stands for, over its scale as `scales_of` has it."""
+    if PEAK == 448:
+        return half(code)
+    else:
+        return code.to(tl.float32)
+
+
+@triton.jit
+def scales_of(vectors, inside, DIM: tl.constexpr, PEAK: tl.constexpr):
+    """float32 behind each of the vectors, times 256 of those in e4m3."""
+    scale = tl.load((vectors + DIM).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
+    return scale * 256.0 if PEAK == 448 else scale
+
+
+@triton.jit
+def nearest(x, PEAK: tl.constexpr):
+    """int8, or uint8 in e4m3, of float32 within the peak: the nearest, of two the even one."""
+    if PEAK == 448:
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+        small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(tl.abs(x) < 0.015625, small, normal)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    else:
+        return ((x + 12582912.0) - 12582912.0).to(tl.int8)
+
+
+def pool_words(kv_layer: torch.Tensor) -> torch.Tensor:
+    """As kernels take it: e4m3 as uint8."""
+    return kv_layer.view(torch.uint8) if kv_layer.dtype == FP8 else kv_layer

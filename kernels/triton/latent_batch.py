@@ -1,0 +1,130 @@
+"""How a batch attends to cached latents: decodes, and chunks of few tokens, token by token in the latents' space; the
+other chunks over keys and values that are made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from kernels.latent import expanded, expands
+from kernels.plan import BatchPlan
+from kernels.quantised_cache import PEAKS, as_bytes, dequantise
+from kernels.step import Latent
+from kernels.triton.latent import sum_latents
+from kernels.triton.launch import Tile, kv_splits, latent_tile, prefill_tile
+from kernels.triton.prefill import prefill
+from protocol.layout import blocks_for
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Those that attend in the latents' space, a row each. tokens: of the batch; table: int32 [rows, blocks];
+    total_len: int32 [rows], of the positions that each sees."""
+
+    tokens: slice | torch.Tensor
+    table: torch.Tensor
+    total_len: torch.Tensor
+    splits: int
+    tile: Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Those whose keys and values are made. tokens: int64, of the batch; blocks: int64, of the pool, in order; plan: of
+    these tokens over what is made of those blocks."""
+
+    tokens: torch.Tensor
+    blocks: torch.Tensor
+    plan: BatchPlan
+    tile: Tile
+
+
+class LatentBatch:
+    """Of one plan, for layers of one form. element_bytes: of queries; processors: multiprocessors to fill."""
+
+    def __init__(self, plan: BatchPlan, own: Latent, heads: int, element_bytes: int, processors: int) -> None:
+        self.plan = plan
+        lens = zip(plan.query_lens, plan.total_lens, strict=True)
+        made = [s for s, each in enumerate(lens) if s >= plan.num_decodes and expands(*each, own)]
+        others = [s for s in range(plan.num_seqs) if s not in made]
+        width = max(own.rotated + own.plain, own.value)
+        self.chunks = _chunks(plan, made, width, element_bytes) if made else None
+        self.tokens = None
+        if others:
+            tile = latent_tile(own.rank, element_bytes)
+            found = _tokens(plan, others)
+            programs = found[2].shape[0] * -(-heads // tile.rows)
+            keys = blocks_for(max(plan.total_lens[s] for s in others), tile.keys)
+            self.tokens = Tokens(*found, kv_splits(programs, keys, processors), tile)
+
+    def attend(self, q: torch.Tensor, kv_layer: torch.Tensor, scale: float, own: Latent) -> torch.Tensor:
+        """As `Ops.latent_attention`."""
+        tokens, chunks = self.tokens, self.chunks
+        if chunks is None and tokens is not None and isinstance(tokens.tokens, slice):
+            return _in_their_space(q, kv_layer, tokens, scale, own)
+        out = q.new_empty(*q.shape[:2], own.value)
+        if tokens is not None:
+            out[tokens.tokens] = _in_their_space(q[tokens.tokens], kv_layer, tokens, scale, own)
+        if chunks is not None:
+            out[chunks.tokens] = _over_made(q[chunks.tokens], kv_layer, chunks, scale, own)
+        return out
+
+
+def _in_their_space(q: torch.Tensor, kv_layer: torch.Tensor, tokens: Tokens, scale: float, own: Latent) -> torch.Tensor:
+    turned, plain = torch.split(q, [own.rotated, own.plain], -1)
+    absorbed = own.absorb(plain)
+    table, seen = tokens.table, tokens.total_len
+    return own.up_v(sum_latents(turned, absorbed, kv_layer, table, seen, scale, tokens.splits, tokens.tile))
+
+
+def _over_made(q: torch.Tensor, kv_layer: torch.Tensor, chunks: Chunks, scale: float, own: Latent) -> torch.Tensor:
+    heads, slots = q.shape[1], kv_layer.shape[3]
+    latents = as_bytes(kv_layer)[chunks.blocks, 0, 0].view(kv_layer.dtype)
+    latents = dequantise(latents, q.dtype) if kv_layer.dtype in PEAKS else latents
+    k, v = expanded(latents.flatten(0, 1), own)
+    width = max(k.shape[2], v.shape[2])
+    kv = torch.stack([F.pad(each, (0, width - each.shape[2])) for each in (k, v)])
+    pages = kv.view(2, heads, -1, slots, width).permute(2, 0, 1, 3, 4)
+    q = F.pad(q, (0, width - q.shape[2]))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    prefill(q, pages, out, chunks.plan, scale, 0, 0.0, None, max(chunks.plan.query_lens), chunks.tile)
+    return out[..., : own.value]
+
+
+def _tokens(plan: BatchPlan, seqs: list[int]) -> tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each query token of the sequences, its row of the table, and how many positions it sees."""
+    if len(seqs) == plan.num_decodes == plan.num_seqs:
+        return slice(0, plan.num_decodes), plan.block_table, plan.total_len
+    tokens, rows = _queries(plan, seqs)
+    return tokens, plan.block_table[rows], (plan.positions[tokens] + 1).int()
+
+
+def _chunks(plan: BatchPlan, seqs: list[int], width: int, element_bytes: int) -> Chunks:
+    tokens, _ = _queries(plan, seqs)
+    device, query_lens = plan.positions.device, [plan.query_lens[s] for s in seqs]
+    counts = [blocks_for(plan.total_lens[s], plan.block_size) for s in seqs]
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    table = starts[:-1, None] + torch.arange(max(counts))
+    own = replace(
+        plan,
+        positions=plan.positions[tokens],
+        slots=plan.slots[tokens],
+        block_table=table.int().to(device),
+        query_start=torch.tensor([0, *query_lens]).cumsum(0).int().to(device),
+        total_len=plan.total_len[torch.tensor(seqs, device=device)],
+        query_lens=tuple(query_lens),
+        total_lens=tuple(plan.total_lens[s] for s in seqs),
+        num_decodes=0,
+    )
+    blocks = torch.cat([plan.block_table[s, :count] for s, count in zip(seqs, counts, strict=True)])
+    return Chunks(tokens, blocks.long(), own, prefill_tile(max(query_lens), width, element_bytes))
+
+
+def _queries(plan: BatchPlan, seqs: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64, the sequences' query tokens, and the sequence of each."""
+    starts = torch.tensor([0, *plan.query_lens]).cumsum(0).tolist()
+    tokens = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in seqs])
+    rows = torch.tensor(seqs).repeat_interleave(torch.tensor([plan.query_lens[s] for s in seqs]))
+    return tokens.to(plan.positions.device), rows.to(plan.positions.device)
