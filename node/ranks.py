@@ -18,6 +18,7 @@ from engine.models.base import Model
 from engine.models.decoder import Decoder
 from engine.ranks.group import Group
 from engine.ranks.led import Led
+from engine.ranks.part import Part
 from engine.ranks.shard import FLAG
 from node.pool_memory import make_pool
 from node.rank_memory import RankMemory, make_memory, shared_pool
@@ -48,13 +49,13 @@ def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:
 
 
 class Ranks:
-    """The other ranks. group: of this one. Raises OSError."""
+    """The other ranks. part: what this one has of the model. Raises OSError."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         ranks = settings.tensor_parallel_size
         memory_fd, self._pool_fd = make_memory(ranks)
         memory, self._lines = RankMemory(memory_fd, ranks), Lines(ranks - 1)
-        self.group, self._signs = Group(0, memory.places, self._lines.meet), memory.signs
+        self.part, self._signs = Part(Group(0, memory.places, self._lines.meet)), memory.signs
         self._processes = [self._started(rank, memory_fd) for rank in range(1, ranks)]
         os.close(memory_fd)
         self._lines.given()
@@ -70,7 +71,7 @@ class Ranks:
                 wrong = f"rank {rank} ended while it loaded its part of the model"
             if wrong:
                 raise ConfigError(wrong, param=FLAG)
-        return Led(model, self.group, self._lines.tell)
+        return Led(model, self.part.group, self._lines.tell)
 
     def make_pool(self, layout: KVLayout, blocks: int) -> torch.Tensor:
         """As `pool_memory.make_pool`, of memory that all ranks have; once. Raises ConfigError."""

@@ -15,6 +15,7 @@ from engine.models import load_model
 from engine.ranks.calls import follow
 from engine.ranks.group import TURNS, Group
 from engine.ranks.led import Led, own_heads
+from engine.ranks.part import Part
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from model_files.source import resolve
@@ -38,7 +39,7 @@ class Threads:
         source = resolve(str(path))
         options: dict[str, Any] = {"dtype": torch.float32, "impl": "kvferry"} | load
         self.decoders: list[Any] = [
-            load_model(source, device=CPU, ops=ops(), group=group, **options) for group in groups
+            load_model(source, device=CPU, ops=ops(), part=Part(group), **options) for group in groups
         ]
         self.model = Led(self.decoders[0], groups[0], self._tell)
         self._threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, ranks)]
