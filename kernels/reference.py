@@ -69,6 +69,7 @@ class ReferenceOps(TorchShared):
         dim = kv_layer.shape[-1]
         slots = block_rows(kv_layer).view(-1, dim)
         for rows, each in zip(index.write_rows, (k,) if v is None else (k, v), strict=True):
+            each = each if index.written is None else each[index.written]
             stored = quantise(each) if kv_layer.dtype == torch.int8 else each
             slots.index_copy_(0, rows, stored.reshape(-1, dim))
         return q

@@ -43,7 +43,8 @@ def compute(rank: int, line: Line, memory_fd: int, pool_fd: int) -> None:
     set_up_log(settings.log_level, settings.log_format)
     memory = RankMemory(memory_fd, settings.tensor_parallel_size)
     try:
-        decoder = _decoder(settings, Part(Group(rank, memory.places, line.meet)))
+        group = Group(rank, memory.places, line.meet)
+        decoder = _decoder(settings, Part(group, settings.enable_expert_parallel))
     except ConfigError as error:
         line.say(error.message.encode())
         return

@@ -159,6 +159,7 @@ class Decoder(Model):
         key, latent = torch.split(own.kv_a(x), [own.rotated, own.rank], 1)
         cached = torch.cat((key, ops.rms_norm(latent, own.kv_norm, own.eps)), 1)
         q = ops.rope_and_cache(q, cached[:, None], None, *self._rope, kv_layer, plan)
+        own.awaited()
         return own.o(ops.latent_attention(q, kv_layer, plan, self._scale, own).flatten(1))
 
     def _mlp(self, index: int, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:

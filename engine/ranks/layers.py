@@ -8,7 +8,7 @@ import torch
 
 from engine.models.parameters import Parameters
 from engine.ranks.group import Group
-from kernels.step import Experts, Gated, Linear
+from kernels.step import Experts, Gated, Gqa, Latent, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,19 @@ def joined(parameters: Parameters, group: Group, vocab_size: int) -> Parameters:
     layers = tuple(
         replace(
             layer,
-            attention=replace(layer.attention, o=Summed(layer.attention.o, group)),
+            attention=_joined_heads(layer.attention, group),
             mlp=_joined(layer.mlp, group),
         )
         for layer in parameters.layers
     )
     head = embedding if tied else Vocabulary(parameters.head, group, vocab_size, words)
     return Parameters(embedding, layers, parameters.norm, head)
+
+
+def _joined_heads(attention: Gqa | Latent, group: Group) -> Gqa | Latent:
+    """What all heads cache of a token in latent attention is written by the first rank, and read by all."""
+    o = Summed(attention.o, group)
+    return replace(attention, o=o, awaited=group.meet) if isinstance(attention, Latent) else replace(attention, o=o)
 
 
 def _joined(mlp: Gated | Experts, group: Group) -> Gated | Experts:

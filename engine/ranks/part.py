@@ -10,10 +10,11 @@ from engine.ranks.shard import Shard
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's. group: its way to the others."""
+    """One rank's. group: its way to the others; whole_experts: see `Shard`."""
 
     group: Group
+    whole_experts: bool = False
 
     @property
     def shard(self) -> Shard:
-        return Shard(self.group.rank, self.group.ranks)
+        return Shard(self.group.rank, self.group.ranks, self.whole_experts)
