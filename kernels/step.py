@@ -95,7 +95,8 @@ class Gqa:
     """Attention of heads that share K/V heads in groups; qkv is fused in that order of outputs. q_norm, k_norm
     [head_dim]: a norm of each head before the rotation, [heads, head_dim]: with weights of its own,
     [heads * head_dim]: one of all heads, or None. rotated: it applies the rotary embedding; window: its sliding window,
-    0 for none; sinks: see Ops.paged_attention; None: there is none."""
+    0 for none; sinks: see Ops.paged_attention; None: there is none. normed: takes the place of both norms where they go
+    over heads that are elsewhere: of q and k [n, heads * head_dim]."""
 
     qkv: Linear
     q_norm: torch.Tensor | None
@@ -104,6 +105,7 @@ class Gqa:
     rotated: bool
     window: int
     sinks: torch.Tensor | None = None
+    normed: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def dense_layers(self) -> Iterator[Linear]:
         yield from (self.qkv, self.o)

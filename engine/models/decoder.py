@@ -141,7 +141,9 @@ class Decoder(Model):
         sizes = [config.q_size, config.kv_size, config.kv_size]
         qkv = self._dense(own.qkv, index, "qkv", x, plan)
         q, k, v = torch.split(qkv, sizes, dim=1)
-        if config.family.wide_qk_norm:
+        if own.normed is not None:
+            q, k = own.normed(q, k)
+        elif config.family.wide_qk_norm:
             q, k = self._normed(q, own.q_norm), self._normed(k, own.k_norm)
         q, k, v = (part.view(len(x), -1, config.head_dim) for part in (q, k, v))
         if not config.family.wide_qk_norm:

@@ -207,7 +207,7 @@ def _load_decoder(
     else:
         parameters, kept = read()
     if part is not None:
-        parameters = joined(parameters, part.group, opened.config.vocab_size)
+        parameters = joined(parameters, part.group, opened.config)
     length = min(max_model_len or opened.max_model_len, opened.max_model_len)
     long = ("longrope",) if stretched(config.rope, length) else ()
     kv_heads, dim, planes = opened.config.cached

@@ -26,8 +26,6 @@ class Shard:
     def of(self, config: DecoderConfig) -> DecoderConfig:
         """What the rank itself computes: a decoder of fewer heads, a narrower MLP and fewer words, of which the last
         rank's may be nobody's. Raises ConfigError naming what cannot be divided."""
-        if config.family.wide_qk_norm:
-            raise ConfigError(f"{FLAG} {self.ranks}: {config.model_type} has norms that go over all heads", param=FLAG)
         if self.whole_experts and config.experts is None:
             raise ConfigError(f"{BY_EXPERT}: {config.model_type} has no experts", param=BY_EXPERT)
         experts = config.experts and self._of_experts(config.experts)

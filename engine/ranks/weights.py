@@ -121,5 +121,7 @@ class ShardWeights:
             return Cut(0, (config.q_size, config.kv_size, config.kv_size))
         if last == "gate_up_proj":
             return Cut(0, (own[0] // 2 * ranks,) * 2)
-        per_head = kind == "sinks" or (last in ("q_norm", "k_norm") and config.family.own_qk_norm)
+        family = config.family
+        of_norms = last in ("q_norm", "k_norm") and (family.own_qk_norm or family.wide_qk_norm)
+        per_head = kind == "sinks" or of_norms
         return Cut(0, (own[0] * ranks,)) if last in OUTPUTS or per_head else None

@@ -17,7 +17,7 @@ from kernels.step import Experts
 from protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-MIXTURES = [name for name in OURS if name.startswith(("qwen3-moe", "mixtral", "gpt-oss", "deepseek"))]
+MIXTURES = [name for name in OURS if name.startswith(("qwen3-moe", "mixtral", "olmoe", "gpt-oss", "deepseek"))]
 needs_extension = pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension")
 
 
