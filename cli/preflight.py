@@ -99,8 +99,14 @@ def ranks(settings: ServeSettings, needs: Sequence[ModelNeeds], devices: Sequenc
     count = settings.tensor_parallel_size
     if count > 1 and any(device.startswith("cuda") for device in devices):
         raise ConfigError(f"--tensor-parallel-size {count} is for CPUs; add --device cpu", param="tensor_parallel_size")
+    if settings.enable_expert_parallel and count == 1:
+        raise ConfigError(
+            "--enable-expert-parallel needs --tensor-parallel-size 2 or more", param="enable_expert_parallel"
+        )
     for each in needs:
-        if each.kv_heads % count:
+        if settings.enable_expert_parallel and each.layers and not each.experts:
+            raise ConfigError("--enable-expert-parallel: the model has no experts", param="enable_expert_parallel")
+        if each.kv_heads % count and each.planes > 1:
             raise ConfigError(
                 f"tensor_parallel_size {count} does not divide the model's K/V heads: {each.kv_heads}",
                 param="tensor_parallel_size",

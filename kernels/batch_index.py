@@ -45,7 +45,8 @@ def block_rows(kv_layer: torch.Tensor) -> torch.Tensor:
 
 
 class BatchIndex:
-    """What the layers of one batch share, for pools of one geometry (the strides of `kv_layer`)."""
+    """What the layers of one batch share, for pools of one geometry (the strides of `kv_layer`). written: the tokens
+    whose K/V is written, None: of all; write_rows: where to."""
 
     def __init__(self, plan: BatchPlan, kv_layer: torch.Tensor):
         self.plan = plan
@@ -59,7 +60,9 @@ class BatchIndex:
         self._kv_head_rows = kv + head
         self._groups: dict[tuple[int, torch.dtype], tuple[AttentionGroup, ...]] = {}
         self._rope: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        block, slot = plan.slots // self.block_size, plan.slots % self.block_size
+        self.written = None if bool((plan.slots >= 0).all()) else (plan.slots >= 0).nonzero().squeeze(1)
+        slots = plan.slots if self.written is None else plan.slots[self.written]
+        block, slot = slots // self.block_size, slots % self.block_size
         rows = (block * self._block_step)[None, :, None] + self._kv_head_rows[:, None, :]
         self.write_rows = (rows * self.block_size + slot[None, :, None]).flatten(1)
 

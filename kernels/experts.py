@@ -22,13 +22,13 @@ def mixture(experts: Experts, x: torch.Tensor, activated: Activated) -> torch.Te
     weights, chosen = route(experts.router(x, torch.float32), experts.routing, experts.correction)
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
-    outputs = torch.empty(len(pairs), x.shape[1], dtype=torch.float32, device=x.device)
+    outputs = torch.zeros(len(pairs), x.shape[1], dtype=torch.float32, device=x.device)
     inputs, first = x.index_select(0, order // experts.routing.chosen), 0
-    for expert, count in enumerate(pairs.bincount(minlength=len(experts.each)).tolist()):
-        if count:
-            mlp, rows = experts.each[expert], slice(first, first + count)
+    for mlp, count in zip(experts.each, pairs.bincount(minlength=len(experts.each)).tolist(), strict=True):
+        if count and mlp is not None:
+            rows = slice(first, first + count)
             outputs[rows] = mlp.down(activated(mlp.gate_up(inputs[rows])), torch.float32)
-            first += count
+        first += count
     places = order.argsort().view(chosen.shape)
     total = outputs.index_select(0, places[:, 0]) * weights[:, :1]
     for rank in range(1, experts.routing.chosen):

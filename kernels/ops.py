@@ -76,8 +76,8 @@ class Ops(DenseOps, Protocol):
     ) -> torch.Tensor:
         """Rotate q [T, heads, dim] and k [T, kv_heads, dim] by the half-split rotary embedding (Su et al. 2021;
         cos, sin: float32 [max_len, rotary_dim / 2], indexed by position; None: no rotation), write k and v into the
-        cache at plan.slots, return rotated q. A rotary_dim smaller than dim leaves the rest unrotated. v None:
-        of a pool of one plane; k may be wider than q then."""
+        cache at plan.slots (where they are not below 0), return rotated q. A rotary_dim smaller than dim leaves the
+        rest unrotated. v None: of a pool of one plane; k may be wider than q then."""
 
     def paged_attention(
         self,

@@ -18,8 +18,8 @@ class BatchPlan:
     positions up to its own (the last `window` of them under a sliding window).
 
     positions     int64 [T]              position of each token
-    slots         int64 [T]              where its K/V goes: block id * block_size + slot; below 0: nowhere, which only
-                                         steps that a row of the operations table recorded have
+    slots         int64 [T]              where its K/V goes: block id * block_size + slot; below 0: nowhere, as of
+                                         rows of nobody in recorded steps, or where another process writes it
     block_table   int32 [num_seqs, max_blocks]  block ids, padded with 0
     query_start   int32 [num_seqs + 1]   offsets of the sequences' query tokens
     total_len     int32 [num_seqs]       tokens in the cache once this step's are written

@@ -69,6 +69,7 @@ class ReferenceOps(TorchShared):
         dim, dtype = kv_layer.shape[-1], kv_layer.dtype
         slots = block_rows(as_bytes(kv_layer)).view(-1, dim)
         for rows, each in zip(index.write_rows, (k,) if v is None else (k, v), strict=True):
+            each = each if index.written is None else each[index.written]
             stored = as_bytes(quantise(each, dtype)) if dtype in PEAKS else each
             slots.index_copy_(0, rows, stored.reshape(-1, dim))
         return q

@@ -66,14 +66,18 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def nobody() -> None:
+    """There is nobody to wait for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated MLPs of which the router [experts, hidden] gives a token some. correction: see `route`; shared: one that
-    all tokens pass through, too; None: there is none. joined: makes of what the parts of experts put out that are here,
-    float32 [n, hidden], what all of them do."""
+    """Gated MLPs of which the router [experts, hidden] gives a token some. each: None stands for one that is elsewhere.
+    correction: see `route`; shared: one that all tokens pass through, too; None: there is none. joined: makes of what
+    the experts, or the parts of them, put out that are here, float32 [n, hidden], what all of them do."""
 
     router: Linear
-    each: tuple[Gated, ...]
+    each: tuple[Gated | None, ...]
     routing: Routing
     correction: torch.Tensor | None = None
     shared: Gated | None = None
@@ -81,8 +85,9 @@ class Experts:
 
     def dense_layers(self) -> Iterator[Linear]:
         yield self.router
-        for mlp in self.each if self.shared is None else (*self.each, self.shared):
-            yield from mlp.dense_layers()
+        for mlp in (*self.each, self.shared):
+            if mlp is not None:
+                yield from mlp.dense_layers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,8 @@ class Gqa:
     """Attention of heads that share K/V heads in groups; qkv is fused in that order of outputs. q_norm, k_norm
     [head_dim]: a norm of each head before the rotation, [heads, head_dim]: with weights of its own,
     [heads * head_dim]: one of all heads, or None. rotated: it applies the rotary embedding; window: its sliding window,
-    0 for none; sinks: see Ops.paged_attention; None: there is none."""
+    0 for none; sinks: see Ops.paged_attention; None: there is none. normed: takes the place of both norms where they go
+    over heads that are elsewhere: of q and k [n, heads * head_dim]."""
 
     qkv: Linear
     q_norm: torch.Tensor | None
@@ -99,6 +105,7 @@ class Gqa:
     rotated: bool
     window: int
     sinks: torch.Tensor | None = None
+    normed: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def dense_layers(self) -> Iterator[Linear]:
         yield from (self.qkv, self.o)
@@ -110,7 +117,8 @@ class Latent:
     ones, over a latent of `rank` dims. Queries are made of the layer's input or, where there are q_a and q_norm, of its
     norm behind q_a. kv_a: the shared key and the latent, in this order; kv_norm: of the latent; eps: of these norms.
     expand: latent to K and V of each head in turn, without what rotates; absorb: a head's plain query to one of
-    latents; up_v: a latent to what a head puts out, `value` dims."""
+    latents; up_v: a latent to what a head puts out, `value` dims. awaited: returns once what the layer caches of the
+    batch is written, if another process writes it."""
 
     q_a: Linear | None
     q_norm: torch.Tensor | None
@@ -126,6 +134,7 @@ class Latent:
     rank: int
     value: int
     eps: float = 1e-6
+    awaited: Callable[[], None] = nobody
 
     def dense_layers(self) -> Iterator[Linear]:
         yield from (each for each in (self.q_a, self.q, self.kv_a, self.expand, self.o) if each is not None)

@@ -48,7 +48,8 @@ _ATTENTION_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 class ModelNeeds:
     """dense: weights that multiply each token, in all layers; embedding; head: the vocabulary projection where it is
     not the embedding. max_model_len is in tokens; query_size: numbers of all query heads of one layer;
-    cached: K and V are kept from step to step, as no encoder does; own: our own decoder knows its family."""
+    cached: K and V are kept from step to step, as no encoder does; own: our own decoder knows its family; experts: of a
+    layer that has them, 0: none has."""
 
     dense: Count
     embedding: Count
@@ -61,6 +62,7 @@ class ModelNeeds:
     cached: bool = True
     own: bool = False
     planes: int = 2
+    experts: int = 0
 
     @property
     def mixed(self) -> bool:
@@ -122,7 +124,7 @@ def config_needs(config: dict[str, Any], tensors: Iterable[Tensor] = (), max_mod
     dense, embedding, head = counted(tensors or _gated_decoder(text, hidden, layers, attention), share)
     cached, own = not is_encoder(config), text.get("model_type") in DECODERS
     shape = layers, kv_heads, head_dim, query_size
-    return ModelNeeds(dense, embedding, head, *shape, max_model_len, cached, own, planes)
+    return ModelNeeds(dense, embedding, head, *shape, max_model_len, cached, own, planes, _experts(text))
 
 
 def _latent(text: dict[str, Any]) -> LatentSizes:

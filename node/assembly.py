@@ -74,7 +74,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     drafting = resolve_draft(settings, source) if decodes else None
     ranks = start_ranks(settings, device)
     model = load(
-        settings, source, device, ops, progress, settings.weights_fd, ranks.group if ranks is not None else None
+        settings, source, device, ops, progress, settings.weights_fd, ranks.part if ranks is not None else None
     )
     if ranks is not None:
         model = ranks.lead(model)
@@ -134,7 +134,7 @@ def describe(parts: Assembled) -> dict[str, str]:
     """Where the node computes and how large its pool is, for a person."""
     ops, pool = parts.engine.runner.model.ops, parts.engine.pool
     threads = ops.threads if isinstance(ops, CpuOps) else torch.get_num_threads()
-    on_cpu, ranks = parts.kv.device.type == "cpu", parts.ranks.group.ranks if parts.ranks is not None else 1
+    on_cpu, ranks = parts.kv.device.type == "cpu", parts.ranks.part.group.ranks if parts.ranks is not None else 1
     gib, tokens = pool.num_blocks * parts.layout.block_bytes / GIB, pool.num_blocks * parts.layout.block_size
     return {
         "model": parts.info.name,

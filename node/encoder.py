@@ -71,6 +71,7 @@ def _require_plain(settings: WorkerSettings) -> None:
         ("quantization", settings.quantization == "int8"),
         ("batch_invariant", settings.batch_invariant),
         ("tensor_parallel_size", settings.tensor_parallel_size > 1),
+        ("enable_expert_parallel", settings.enable_expert_parallel),
     ):
         if refused:
             name = flag.replace("_", "-")

@@ -8,7 +8,7 @@ import torch
 
 from engine.models import load_model
 from engine.models.base import Model
-from engine.ranks.group import Group
+from engine.ranks.part import Part
 from kernels.ops import Ops
 from model_files.source import ModelSource
 from protocol.settings import WorkerSettings
@@ -21,7 +21,7 @@ def load(
     ops: Ops,
     progress: Callable[[float], None] | None = None,
     weights_fd: int = -1,
-    group: Group | None = None,
+    part: Part | None = None,
 ) -> Model:
     """`load_model` as the settings say."""
     return load_model(
@@ -35,5 +35,5 @@ def load(
         max_model_len=settings.max_model_len,
         progress=progress,
         weights_fd=weights_fd,
-        group=group,
+        part=part,
     )

@@ -18,6 +18,7 @@ from engine.models.decoder import Decoder
 from engine.ranks.calls import follow
 from engine.ranks.group import Group
 from engine.ranks.led import own_heads
+from engine.ranks.part import Part
 from kernels.ops import select
 from model_files.refusals import resolve_runnable
 from node.model import load
@@ -42,7 +43,8 @@ def compute(rank: int, line: Line, memory_fd: int, pool_fd: int) -> None:
     set_up_log(settings.log_level, settings.log_format)
     memory = RankMemory(memory_fd, settings.tensor_parallel_size)
     try:
-        decoder = _decoder(settings, Group(rank, memory.places, line.meet))
+        group = Group(rank, memory.places, line.meet)
+        decoder = _decoder(settings, Part(group, settings.enable_expert_parallel))
     except ConfigError as error:
         line.say(error.message.encode())
         return
@@ -53,9 +55,9 @@ def compute(rank: int, line: Line, memory_fd: int, pool_fd: int) -> None:
     follow(decoder, own_heads(kv, decoder, rank), line.hear)
 
 
-def _decoder(settings: WorkerSettings, group: Group) -> Decoder:
+def _decoder(settings: WorkerSettings, part: Part) -> Decoder:
     source = resolve_runnable(settings.model, settings.load_format)
-    decoder = load(settings, source, CPU, select(settings.kernels, CPU), group=group)
+    decoder = load(settings, source, CPU, select(settings.kernels, CPU), part=part)
     assert isinstance(decoder, Decoder)
     return decoder
 

@@ -18,7 +18,8 @@ from engine.models.base import Model
 from engine.models.decoder import Decoder
 from engine.ranks.group import Group
 from engine.ranks.led import Led
-from engine.ranks.shard import FLAG
+from engine.ranks.part import Part
+from engine.ranks.shard import BY_EXPERT, FLAG
 from node.pool_memory import make_pool
 from node.rank_memory import RankMemory, make_memory, shared_pool
 from process.lines import Lines
@@ -30,6 +31,8 @@ from protocol.settings import WorkerSettings
 def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:
     """The others begin to load their parts; None: there are no others. Raises ConfigError: they cannot be had."""
     if settings.tensor_parallel_size == 1:
+        if settings.enable_expert_parallel:
+            raise ConfigError("--enable-expert-parallel needs --tensor-parallel-size 2 or more", param=BY_EXPERT)
         return None
     asked = f"--tensor-parallel-size {settings.tensor_parallel_size}"
     if device.type != "cpu":
@@ -48,13 +51,14 @@ def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:
 
 
 class Ranks:
-    """The other ranks. group: of this one. Raises OSError."""
+    """The other ranks. part: what this one has of the model. Raises OSError."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         ranks = settings.tensor_parallel_size
         memory_fd, self._pool_fd = make_memory(ranks)
         memory, self._lines = RankMemory(memory_fd, ranks), Lines(ranks - 1)
-        self.group, self._signs = Group(0, memory.places, self._lines.meet), memory.signs
+        self.part = Part(Group(0, memory.places, self._lines.meet), settings.enable_expert_parallel)
+        self._signs = memory.signs
         self._processes = [self._started(rank, memory_fd) for rank in range(1, ranks)]
         os.close(memory_fd)
         self._lines.given()
@@ -70,7 +74,7 @@ class Ranks:
                 wrong = f"rank {rank} ended while it loaded its part of the model"
             if wrong:
                 raise ConfigError(wrong, param=FLAG)
-        return Led(model, self.group, self._lines.tell)
+        return Led(model, self.part.group, self._lines.tell)
 
     def make_pool(self, layout: KVLayout, blocks: int) -> torch.Tensor:
         """As `pool_memory.make_pool`, of memory that all ranks have; once. Raises ConfigError."""

@@ -143,6 +143,9 @@ class WorkerSettings(CommonSettings):
         most=64,
         short="-tp",
     )
+    enable_expert_parallel: bool = setting(
+        False, "divide a mixture's experts among the ranks, each whole, instead of the width of each"
+    )
     block_size: int = setting(16, "tokens per KV block", least=1)
     kv_cache_gib: float = setting(
         0.0, "size of the KV pool in GiB; 0: 1 GiB on a CPU, 80 % of free memory on a GPU", least=0

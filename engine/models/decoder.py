@@ -141,7 +141,9 @@ class Decoder(Model):
         sizes = [config.q_size, config.kv_size, config.kv_size]
         qkv = self._dense(own.qkv, index, "qkv", x, plan)
         q, k, v = torch.split(qkv, sizes, dim=1)
-        if config.family.wide_qk_norm:
+        if own.normed is not None:
+            q, k = own.normed(q, k)
+        elif config.family.wide_qk_norm:
             q, k = self._normed(q, own.q_norm), self._normed(k, own.k_norm)
         q, k, v = (part.view(len(x), -1, config.head_dim) for part in (q, k, v))
         if not config.family.wide_qk_norm:
@@ -159,6 +161,7 @@ class Decoder(Model):
         key, latent = torch.split(own.kv_a(x), [own.rotated, own.rank], 1)
         cached = torch.cat((key, ops.rms_norm(latent, own.kv_norm, own.eps)), 1)
         q = ops.rope_and_cache(q, cached[:, None], None, *self._rope, kv_layer, plan)
+        own.awaited()
         return own.o(ops.latent_attention(q, kv_layer, plan, self._scale, own).flatten(1))
 
     def _mlp(self, index: int, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:

@@ -17,13 +17,14 @@ _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """count experts of width `size`; layers[i]: layer i has them, in place of its MLP. shared: width of what all tokens
-    pass through beside them, 0 for none. gate: of their own, or None."""
+    """count experts of width `size`; layers[i]: layer i has them, in place of its MLP. held: those that are here, or a
+    part of each. shared: width of what all tokens pass through beside them, 0 for none. gate: of their own, or None."""
 
     count: int
     size: int
     layers: tuple[bool, ...]
     routing: Routing
+    held: range
     shared: int = 0
     gate: Gate | None = None
 
@@ -51,6 +52,7 @@ def parse_experts(config: dict[str, Any], family: Family, layers: int) -> Expert
         size=size,
         layers=tuple(_holds_experts(config, index) for index in range(layers)),
         routing=_routing(config, names, count),
+        held=range(count),
         shared=size * (config.get("n_shared_experts") or 0),
         gate=_clamped(config) if names.clamped else None,
     )

@@ -21,9 +21,9 @@ from engine.models.reader import TensorReader
 from engine.models.rope import rope_tables, stretched
 from engine.models.stacked import StackedWeights
 from engine.models.weights import GGUFWeights, Weights
-from engine.ranks.group import Group
 from engine.ranks.layers import joined
-from engine.ranks.shard import FLAG, Shard
+from engine.ranks.part import Part
+from engine.ranks.shard import FLAG
 from engine.ranks.weights import ShardWeights
 from kernels.cpu import CpuOps
 from kernels.ops import Ops
@@ -53,7 +53,7 @@ def load_model(
     max_model_len: int = 0,
     progress: Progress | None = None,
     weights_fd: int = -1,
-    group: Group | None = None,
+    part: Part | None = None,
 ) -> Model:
     """The model of `source` in `dtype` (None: `auto_dtype`). impl: kvferry (own decoder), transformers, or auto (own
     decoder where it supports the architecture). quantization: auto (block formats of a GGUF and codes of a quantised
@@ -61,14 +61,14 @@ def load_model(
     load_format: auto, or dummy: weights that are made, for our own decoder. max_model_len: no sequence will be longer
     (tokens; 0: the model's own limit, which `info` tells in any case). progress receives the loaded fraction, 0 to 1.
     weights_fd: of memory in which processes that load the same have one copy (`process.written_once`), or -1.
-    group: the ranks of which each loads a part of our own decoder, or None.
+    part: the one of our own decoder that a rank loads, or None.
     Raises ConfigError naming what is missing or unsupported, whatever else was raised on the way."""
     if impl not in IMPLEMENTATIONS:
         raise ConfigError(f"model_impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}", param="model_impl")
     require_runnable(source)
     try:
         opened = _open_as(source, impl, load_format)
-        return _load(source, opened, device, dtype, ops, quantization, max_model_len, progress, weights_fd, group)
+        return _load(source, opened, device, dtype, ops, quantization, max_model_len, progress, weights_fd, part)
     except ConfigError as error:
         if error.param != "model" or source.name in error.message:
             raise
@@ -90,7 +90,7 @@ def _load(
     max_model_len: int,
     progress: Progress | None,
     weights_fd: int,
-    group: Group | None,
+    part: Part | None,
 ) -> Model:
     """opened: None for transformers' model."""
     if dtype is None:
@@ -102,7 +102,7 @@ def _load(
             param="quantization",
         )
     if opened is None:
-        if group is not None:
+        if part is not None:
             raise ConfigError(f"{FLAG} needs our own decoder, not transformers' model", param=FLAG)
         from engine.models.hf_loader import load_hf
 
@@ -114,9 +114,7 @@ def _load(
         return model
     if dtype != torch.bfloat16 or (source.kind == "gguf" and quantization == "auto" and not ops.capabilities.blocks):
         quantization = "none"
-    decoder = _load_decoder(
-        source, opened, device, dtype, ops, quantization, max_model_len, progress, weights_fd, group
-    )
+    decoder = _load_decoder(source, opened, device, dtype, ops, quantization, max_model_len, progress, weights_fd, part)
     del opened
     trim_heap()
     return decoder
@@ -193,12 +191,11 @@ def _load_decoder(
     max_model_len: int,
     progress: Progress | None,
     weights_fd: int,
-    group: Group | None,
+    part: Part | None,
 ) -> Decoder:
     config, weights = opened.config, opened.weights
-    if group is not None:
-        shard = Shard(group.rank, group.ranks)
-        config, weights = shard.of(config), ShardWeights(weights, config, shard)
+    if part is not None:
+        config, weights = part.shard.of(config), ShardWeights(weights, config, part.shard)
 
     def read() -> tuple[Parameters, list[str]]:
         reader = TensorReader(config, weights, device, dtype, ops, quantization)
@@ -209,8 +206,8 @@ def _load_decoder(
         parameters, kept = one_copy(weights_fd, ops.kernels, form, read)
     else:
         parameters, kept = read()
-    if group is not None:
-        parameters = joined(parameters, group, opened.config.vocab_size)
+    if part is not None:
+        parameters = joined(parameters, part.group, opened.config)
     length = min(max_model_len or opened.max_model_len, opened.max_model_len)
     long = ("longrope",) if stretched(config.rope, length) else ()
     kv_heads, dim, planes = opened.config.cached

@@ -109,6 +109,8 @@ class ParameterLoader:
             router=self._router(router, names, experts.count),
             each=tuple(
                 self._gated(f"{prefix}.{names.experts}.{each}", (names.gate, names.up), names.down, experts.size)
+                if each in experts.held
+                else None
                 for each in range(experts.count)
             ),
             routing=experts.routing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,10 @@ class Forward:
 
     def run(self, decoder: Decoder, kv: torch.Tensor, hear: Hear) -> None:
         wanted: Wanted = (lambda: hear() == GO_ON) if self.asks else always
-        hidden = decoder.forward(self.token_ids, kv, self.plan, wanted, self.halfway)
+        plan = self.plan
+        if decoder.config.latent is not None:  # the first rank writes for all
+            plan = replace(plan, slots=torch.full_like(plan.slots, -1))
+        hidden = decoder.forward(self.token_ids, kv, plan, wanted, self.halfway)
         if self.draws:
             decoder.logits(hidden)
 

@@ -25,7 +25,7 @@ class Group:
 
     def __init__(self, rank: int, places: torch.Tensor, meet: Callable[[], None]) -> None:
         self.rank, self.ranks = rank, places.shape[1]
-        self._places, self._meet, self._turn = places, meet, 0
+        self.meet, self._places, self._turn = meet, places, 0
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """x, float32 and contiguous, plus what the others bring, in place: added in the order of the ranks, so that all
@@ -51,5 +51,5 @@ class Group:
             self._turn = (self._turn + 1) % TURNS
             parts = self._places[self._turn, :, : len(piece)]
             parts[self.rank] = piece
-            self._meet()
+            self.meet()
             yield piece, parts

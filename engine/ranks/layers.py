@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine.models.config import DecoderConfig
 from engine.models.parameters import Parameters
 from engine.ranks.group import Group
-from kernels.step import Experts, Gated, Linear
+from kernels.step import Experts, Gated, Gqa, Latent, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +49,53 @@ class Vocabulary:
         return self.group.sum(brought).to(found.dtype)
 
 
-def joined(parameters: Parameters, group: Group, vocab_size: int) -> Parameters:
-    """The parameters of a rank's part, as layers of the whole decoder of so many words."""
+@dataclass(frozen=True, slots=True)
+class NormedTogether:
+    """RMS norms of q and k that go over the heads of all ranks, of which each has as many. q_norm, k_norm: of the
+    rank's own."""
+
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+    eps: float
+    group: Group
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own = torch.stack([each.float().square().mean(-1) for each in (q, k)])
+        factors = self.group.sum(own).div_(self.group.ranks).add_(self.eps).rsqrt_()[..., None]
+        q_normed, k_normed = (
+            (each.float() * factor).to(each.dtype) * norm
+            for each, factor, norm in zip((q, k), factors, (self.q_norm, self.k_norm), strict=True)
+        )
+        return q_normed, k_normed
+
+
+def joined(parameters: Parameters, group: Group, config: DecoderConfig) -> Parameters:
+    """The parameters of a rank's part, as layers of the whole decoder."""
+    vocab_size = config.vocab_size
     words = -(-vocab_size // group.ranks)
     embedding = Vocabulary(parameters.embedding, group, vocab_size, words)
     tied = parameters.head is parameters.embedding
     layers = tuple(
         replace(
             layer,
-            attention=replace(layer.attention, o=Summed(layer.attention.o, group)),
+            attention=_joined_heads(layer.attention, group, config),
             mlp=_joined(layer.mlp, group),
         )
         for layer in parameters.layers
     )
     head = embedding if tied else Vocabulary(parameters.head, group, vocab_size, words)
     return Parameters(embedding, layers, parameters.norm, head)
+
+
+def _joined_heads(attention: Gqa | Latent, group: Group, config: DecoderConfig) -> Gqa | Latent:
+    """What all heads cache of a token in latent attention is written by the first rank, and read by all."""
+    o = Summed(attention.o, group)
+    if isinstance(attention, Latent):
+        return replace(attention, o=o, awaited=group.meet)
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    if not config.family.wide_qk_norm or q_norm is None or k_norm is None:
+        return replace(attention, o=o)
+    return replace(attention, o=o, normed=NormedTogether(q_norm, k_norm, config.norm_eps, group))
 
 
 def _joined(mlp: Gated | Experts, group: Group) -> Gated | Experts:

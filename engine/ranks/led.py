@@ -18,9 +18,10 @@ from protocol.errors import reason
 
 
 def own_heads(kv: torch.Tensor, decoder: Decoder, rank: int) -> torch.Tensor:
-    """A rank's part of the pool `kv` [block, layer, plane, kv_head, slot, dim]: of each block its heads' bytes."""
-    heads = decoder.config.num_kv_heads
-    return kv.narrow(3, rank * heads, heads)
+    """A rank's part of the pool `kv` [block, layer, plane, kv_head, slot, dim]: of each block its heads' bytes; all of
+    it where the heads share what is cached."""
+    config = decoder.config
+    return kv if config.latent is not None else kv.narrow(3, rank * config.num_kv_heads, config.num_kv_heads)
 
 
 class Led(Model):

@@ -1,42 +1,51 @@
 """Which part of a decoder a rank has (Shoeybi et al. 2019): of attention its K/V heads and the query heads that read
-them, of an MLP and of each expert a part of its width, of the vocabulary a run of words; of norms and routers all."""
+them, of an MLP and of each expert a part of its width, of the vocabulary a run of words; of norms and routers all. What
+heads share in latent attention is each rank's, too. With expert parallelism (Lepikhin et al. 2020) a rank has some of
+the experts whole."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from engine.models.config import DecoderConfig
+from engine.models.experts_config import ExpertsConfig
 from protocol.errors import ConfigError
 
 FLAG = "tensor_parallel_size"
+BY_EXPERT = "enable_expert_parallel"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of `rank`, one of so many."""
+    """The part of `rank`, one of so many. whole_experts: of the routed experts each is one rank's."""
 
     rank: int
     ranks: int
+    whole_experts: bool = False
 
     def of(self, config: DecoderConfig) -> DecoderConfig:
         """What the rank itself computes: a decoder of fewer heads, a narrower MLP and fewer words, of which the last
         rank's may be nobody's. Raises ConfigError naming what cannot be divided."""
-        if config.latent is not None:
-            raise ConfigError(
-                f"{FLAG} {self.ranks}: the heads of {config.model_type} share one cached vector", param=FLAG
-            )
-        if config.family.wide_qk_norm:
-            raise ConfigError(f"{FLAG} {self.ranks}: {config.model_type} has norms that go over all heads", param=FLAG)
-        experts = config.experts and replace(config.experts, size=self._part(config.experts.size, "width of an expert"))
+        if self.whole_experts and config.experts is None:
+            raise ConfigError(f"{BY_EXPERT}: {config.model_type} has no experts", param=BY_EXPERT)
+        experts = config.experts and self._of_experts(config.experts)
         dense = experts is None or not all(experts.layers)
         return replace(
             config,
-            num_kv_heads=self._part(config.num_kv_heads, "K/V heads"),
+            num_kv_heads=config.num_kv_heads if config.latent else self._part(config.num_kv_heads, "K/V heads"),
             num_heads=self._part(config.num_heads, "query heads"),
             intermediate_size=self._part(config.intermediate_size, "width of the MLP") if dense else 0,
             vocab_size=self.words(config.vocab_size),
             experts=experts,
         )
+
+    def _of_experts(self, experts: ExpertsConfig) -> ExpertsConfig:
+        """Where the ranks do not divide their number, some have one more than others; the first one has any."""
+        shared = self._part(experts.shared, "width of shared experts")
+        if not self.whole_experts:
+            return replace(experts, size=self._part(experts.size, "width of an expert"), shared=shared)
+        first, last = (-(-experts.count * rank // self.ranks) for rank in (self.rank, self.rank + 1))
+        return replace(experts, held=range(first, last), shared=shared)
 
     def words(self, vocab_size: int) -> int:
         """Of a vocabulary, those of each rank."""

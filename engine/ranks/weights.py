@@ -15,7 +15,10 @@ from kernels.step import Stored, StoredRows
 from protocol.errors import ConfigError
 
 VOCABULARY = ("embed_tokens", "lm_head")
-OUTPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3")
+OUTPUTS = (
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj",
+    "gate_proj", "up_proj", "gate_up_proj", "w1", "w3",
+)  # fmt: skip
 """Dense layers of whose outputs a rank has a part."""
 INPUTS = ("o_proj", "down_proj", "w2")
 """Those of whose inputs it has; what they put out is added up."""
@@ -62,7 +65,7 @@ class ShardWeights:
             whole = torch.empty(cut.shape(out.shape), dtype=out.dtype)
             self._weights.read(name, whole)
             out.copy_(cut.part(whole, self._shard))
-        if self._shard.rank and name.endswith(tuple(f"{layer}.bias" for layer in INPUTS)):
+        if self._shard.rank and name.endswith(tuple(f"{layer}.bias" for layer in INPUTS)) and not self._entire(name):
             out.zero_()  # added once
 
     def stored(self, name: str, shape: tuple[int, int]) -> Stored | None:
@@ -90,7 +93,7 @@ class ShardWeights:
         return Codes(self._columns(codes.values), self._columns(codes.scales), codes.block)
 
     def _columns(self, rows: torch.Tensor) -> torch.Tensor:
-        return Cut(1, (rows.shape[1],)).part(rows, self._shard)
+        return Cut(1, (rows.shape[1],)).part(rows, self._shard).contiguous()
 
     def _require_whole(self, name: str, block: int, inputs: int) -> None:
         """Raises ConfigError where that would cut a block."""
@@ -100,8 +103,14 @@ class ShardWeights:
                 param=FLAG,
             )
 
+    def _entire(self, name: str) -> bool:
+        """Whether it is of an expert that is here and nowhere else."""
+        return self._shard.whole_experts and ".experts." in name
+
     def _cut(self, name: str, own: tuple[int, ...]) -> Cut | None:
         """How the tensor of which the rank's part has this shape is divided; None: each rank has all of it."""
+        if self._entire(name):
+            return None
         layer, _, kind = name.rpartition(".")
         last, ranks, config = layer.rpartition(".")[2], self._shard.ranks, self._config
         if last in VOCABULARY:
@@ -112,5 +121,7 @@ class ShardWeights:
             return Cut(0, (config.q_size, config.kv_size, config.kv_size))
         if last == "gate_up_proj":
             return Cut(0, (own[0] // 2 * ranks,) * 2)
-        per_head = kind == "sinks" or (last in ("q_norm", "k_norm") and config.family.own_qk_norm)
+        family = config.family
+        of_norms = last in ("q_norm", "k_norm") and (family.own_qk_norm or family.wide_qk_norm)
+        per_head = kind == "sinks" or of_norms
         return Cut(0, (own[0] * ranks,)) if last in OUTPUTS or per_head else None

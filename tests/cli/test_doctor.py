@@ -67,13 +67,25 @@ def test_threads_beyond_the_cores_are_a_warning(monkeypatch):
 
 
 def test_ranks_are_for_cpus_and_divide_the_heads():
-    needs = [types.SimpleNamespace(kv_heads=4), types.SimpleNamespace(kv_heads=6)]
+    needs = [types.SimpleNamespace(kv_heads=heads, planes=2, layers=1, experts=8) for heads in (4, 6)]
     preflight.ranks(ServeSettings(tensor_parallel_size=2), needs, ["cpu", "cpu"])
     preflight.ranks(ServeSettings(), needs, ["cuda:0"])
     with pytest.raises(ConfigError, match="4 does not divide the model's K/V heads: 6"):
         preflight.ranks(ServeSettings(tensor_parallel_size=4), needs, ["cpu"])
     with pytest.raises(ConfigError, match="2 is for CPUs; add --device cpu"):
         preflight.ranks(ServeSettings(tensor_parallel_size=2), needs, ["cpu", "cuda:0"])
+    latent = types.SimpleNamespace(kv_heads=1, planes=1, layers=1, experts=8)
+    preflight.ranks(ServeSettings(tensor_parallel_size=4), [latent], ["cpu"])
+
+
+def test_expert_parallelism_is_of_ranks_and_experts():
+    needs = [types.SimpleNamespace(kv_heads=4, planes=2, layers=1, experts=count) for count in (8, 0)]
+    preflight.ranks(ServeSettings(tensor_parallel_size=2, enable_expert_parallel=True), needs[:1], ["cpu"])
+    with pytest.raises(ConfigError, match="enable-expert-parallel needs --tensor-parallel-size 2 or more"):
+        preflight.ranks(ServeSettings(enable_expert_parallel=True), needs[:1], ["cpu"])
+    with pytest.raises(ConfigError, match="the model has no experts") as raised:
+        preflight.ranks(ServeSettings(tensor_parallel_size=2, enable_expert_parallel=True), needs, ["cpu"])
+    assert raised.value.param == "enable_expert_parallel"
 
 
 def test_a_store_is_tried_and_left_as_it_was(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
-"""Nodes of two ranks each, as a user starts them: the same tokens, and a rank that dies is replaced with its node."""
+"""Nodes of two ranks each that divide a mixture's experts, as a user starts them: the same tokens, and a rank that dies
+is replaced with its node."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--kv-blocks", "2000", "--threads", "1")
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
 
 def other_ranks(cluster: LocalCluster, node: str) -> list[psutil.Process]:
@@ -32,11 +34,11 @@ def expect(cluster: LocalCluster, answer: Answer, path: str) -> None:
 
 
 def test_nodes_of_two_ranks_and_their_ends(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path / "tiny", "LlamaConfig")
+    path = save_checkpoint(tmp_path / "tiny", "Qwen3MoeConfig", head_dim=16, **EXPERTS)
     prompts = [random.Random(count).choices(range(3, VOCAB), k=count) for count in (21, 150, 400)]
     wanted = greedy(path, prompts)
     drafts = ("--num-speculative-tokens", "4")
-    with local_cluster("--model", str(path), "-tp", "2", *FLAGS, *drafts) as cluster:
+    with local_cluster("--model", str(path), "-tp", "2", "--enable-expert-parallel", *FLAGS, *drafts) as cluster:
         with streams_running(cluster, "tiny", 8):
             for answer in wanted:
                 expect(cluster, answer, "disaggregated")
@@ -57,13 +59,17 @@ def test_nodes_of_two_ranks_and_their_ends(tmp_path: Path) -> None:
     wait_for(lambda: not any(each.is_running() for each in left), 2.0)
 
 
-def test_ranks_that_do_not_divide_the_heads_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_what_ranks_cannot_divide_is_refused_in_one_line(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "tiny", "LlamaConfig")
-    for command in ("serve", "decode"):
-        line = [sys.executable, "-m", "cli.main", command, "--model", str(path), "--port", "0", *FLAGS, "-tp", "4"]
+    for command, flags, why in (
+        ("serve", ("-tp", "4"), "tensor_parallel_size 4 does not divide the model's K/V heads: 2"),
+        ("decode", ("-tp", "4"), "tensor_parallel_size 4 does not divide the model's K/V heads: 2"),
+        ("serve", ("-tp", "2", "--enable-expert-parallel"), "--enable-expert-parallel: the model has no experts"),
+    ):
+        line = [sys.executable, "-m", "cli.main", command, "--model", str(path), "--port", "0", *FLAGS, *flags]
         done = subprocess.run(line, capture_output=True, text=True, timeout=100)
         assert done.returncode == 2
         errors = [each for each in done.stderr.splitlines() if each.startswith("kvferry: error: ")]
         assert len(errors) == 1
-        assert errors[0].endswith("tensor_parallel_size 4 does not divide the model's K/V heads: 2")
+        assert errors[0].endswith(why)
         assert "Traceback" not in done.stderr

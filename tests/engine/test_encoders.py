@@ -158,6 +158,7 @@ def test_the_dense_module_of_an_encoder(tmp_path: Path) -> None:
     [
         ({"quantization": "int8"}, "--quantization is for decoders"),
         ({"batch_invariant": True}, "--batch-invariant is for decoders"),
+        ({"enable_expert_parallel": True}, "--enable-expert-parallel is for decoders"),
         ({"max_model_len": 67}, "at most 66 tokens"),
     ],
 )

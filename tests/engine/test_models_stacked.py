@@ -58,9 +58,8 @@ def plain(tmp_path: Path) -> Path:
     return tmp_path / "plain"
 
 
-@pytest.fixture
-def mxfp4(plain: Path, tmp_path: Path) -> Path:
-    """Random codes, and beside them, under `values`, what transformers makes of them."""
+def in_mxfp4(plain: Path) -> Path:
+    """A checkpoint of random codes, and beside it, under `values`, what transformers makes of them."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     tensors = load_file(plain / "model.safetensors")
@@ -74,11 +73,16 @@ def mxfp4(plain: Path, tmp_path: Path) -> Path:
         values[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
         assert values[name].shape == tensors[name].shape
     for folder, each in (("mxfp4", written), ("values", values)):
-        (tmp_path / folder).mkdir()
-        save_file(each, tmp_path / folder / "model.safetensors", {"format": "pt"})
-        (tmp_path / folder / "config.json").write_text((plain / "config.json").read_text())
-    edit(tmp_path / "mxfp4", quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    return tmp_path / "mxfp4"
+        (plain.parent / folder).mkdir()
+        save_file(each, plain.parent / folder / "model.safetensors", {"format": "pt"})
+        (plain.parent / folder / "config.json").write_text((plain / "config.json").read_text())
+    edit(plain.parent / "mxfp4", quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return plain.parent / "mxfp4"
+
+
+@pytest.fixture
+def mxfp4(plain: Path) -> Path:
+    return in_mxfp4(plain)
 
 
 def test_codes_are_the_values_that_transformers_finds(mxfp4: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from paged_batch import LAYER, close, make_plan, moved, rope_table, rotate_complex
@@ -131,3 +133,10 @@ def test_the_shared_key_is_rotated_and_one_vector_a_token_is_written(row: str, d
     block, slot = plan.slots // SLOTS, plan.slots % SLOTS
     close(pool[block, LAYER, 0, 0, slot], rotate_complex(k, plan.positions, ROTATED)[:, 0], dtype)
     assert int(pool.any(-1).sum()) == plan.num_tokens
+    elsewhere = torch.where(torch.arange(plan.num_tokens) % 3 > 0, -plan.slots - 1, plan.slots)
+    before, unwritten = pool.clone(), replace(plan, slots=elsewhere)
+    again = ops_of(row).rope_and_cache(q, 2 * k, None, *rope_table(400, ROTATED), pool[:, LAYER], unwritten)
+    assert torch.equal(again, turned)
+    written = torch.arange(plan.num_tokens) % 3 == 0
+    close(pool[block, LAYER, 0, 0, slot][written], 2 * rotate_complex(k, plan.positions, ROTATED)[written, 0], dtype)
+    assert int((pool != before).any(-1).sum()) == int(written.sum())

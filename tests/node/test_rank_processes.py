@@ -23,7 +23,12 @@ from toy import make_job
 from waiting import until, wait_for
 from worker_pair import Router, Worker, routed, worker
 
+sys.path.append(str(Path(__file__).parents[1] / "engine"))
+from tiny_models import DEEPSEEK_GROUPS, EXPERTS, SHAPE
+
 from engine.models.hf import transformers_module
+from model_files.needs import has_experts
+from model_files.source import resolve
 from node import vitals
 from node.assembly import Assembled, assemble
 from node.ranks import start_ranks
@@ -37,23 +42,26 @@ WORDS = 97
 TIE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of four K/V heads."""
-    folder = tmp_path_factory.mktemp("tiny") / "tiny"
+def saved(folder: Path, name: str, **settings: Any) -> Path:
+    """A model of transformers' config class `name`."""
     transformers = transformers_module()
     torch.manual_seed(7)
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=16, max_position_embeddings=256, initializer_range=0.2, bos_token_id=0,
-        eos_token_id=2,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256, "eos_token_id": 2}
+    config = getattr(transformers, name)(**SHAPE | shape | {"bos_token_id": 0} | settings)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of four K/V heads."""
+    return saved(tmp_path_factory.mktemp("tiny") / "tiny", "LlamaConfig", head_dim=16)
+
+
 def assembled(path: Path, ranks: int, **settings: Any) -> Assembled:
-    given = {"dtype": "float32", "device": "cpu", "kernels": "reference", "kv_blocks": 64, "block_size": 8} | settings
+    """A mixture's experts are divided whole."""
+    given = {"dtype": "float32", "device": "cpu", "kernels": "reference", "kv_blocks": 64, "block_size": 8}
+    given |= {"enable_expert_parallel": ranks > 1 and has_experts(resolve(str(path)))} | settings
     return assemble(WorkerSettings(model=str(path), tensor_parallel_size=ranks, **given))
 
 
@@ -100,6 +108,21 @@ def others(worker: Worker) -> list[psutil.Process]:
 async def test_nodes_of_different_degree_ship_to_each_other_and_reuse_what_they_have(
     path: Path, first: int, second: int
 ) -> None:
+    await expect_shipped_and_reused(path, first, second)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "first", "second"),
+    [("Qwen3MoeConfig", {"head_dim": 16, **EXPERTS}, 2, 1), ("DeepseekV3Config", {**DEEPSEEK_GROUPS}, 1, 2)],
+    ids=["experts", "latent"],
+)
+async def test_so_do_those_that_divide_experts_and_those_whose_ranks_have_one_cache(
+    name: str, settings: dict[str, Any], first: int, second: int, tmp_path: Path
+) -> None:
+    await expect_shipped_and_reused(saved(tmp_path, name, **settings), first, second)
+
+
+async def expect_shipped_and_reused(path: Path, first: int, second: int) -> None:
     async with degrees(path, first, second) as router:
         tokens = prompt(100)
         made, reuse = await answer(router, "a", tokens)
@@ -176,6 +199,8 @@ async def test_a_rank_that_stands_still_does_too(path: Path, busy: bool) -> None
             "--tensor-parallel-size 2 does not go with --batch-invariant",
         ),
         (2, {"quantization": "int8"}, "--tensor-parallel-size 2 does not go with --quantization int8"),
+        (2, {"enable_expert_parallel": True}, "enable_expert_parallel: llama has no experts"),
+        (1, {"enable_expert_parallel": True}, "--enable-expert-parallel needs --tensor-parallel-size 2 or more"),
         (2, {"model_impl": "transformers"}, "tensor_parallel_size needs our own decoder"),
     ],
 )

@@ -44,6 +44,7 @@ void run_rope(void* argument, int member, int size, Barrier&) {
       else
         copy(out + head * dim, q + head * dim, dim);
     }
+    if (t.slots[row] < 0) continue;
     alignas(64) T turned[kMaxDim];
     for (int64_t head = 0; head < t.kv.heads; ++head) {
       const T* k = static_cast<const T*>(t.k) + row * t.k_step + head * dim;
