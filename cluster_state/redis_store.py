@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from cluster_state import redis_client, redis_scripts
+from cluster_state import redis_client, redis_scripts, row_scripts
 from cluster_state.index import ON_STORE, ROW_TTL_S, store_hashes
 from cluster_state.redis_check import checked
 from cluster_state.redis_client import LONGEST, Script, answered, sensible
@@ -67,9 +67,9 @@ class RedisStore:
             return Script(self._client, text, timeout_s)
 
         self._announce, self._withdraw = script(redis_scripts.ANNOUNCE), script(redis_scripts.WITHDRAW)
-        self._nodes, self._publish = script(redis_scripts.NODES), script(redis_scripts.PUBLISH)
-        self._refresh, self._longest = script(redis_scripts.REFRESH), script(redis_scripts.LONGEST_PREFIX)
-        self._epoch, self._present = script(redis_scripts.EPOCH), script(redis_scripts.PRESENT)
+        self._nodes, self._publish = script(redis_scripts.NODES), script(row_scripts.PUBLISH)
+        self._refresh, self._longest = script(row_scripts.REFRESH), script(row_scripts.LONGEST_PREFIX)
+        self._epoch, self._present = script(redis_scripts.EPOCH), script(row_scripts.PRESENT)
 
     async def close(self) -> None:
         """Close all connections. Never raises."""
