@@ -46,7 +46,8 @@ return leases
 # anybody uses: the ACL of a server is tried with them. `#` stands for the key.
 COMMANDS = (
     "set # 1 PX 1000", "get #", "exists #", "pexpire # 1000", "del #",
-    "hset # a 1", "hincrby # a 1", "hget # a", "hmget # a", "hgetall #", "hkeys #", "hdel # a",
+    "hset # a 1", "hincrby # a 1", "hget # a", "hmget # a", "hgetall #", "hkeys #", "hrandfield # 1",
+    "hdel # a",
     "zadd # 1 a", "zcard #", "zrange # 0 0", "zrangebyscore # 0 1", "zrem # a",
     "time",
 )  # fmt: skip
@@ -63,7 +64,7 @@ local function forbidden(words, key)
   return string.find(told, 'permission') or string.find(told, "can't run") or string.find(told, "can't access")
 end
 for _, words in ipairs(ARGV) do
-  for _, room in ipairs({'node:', 'epoch:', 'b:', 'r:'}) do
+  for _, room in ipairs({'node:', 'epoch:', 'b:', 'g:', 'r:'}) do
     local key = KEYS[1] .. room .. 'rehearsal'
     local told = forbidden(words, key)
     redis.pcall('DEL', key)

@@ -80,6 +80,6 @@ class Fleet:
         for node in self.nodes.values():
             if node.dirty and node.alive:
                 node.dirty = False
-                stored, removed = node.memory.drain_changes()
-                await self.store.publish(node.name, node.epoch, stored, removed)
+                stored, removed = node.memory.changes.drain()
+                await self.store.publish(node.name, node.epoch, [*stored.values()], [*removed.values()])
         self.clock.soon(FLUSH_S, self.flush)

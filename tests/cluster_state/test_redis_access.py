@@ -21,10 +21,12 @@ from node.node import Node
 from process.signals import Stop
 from protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
 from protocol.lease import NodeLease
+from protocol.rows import rows_of
 from protocol.settings import RouterSettings, WorkerSettings
 from router.main import serve_router
 
 HASHES = [bytes([i]) * 16 for i in range(20)]
+ROWS = rows_of(HASHES)
 LEASE = NodeLease("a", "decode", 5, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
 RULE = re.search(r"ACL SETUSER kvferry (.*)", DOCUMENT)
@@ -63,12 +65,12 @@ async def everything(url: str, **options: str) -> None:
         assert await store.next_epoch("a", 5) >= 5
         await store.announce(LEASE)
         assert await store.nodes() == [LEASE]
-        await store.publish("a", 5, HASHES, [])
-        await store.publish("b", 5, HASHES, [])
-        await store.refresh("a", 5, HASHES[:9])
-        assert await store.present("a", 5, HASHES) == 20
+        await store.publish("a", 5, ROWS, [])
+        await store.publish("b", 5, ROWS, [])
+        await store.refresh("a", 5, ROWS[:9])
+        assert await store.present("a", 5, ROWS) == 20
         assert await store.longest_prefix(HASHES, {"a": 5}) == {"a": 20}
-        await store.publish("a", 5, [], HASHES)
+        await store.publish("a", 5, [], ROWS)
         await store.withdraw("a", 5)
         assert await store.nodes() == []
         for name in "wxyz":
