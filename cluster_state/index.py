@@ -18,8 +18,7 @@ from typing import Protocol
 from protocol.layout import STORE_GROUP
 
 ROW_TTL_S = 3600.0
-"""Life of a row after it was last written. A node writes its rows again at half of it. Rows
-of one key live on together."""
+"""Life of a row after it, or another one of its key, was last written. A node writes its rows again at half of it."""
 ON_STORE, STORE_EPOCH = "\x1fstore", 1
 """Of no node."""
 

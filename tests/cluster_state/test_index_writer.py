@@ -9,9 +9,10 @@ from waiting import until
 
 from cluster_state import rows
 from cluster_state.index_writer import IndexWriter
+from cluster_state.losses import NEWEST, SAMPLE, Losses
 from cluster_state.memory_store import MemoryStore
 from cluster_state.redis_store import RedisStore
-from protocol.rows import alone, rows_of
+from protocol.rows import GROUP, alone, key_and_tag, rows_of
 
 
 def _hashes(count: int, tag: int = 0) -> list[bytes]:
@@ -408,3 +409,12 @@ async def test_what_is_noted_while_rows_are_compared_counts():
     await taking
     await w.writer._take_notes()
     assert set(w.writer._rows.held) == {*h[:-1], *late}
+
+
+def test_what_is_looked_for_is_of_many_keys_and_the_newest_among_it():
+    held = dict.fromkeys(_rows(1 + 40 * GROUP))
+    sample = Losses(0.0).sample(held, ())
+    assert len({key_and_tag(row)[0] for row in sample}) >= max(SAMPLE, NEWEST)
+    assert list(held)[-1] in sample
+    few = _rows(3)
+    assert Losses(0.0).sample(dict.fromkeys(few), few[:1]) == few[-1:]
