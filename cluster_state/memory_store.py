@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ from cluster_state.registry import LEASE_S, Announced
 from protocol.errors import RegistryUnavailable
 from protocol.layout import STORE_GROUP
 from protocol.lease import Foreign, NodeLease
+from protocol.rows import alone, key_and_tag, rows_of
 
 
 class MemoryStore:
@@ -30,14 +32,14 @@ class MemoryStore:
         self._clock, self._lease_s, self._row_ttl_s = clock, lease_s, row_ttl_s
         self._leases: dict[str, tuple[NodeLease, float]] = {}
         self._epochs: dict[str, int] = {}
-        self._rows: dict[bytes, dict[str, int]] = {}
-        self._row_ends: dict[bytes, float] = {}
+        self._rows: dict[bytes, dict[tuple[str, bytes], int]] = {}
+        self._ends: dict[bytes, float] = {}
 
     def flush(self) -> None:
         self._leases.clear()
         self._epochs.clear()
         self._rows.clear()
-        self._row_ends.clear()
+        self._ends.clear()
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -78,37 +80,36 @@ class MemoryStore:
         self._reach()
         known = self._leases.get(owner(node_id))
         registered = known is not None and known[0].epoch == epoch
-        for block_hash in removed:
-            row = self._row(block_hash)
-            if node_id in row and (registered or row[node_id] == epoch):
-                del row[node_id]
-        for block_hash in stored:
-            row = self._rows[block_hash] = self._row(block_hash)
-            row[node_id] = epoch if registered else max(epoch, row.get(node_id, epoch))
-            self._row_ends[block_hash] = self._clock() + self._row_ttl_s
+        for key, tag in map(key_and_tag, removed):
+            there = self._there(key)
+            if registered or there.get((node_id, tag)) == epoch:
+                there.pop((node_id, tag), None)
+        for key, tag in map(key_and_tag, stored):
+            there = self._rows[key] = self._there(key)
+            there[node_id, tag] = epoch if registered else max(epoch, there.get((node_id, tag), epoch))
+            self._ends[key] = self._clock() + self._row_ttl_s
 
-    async def refresh(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> None:
-        await self.publish(node_id, epoch, hashes, ())
-        for block_hash in hashes:
-            for other in [
-                n for n in self._rows[block_hash] if n not in (node_id, ON_STORE) and self._live(owner(n)) is None
-            ]:
-                del self._rows[block_hash][other]
+    async def refresh(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> None:
+        await self.publish(node_id, epoch, rows, ())
+        for key in {key_and_tag(row)[0] for row in rows}:
+            there = self._rows[key]
+            self._rows[key] = {each: there[each] for each in there if there[each] >= self._least(each[0], node_id)}
 
-    async def present(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> int:
+    async def present(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> int:
         self._reach()
-        return sum(self._row(block_hash).get(node_id) == epoch for block_hash in hashes)
+        return sum(self._epoch(row, node_id) == epoch for row in rows)
 
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         self._reach()
 
-        def held(node_id: str, hashes: Sequence[bytes], position: int) -> bool:
-            return self._row(hashes[position]).get(node_id) == nodes[node_id]
+        def held(node_id: str, rows: Sequence[bytes], position: int) -> bool:
+            return self._epoch(rows[position], node_id) == nodes[node_id]
 
-        first = self._row(hashes[0]) if hashes else {}
-        holders = [node_id for node_id, epoch in first.items() if nodes.get(node_id) == epoch]
-        found = {node_id: longest(len(hashes), partial(held, node_id, hashes)) for node_id in holders}
-        stored = store_hashes(hashes) if ON_STORE in nodes else ()
+        chain = rows_of(hashes)
+        first = self._there(key_and_tag(chain[0])[0]) if chain else {}
+        holders = [name for (name, _), epoch in first.items() if nodes.get(name) == epoch]
+        found = {node_id: longest(len(chain), partial(held, node_id, chain)) for node_id in holders}
+        stored = [alone(each) for each in store_hashes(hashes)] if ON_STORE in nodes else ()
         if groups := longest(len(stored), partial(held, ON_STORE, stored)):
             found[ON_STORE] = groups * STORE_GROUP
         return found
@@ -121,5 +122,16 @@ class MemoryStore:
         lease, ends = self._leases.get(node_id, (None, 0.0))
         return lease if ends > self._clock() else None
 
-    def _row(self, block_hash: bytes) -> dict[str, int]:
-        return self._rows.get(block_hash, {}) if self._row_ends.get(block_hash, 0.0) > self._clock() else {}
+    def _least(self, name: str, own: str) -> float:
+        """Of what stands under a name, rows of this epoch and later ones may be of use."""
+        lease = self._live(owner(name))
+        if lease is not None:
+            return lease.epoch
+        return 0 if name in (own, ON_STORE) else math.inf
+
+    def _epoch(self, row: bytes, name: str) -> int | None:
+        key, tag = key_and_tag(row)
+        return self._there(key).get((name, tag))
+
+    def _there(self, key: bytes) -> dict[tuple[str, bytes], int]:
+        return self._rows.get(key, {}) if self._ends.get(key, 0.0) > self._clock() else {}

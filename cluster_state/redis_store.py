@@ -3,8 +3,10 @@
 kvferry:<cluster>:nodes         hash  node id → epoch: the members
 kvferry:<cluster>:node:<id>     string, the NodeLease as sealed, expires with the lease
 kvferry:<cluster>:epoch:<id>    string, the epoch last given to the node's processes, expires EPOCH_TTL_S after that
-kvferry:<cluster>:b:<16 bytes>  hash  node id, or another name of `index` → epoch: who holds the block, expires
-                                ROW_TTL_S after the last write
+kvferry:<cluster>:b:<16 bytes>  hash  node id, or another name of `index` → epoch: who holds the block of this hash, the
+                                first of a chain, or what it stands for
+kvferry:<cluster>:g:<8 bytes>   hash  8 bytes, name → epoch: the same of the blocks of a group (`protocol.rows`). Both
+                                expire ROW_TTL_S after the last write
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from cluster_state import redis_client, redis_scripts
+from cluster_state import redis_client, redis_scripts, row_scripts
 from cluster_state.index import ON_STORE, ROW_TTL_S, store_hashes
 from cluster_state.redis_check import checked
 from cluster_state.redis_client import LONGEST, Script, answered, sensible
@@ -56,7 +58,7 @@ class RedisStore:
         self.foreign: tuple[Foreign, ...] = ()
         self._shown, self._prefix = shown(url), f"kvferry:{cluster}:"
         prefix = self._prefix
-        self._members, self._leases, self._rows = prefix + "nodes", prefix + "node:", prefix + "b:"
+        self._members, self._leases, self._rows = prefix + "nodes", prefix + "node:", [prefix + "b:", prefix + "g:"]
         self._epochs = prefix + "epoch:"
         self._lookups = Together(self._longest_prefixes, lookup_s)
         self._told_unreadable = False
@@ -67,9 +69,9 @@ class RedisStore:
             return Script(self._client, text, timeout_s)
 
         self._announce, self._withdraw = script(redis_scripts.ANNOUNCE), script(redis_scripts.WITHDRAW)
-        self._nodes, self._publish = script(redis_scripts.NODES), script(redis_scripts.PUBLISH)
-        self._refresh, self._longest = script(redis_scripts.REFRESH), script(redis_scripts.LONGEST_PREFIX)
-        self._epoch, self._present = script(redis_scripts.EPOCH), script(redis_scripts.PRESENT)
+        self._nodes, self._publish = script(redis_scripts.NODES), script(row_scripts.PUBLISH)
+        self._refresh, self._longest = script(row_scripts.REFRESH), script(row_scripts.LONGEST_PREFIX)
+        self._epoch, self._present = script(redis_scripts.EPOCH), script(row_scripts.PRESENT)
 
     async def close(self) -> None:
         """Close all connections. Never raises."""
@@ -124,15 +126,15 @@ class RedisStore:
         return leases
 
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        args = [node_id, epoch, self._row_ttl_ms, b"".join(stored), b"".join(removed)]
-        await self._publish.run([self._rows, self._members], args)
+        args = [node_id, epoch, self._row_ttl_ms, _told(stored, node_id), _told(removed, node_id)]
+        await self._publish.run([*self._rows, self._members], args)
 
-    async def refresh(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> None:
-        args = [node_id, epoch, self._row_ttl_ms, b"".join(hashes)]
-        await self._refresh.run([self._rows, self._members, self._leases], args)
+    async def refresh(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> None:
+        args = [node_id, epoch, self._row_ttl_ms, _told(rows, node_id)]
+        await self._refresh.run([*self._rows, self._members, self._leases], args)
 
-    async def present(self, node_id: str, epoch: int, hashes: Sequence[bytes]) -> int:
-        answer = await self._present.run([self._rows], [node_id, epoch, b"".join(hashes)])
+    async def present(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> int:
+        answer = await self._present.run(self._rows, [node_id, epoch, _told(rows, node_id)])
         with sensible():
             return int(answer)
 
@@ -151,4 +153,9 @@ class RedisStore:
 
     async def _longest_prefixes(self, questions: Sequence[Question]) -> Any:
         """One answer for each: of hashes, and of those that stand for the store's groups."""
-        return await self._longest.run([self._rows], [ON_STORE, *chain.from_iterable(questions)])
+        return await self._longest.run(self._rows, [ON_STORE, *chain.from_iterable(questions)])
+
+
+def _told(rows: Sequence[bytes], name: str) -> bytes:
+    """As scripts read them: the name behind each."""
+    return name.encode().join((*rows, b""))

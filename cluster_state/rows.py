@@ -11,24 +11,24 @@ SLICE = 4096
 
 
 class Rows:
-    """Every hash that has a row of ours is in `held` or `gone`; `new` maps those of `held` that are to be written to
-    whether the row may exist already. On the asyncio loop; one task changes it."""
+    """Every row of ours is in `held` or `gone`; `new` maps those of `held` that are to be written to whether they may
+    be there already. On the asyncio loop; one task changes it."""
 
     def __init__(self) -> None:
         self.held: dict[bytes, None] = {}
         self.new: dict[bytes, bool] = {}
         self.gone: dict[bytes, None] = {}
 
-    def add(self, block_hash: bytes) -> None:
-        if block_hash not in self.held:
-            self.held[block_hash] = None
-            self.new[block_hash] = self.gone.pop(block_hash, self) is not self
+    def add(self, row: bytes) -> None:
+        if row not in self.held:
+            self.held[row] = None
+            self.new[row] = self.gone.pop(row, self) is not self
 
-    def remove(self, block_hash: bytes) -> None:
-        if block_hash in self.held:
-            del self.held[block_hash]
-            if self.new.pop(block_hash, True):
-                self.gone[block_hash] = None
+    def remove(self, row: bytes) -> None:
+        if row in self.held:
+            del self.held[row]
+            if self.new.pop(row, True):
+                self.gone[row] = None
 
     async def compare(self, snapshot: Iterable[bytes]) -> None:
         """These are held now, and no others."""
@@ -37,20 +37,20 @@ class Rows:
             there.update(dict.fromkeys(part))
             await asyncio.sleep(0)
         for part in slices(list(self.held)):
-            for block_hash in part:
-                if block_hash not in there:
-                    self.remove(block_hash)
+            for row in part:
+                if row not in there:
+                    self.remove(row)
             await asyncio.sleep(0)
         for part in slices(there):
-            for block_hash in part:
-                self.add(block_hash)
+            for row in part:
+                self.add(row)
             await asyncio.sleep(0)
 
     async def rewrite(self) -> None:
         """All are to be written again."""
         new: dict[bytes, bool] = {}
         for part in slices(list(self.held)):
-            new.update((block_hash, self.new.get(block_hash, True)) for block_hash in part)
+            new.update((row, self.new.get(row, True)) for row in part)
             await asyncio.sleep(0)
         self.new = new
 

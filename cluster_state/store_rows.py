@@ -45,9 +45,9 @@ class StoreRows:
     def note(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Groups are there, or not there any more. The last word counts."""
         with self._lock:
-            for block_hash, there in (*((each, False) for each in removed), *((each, True) for each in stored)):
-                self._waiting[block_hash] = there
-                self._waiting.move_to_end(block_hash)
+            for row, there in (*((each, False) for each in removed), *((each, True) for each in stored)):
+                self._waiting[row] = there
+                self._waiting.move_to_end(row)
             while len(self._waiting) > MOST:
                 self._waiting.popitem(last=False)
 
@@ -69,8 +69,8 @@ class StoreRows:
         while self._waiting:
             with self._lock:
                 batch = dict(islice(self._waiting.items(), BATCH))
-                for block_hash in batch:
-                    del self._waiting[block_hash]
+                for row in batch:
+                    del self._waiting[row]
             stored = [each for each, there in batch.items() if there]
             removed = [each for each, there in batch.items() if not there]
             try:
@@ -86,10 +86,10 @@ class StoreRows:
             log.warning("rows of the store not written: %s", error, exc_info=None if known else error)
         self._failing = True
         with self._lock:
-            for block_hash, there in reversed(batch.items()):
-                if block_hash not in self._waiting and len(self._waiting) < MOST:
-                    self._waiting[block_hash] = there
-                    self._waiting.move_to_end(block_hash, last=False)
+            for row, there in reversed(batch.items()):
+                if row not in self._waiting and len(self._waiting) < MOST:
+                    self._waiting[row] = there
+                    self._waiting.move_to_end(row, last=False)
 
     async def _run(self) -> None:
         while not self._stopping.is_set():

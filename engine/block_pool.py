@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from engine import recount
 from engine.absences import Absences
+from engine.changes import Changes
 from engine.free_list import FreeList
 from engine.idle import PROTECTED, Idle
 from engine.ports import Holds
@@ -41,8 +42,7 @@ class BlockPool:
         self._blocks = [Block() for _ in range(num_blocks)]
         self._free = FreeList(num_blocks)
         self._by_hash: dict[bytes, int] = {}
-        self._stored: dict[bytes, None] = {}
-        self._removed: dict[bytes, None] = {}
+        self.changes = Changes()
         self._recounts: list[recount.Children] = []
 
     @property
@@ -115,7 +115,7 @@ class BlockPool:
             self._changed(block_id, parent, 1)
         self._by_hash[block_hash] = block_id
         self.absences.arrived(block_hash)
-        _note(block_hash, self._stored, self._removed)
+        self.changes.came(block_hash, None if parent is None else self._blocks[parent].hash)
         return block_id
 
     def forget(self, block_ids: Iterable[int]) -> None:
@@ -138,12 +138,6 @@ class BlockPool:
             if block_id in self.idle:
                 self.idle.remove(block_id)
                 self._free.put(block_id)
-
-    def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """(hashes stored, hashes removed) since the last call, for the block index; none is in both."""
-        changes = (list(self._stored), list(self._removed))
-        self._stored, self._removed = {}, {}
-        return changes
 
     def findable(self) -> list[bytes]:
         """All hashes that can be reused here, parents before children. From any thread: the copy is one bytecode."""
@@ -212,7 +206,7 @@ class BlockPool:
         self.idle.forget(block_id)
         del self._by_hash[block.hash]
         self.absences.note((block.hash,), reason)
-        _note(block.hash, self._removed, self._stored)
+        self.changes.went(block.hash)
         if block.parent is not None:
             self._blocks[block.parent].children -= 1
             self._changed(block_id, block.parent, -1)
@@ -237,11 +231,3 @@ def chain_of(pool: BlockPool, block_hash: bytes, besides: Container[bytes] = ())
         found.append((known, block_id))
         block_id = pool._blocks[block_id].parent
     return found[::-1]
-
-
-def _note(block_hash: bytes, done: dict[bytes, None], undone: dict[bytes, None]) -> None:
-    """Record a change, or cancel it against its opposite."""
-    if block_hash in undone:
-        del undone[block_hash]
-    else:
-        done[block_hash] = None

@@ -158,8 +158,8 @@ class Canary:
         self._look = None
         if outcome == "differed":
             self._pool.forget(look.landed)
-            stored, removed = self._pool.drain_changes()
-            self._events.append(BlocksChanged(tuple(stored), tuple(removed)))
+            stored, removed = self._pool.changes.drain()
+            self._events.append(BlocksChanged(stored, removed))
         self._pool.release(look.key, CANARY, [*look.landed, *look.own])
         if outcome == "agreed":
             self._agreed[look.sender] = None

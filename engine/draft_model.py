@@ -181,4 +181,4 @@ class DraftModel:
         exchanged for its equal."""
         full = min(request.computed_len // request.block_size, len(request.hashes))
         make_findable(self.pool, request, full, [request.holder])
-        self.pool.drain_changes()
+        self.pool.changes.drain()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from engine.request import Key
@@ -62,10 +62,10 @@ class ReservationFailed:
 
 @dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """Blocks became findable or were evicted: news for the block index."""
+    """Blocks became findable or were evicted, hashes and their rows (`protocol.rows`): news for the block index."""
 
-    stored: tuple[bytes, ...]
-    removed: tuple[bytes, ...]
+    stored: Mapping[bytes, bytes]
+    removed: Mapping[bytes, bytes]
 
 
 @dataclass(frozen=True, slots=True)

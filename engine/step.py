@@ -115,9 +115,9 @@ class Stepper:
 
     def report_blocks(self) -> None:
         """Tell what became findable or was evicted."""
-        stored, removed = self._pool.drain_changes()
+        stored, removed = self._pool.changes.drain()
         if stored or removed:
-            self._events.append(BlocksChanged(tuple(stored), tuple(removed)))
+            self._events.append(BlocksChanged(stored, removed))
 
     def _tried(self, *, further: bool) -> bool:
         try:

@@ -108,7 +108,9 @@ class Loaded:
         self._watchdog = Watchdog(
             self.vitals, self._break, last_resort or (lambda fault: None), of_process=last_resort is not None
         )
-        self._membership = Membership(store, self.lease, parts.engine.pool.findable, metrics, tiers.local, tiers.shared)
+        self._membership = Membership(
+            store, self.lease, parts.engine.pool.changes.rows, metrics, tiers.local, tiers.shared
+        )
         self.role_change = RoleChange(
             self.roles, self.engine, self._membership, metrics,
             elastic=settings.elastic, call_soon=self.call_soon, drains=self._drains, busy=self._busy,

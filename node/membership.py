@@ -30,11 +30,11 @@ LEAVE_S = 1.0
 
 
 class Kept(Protocol):
-    """Blocks in a tier. changed: to be told (stored, removed), from any thread."""
+    """Blocks in a tier, by their rows. changed: to be told (stored, removed), from any thread."""
 
     changed: Callable[[Sequence[bytes], Sequence[bytes]], None]
 
-    def hashes(self) -> list[bytes]: ...
+    def rows(self) -> list[bytes]: ...
 
 
 class Own(Kept, Protocol):
@@ -48,7 +48,7 @@ class Membership:
     """Kept up from `join` to `leave`. Redis may come and go; nothing here raises.
 
     make_lease   the node's row in the registry, as of now
-    findable     hashes of all blocks in its pool that can be reused, parents before children
+    findable     rows of all blocks in its pool that can be reused, parents before children
     kept         the tiers that are its own, which then tell of changes here
     shared       what it knows of the blocks in a store that others read and write, too; None: it has none
     note         what changed of the pool: (stored, removed); from any thread
@@ -69,12 +69,12 @@ class Membership:
         of_pool = IndexWriter(store, named.node_id, named.epoch, findable)
         self._writers = [of_pool]
         for tier in kept:
-            writer = IndexWriter(store, on_tier(named.node_id, tier.name), named.epoch, tier.hashes)
+            writer = IndexWriter(store, on_tier(named.node_id, tier.name), named.epoch, tier.rows)
             self._writers.append(writer)
             tier.changed = writer.note
         self._store_rows: StoreRows | None = None
         if shared is not None:
-            self._store_rows = StoreRows(store, shared.hashes)
+            self._store_rows = StoreRows(store, shared.rows)
             shared.changed = self._store_rows.note
         self._keeper = LeaseKeeper(store, self._lease, on_restored=self._restored, on_outcome=self._count_renewal)
         self.note = of_pool.note

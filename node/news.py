@@ -45,7 +45,7 @@ class News:
             if isinstance(event, Stepped):
                 self._stepped(event)
             elif isinstance(event, BlocksChanged):
-                self._note(event.stored, event.removed)
+                self._note([*event.stored.values()], [*event.removed.values()])
             elif isinstance(event, Admitted):
                 self._admitted(event)
 

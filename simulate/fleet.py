@@ -82,8 +82,8 @@ class Fleet:
         for node in self.nodes.values():
             if node.dirty and node.alive:
                 node.dirty = False
-                stored, removed = node.memory.drain_changes()
-                await self.store.publish(node.name, node.epoch, stored, removed)
+                stored, removed = node.memory.changes.drain()
+                await self.store.publish(node.name, node.epoch, [*stored.values()], [*removed.values()])
                 for tier in node.tiers:
                     await self.store.publish(on_tier(node.name, tier.name), node.epoch, *tier.drain_changes())
         self.clock.soon(FLUSH_S, self.flush)

@@ -51,7 +51,7 @@ class Tier:
             self._catalog.touch(last)
         for at in range(here, len(hashes), GROUP):
             group = Group(str(next(self._names)), hashes[at - 1] if at else b"", tuple(hashes[at : at + GROUP]))
-            self._change(group.hashes, self._catalog.enter(group))
+            self._change(*self._catalog.enter(group))
         while self._catalog.used > self._room and (oldest := self._catalog.oldest()):
             self._change((), self._catalog.leave(oldest))
 
@@ -68,10 +68,10 @@ class Tier:
     def restart(self) -> None:
         """A new process finds all of it, and has told nobody."""
         self._free_s, self._removed = 0.0, {}
-        self._stored = dict.fromkeys(self._catalog.hashes())
+        self._stored = dict.fromkeys(self._catalog.rows())
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """(stored, removed) hashes since the last call."""
+        """(stored, removed) rows of the index since the last call."""
         changes = list(self._stored), list(self._removed)
         self._stored, self._removed = {}, {}
         return changes

@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
+from protocol.rows import behind
+
 
 class Group(Protocol):
     """Blocks of a tier that follow each other in a chain, come at once and leave at once."""
@@ -42,6 +44,7 @@ class Catalog(Generic[G]):
         self.used = 0
         self._order: OrderedDict[str, G] = OrderedDict()
         self._where: dict[bytes, G] = {}
+        self._rows: dict[bytes, bytes] = {}
         self._behind: dict[bytes, dict[int, G]] = {}
         for group in (found := list(groups)):
             self._enter(group)
@@ -57,6 +60,11 @@ class Catalog(Generic[G]):
     def hashes(self) -> list[bytes]:
         """From any thread: the copy is one bytecode."""
         return list(self._where)
+
+    def rows(self) -> list[bytes]:
+        """Of the blocks whose chain is here from its beginning: no other is found by what the index tells. As
+        `hashes`."""
+        return list(self._rows.values())
 
     def named(self, name: str) -> G | None:
         """The one of this name."""
@@ -79,13 +87,14 @@ class Catalog(Generic[G]):
         """Which leaves next."""
         return next(iter(self._order.values()), None)
 
-    def enter(self, group: G) -> list[bytes]:
-        """It is there now, and in use. Hashes of blocks that went with an older group of its name."""
+    def enter(self, group: G) -> tuple[list[bytes], list[bytes]]:
+        """It is there now, and in use. Rows of the blocks that came with it, and of those that went with an older group
+        of its name."""
         old = self._order.get(group.name)
         lost = self.leave(old) if old is not None else []
-        self._enter(group)
+        came = self._enter(group)
         self.touch(group)
-        return [each for each in lost if each not in self._where]
+        return came, [*set(lost).difference(came)]
 
     def touch(self, group: G) -> None:
         """It is in use, and so is what it stands behind."""
@@ -93,7 +102,7 @@ class Catalog(Generic[G]):
             self._order.move_to_end(each.name)
 
     def leave(self, group: G) -> list[bytes]:
-        """Hashes of its blocks, which are not there any more."""
+        """Rows of its blocks, which are not there any more."""
         if self._order.get(group.name) is not group:
             return []
         del self._order[group.name]
@@ -105,7 +114,7 @@ class Catalog(Generic[G]):
         gone = [each for each in group.hashes if self._where.get(each) is group]
         for block_hash in gone:
             del self._where[block_hash]
-        return gone
+        return [row for each in gone if (row := self._rows.pop(each, b""))]
 
     def tainted(self, hashes: Collection[bytes]) -> list[G]:
         """The groups of these blocks, and all that stand behind those."""
@@ -118,11 +127,25 @@ class Catalog(Generic[G]):
             left += [far for far in behind if id(far) not in found]
         return list(found.values())
 
-    def _enter(self, group: G) -> None:
+    def _enter(self, group: G) -> list[bytes]:
+        """Rows of its blocks, and of those behind that were there before it; none while one before it is not there."""
         self._order[group.name] = group
         self.used += group.size
         self._behind.setdefault(group.parent, {})[id(group)] = group
         self._where.update(dict.fromkeys(group.hashes, group))
+        came, left = list[bytes](), [group]
+        while left:
+            each = left.pop()
+            row = self._rows.get(each.parent, b"")
+            if each.parent and not row:
+                continue
+            for block_hash in each.hashes:
+                row = self._rows.get(block_hash) or behind(row, block_hash)
+                if block_hash in self._where:
+                    self._rows[block_hash] = row
+                    came.append(row)
+                left += [far for far in self._behind.get(block_hash, {}).values() if far.hashes[0] not in self._rows]
+        return came
 
 
 def _in_order(catalog: Catalog[G], groups: list[G]) -> list[G]:

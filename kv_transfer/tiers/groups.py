@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kv_transfer.tiers.store import Changed
 from protocol.layout import STORE_GROUP
+from protocol.rows import alone
 
 GROUP = STORE_GROUP
 """Blocks of one object."""
@@ -74,7 +75,7 @@ class Met:
 class Known:
     """The objects that a node met last. From any thread.
 
-    changed   told, with nothing locked, of groups that are there now or not any more, by the hash of their last block
+    changed   told, with nothing locked, of groups that are there now or not any more, by the row that stands for each
     """
 
     def __init__(self) -> None:
@@ -108,7 +109,7 @@ class Known:
             if there:
                 self._enter(Met(group, time.monotonic() - age_s))
         if there:
-            self.changed([group.hashes[-1]], ())
+            self.changed([_row(group)], ())
 
     def written(self, group: Group, age_s: float = 0.0) -> bool:
         """What was begun is there. False: it is wrong, as was told meanwhile."""
@@ -117,7 +118,7 @@ class Known:
             if met is not None and met.wrong:
                 return False
             self._enter(Met(group, time.monotonic() - age_s))
-        self.changed([group.hashes[-1]], ())
+        self.changed([_row(group)], ())
         return True
 
     def forget(self, group: Group) -> None:
@@ -128,24 +129,24 @@ class Known:
     def gone(self, group: Group) -> None:
         """It is not there, nor being written."""
         self.forget(group)
-        self.changed((), [group.hashes[-1]])
+        self.changed((), [_row(group)])
 
     def deleted(self, names: Collection[str]) -> None:
         """These objects are not there any more."""
         with self._lock:
             for name in names:
                 self._met.pop(name, None)
-        self.changed((), [last for name in names if (last := last_of(name))])
+        self.changed((), [alone(last) for name in names if (last := last_of(name))])
 
     def missing(self, group: Group) -> None:
         """It is not there, unless it is being written."""
         if (met := self._met.get(group.name)) is None or met.written_at is not None:
             self.gone(group)
 
-    def hashes(self) -> list[bytes]:
-        """Of the last blocks of all groups that are there."""
+    def rows(self) -> list[bytes]:
+        """Of all groups that are there."""
         with self._lock:
-            return [met.group.hashes[-1] for met in self._met.values() if met.written_at is not None]
+            return [_row(met.group) for met in self._met.values() if met.written_at is not None]
 
     def drop(self, hashes: Collection[bytes]) -> list[str]:
         """Those of these blocks, and those behind them, are wrong: the names of those that are there, which is not
@@ -163,7 +164,7 @@ class Known:
                     if met.written_at is not None:
                         del self._met[met.group.name]
                         names.append(met.group.name)
-        self.changed((), [last for name in names if (last := last_of(name))])
+        self.changed((), [alone(last) for name in names if (last := last_of(name))])
         return names
 
     def _enter(self, met: Met) -> None:
@@ -173,6 +174,11 @@ class Known:
             oldest = next(iter(self._met))
             if self._met[oldest].written_at is not None:  # what is being written ends by itself
                 del self._met[oldest]
+
+
+def _row(group: Group) -> bytes:
+    """By the hash of its last block."""
+    return alone(group.hashes[-1])
 
 
 def _sure(met: Met) -> bool:

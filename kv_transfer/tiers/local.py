@@ -74,6 +74,10 @@ class LocalTier(Generic[G]):
         """Of all blocks that are here."""
         return self._store.catalog.hashes()
 
+    def rows(self) -> list[bytes]:
+        """Of those whose chain is here from its beginning."""
+        return self._store.catalog.rows()
+
     def __contains__(self, block_hash: object) -> bool:
         """Whether it is here, or is to be written."""
         return block_hash in self._store.catalog or block_hash in self._coming

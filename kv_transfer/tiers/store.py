@@ -24,7 +24,7 @@ PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, 
 """What is not the file's fault: it is kept."""
 
 Changed = Callable[[Sequence[bytes], Sequence[bytes]], None]
-"""Hashes of blocks that are here now, and of those that are not here any more."""
+"""Rows (`protocol.rows`) of blocks that are here now, and of those that are not here any more."""
 
 
 class Backing(Protocol[G]):
@@ -81,11 +81,11 @@ class Store(Generic[G]):
         with self.lock:
             entered = right() and (not parent or parent in self.catalog)
             if entered:
-                lost = self.catalog.enter(group)
+                stored, lost = self.catalog.enter(group)
             else:
                 self._doomed.append(group)
         if entered:
-            self._tell(group.hashes, lost)
+            self._tell(stored, lost)
         self.tidy()
         return entered
 
@@ -112,7 +112,7 @@ class Store(Generic[G]):
         return count
 
     def leave(self, groups: Collection[G]) -> list[bytes]:
-        """With the lock held. Hashes that are not here any more, which are still to be told; the groups go when it is
+        """With the lock held. Rows that are not here any more, which are still to be told; the groups go when it is
         tidied."""
         gone: list[bytes] = []
         for group in groups:

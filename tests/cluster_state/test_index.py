@@ -16,12 +16,17 @@ from cluster_state.redis_store import RedisStore
 from protocol.errors import RegistryUnavailable
 from protocol.layout import STORE_GROUP
 from protocol.lease import NodeLease
+from protocol.rows import GROUP, alone, rows_of
 
 LEASE = NodeLease("a", "decode", 1, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 
 
 def _hashes(count: int, tag: int = 0) -> list[bytes]:
     return [bytes([tag, 0]) + i.to_bytes(14, "little") for i in range(count)]
+
+
+def _rows(count: int, tag: int = 0) -> list[bytes]:
+    return rows_of(_hashes(count, tag))
 
 
 @given(st.integers(0, 700), st.data())
@@ -48,13 +53,14 @@ def test_longest_never_reports_an_end_it_did_not_see(rows):
 
 async def test_prefix_lengths_per_node(store):
     h = _hashes(100)
-    await store.publish("a", 1, h[:37], [])
-    await store.publish("b", 7, h, [])
-    await store.publish("c", 3, h[1:], [])
+    r = rows_of(h)
+    await store.publish("a", 1, r[:37], [])
+    await store.publish("b", 7, r, [])
+    await store.publish("c", 3, r[1:], [])
     nodes = {"a": 1, "b": 7, "c": 3, "d": 9}
     assert await store.longest_prefix(h, nodes) == {"a": 37, "b": 100}
     assert await store.longest_prefix(h[:20], nodes) == {"a": 20, "b": 20}
-    assert await store.longest_prefix(h[1:], {"c": 3}) == {"c": 99}
+    assert await store.present("c", 3, r) == 99
     assert await store.longest_prefix(h, {"a": 1}) == {"a": 37}
     assert await store.longest_prefix([], nodes) == {}
     assert await store.longest_prefix(h, {}) == {}
@@ -62,119 +68,138 @@ async def test_prefix_lengths_per_node(store):
 
 async def test_only_rows_of_the_live_epoch_count(store):
     h = _hashes(10)
-    await store.publish("a", 1, h, [])
+    r = rows_of(h)
+    await store.publish("a", 1, r, [])
     assert await store.longest_prefix(h, {"a": 2}) == {}
-    await store.publish("a", 2, h[:4], [])
+    await store.publish("a", 2, r[:4], [])
     assert await store.longest_prefix(h, {"a": 2}) == {"a": 4}
-    await store.publish("a", 1, h[:8], h)
+    await store.publish("a", 1, r[:8], r)
     assert await store.longest_prefix(h, {"a": 2}) == {"a": 4}
     assert await store.longest_prefix(h, {"a": 1}) == {}
 
 
 async def test_a_registered_epoch_overwrites_newer_rows_of_a_clock_that_was_set_back(store):
     h = _hashes(4)
-    await store.publish("a", 9, h, [])
+    r = rows_of(h)
+    await store.publish("a", 9, r, [])
     await store.announce(replace(LEASE, epoch=3))
-    await store.publish("a", 3, h[:2], [])
+    await store.publish("a", 3, r[:2], [])
     assert await store.longest_prefix(h, {"a": 3}) == {"a": 2}
-    await store.refresh("a", 3, h)
+    await store.refresh("a", 3, r)
     assert await store.longest_prefix(h, {"a": 3}) == {"a": 4}
 
 
 async def test_a_registered_epoch_takes_rows_of_others_out_and_one_that_is_not_leaves_them(store):
     h = _hashes(4)
-    await store.publish("a", 9, h, [])
-    await store.publish("a", 3, [], h[2:])
-    assert await store.present("a", 9, h) == 4, "nobody registered epoch 3"
+    r = rows_of(h)
+    await store.publish("a", 9, r, [])
+    await store.publish("a", 3, [], r[2:])
+    assert await store.present("a", 9, r) == 4, "nobody registered epoch 3"
     await store.announce(replace(LEASE, epoch=3))
-    await store.publish("a", 3, [], h[2:])
-    assert await store.present("a", 9, h) == 2
-    await store.publish("a", 9, [], h[:1])
-    assert await store.present("a", 9, h) == 1, "its own it may take out"
-    await store.publish("b", 1, h, [])
-    await store.publish("a", 3, [], h)
-    assert await store.present("b", 1, h) == 4, "other nodes' rows stay"
+    await store.publish("a", 3, [], r[2:])
+    assert await store.present("a", 9, r) == 2
+    await store.publish("a", 9, [], r[:1])
+    assert await store.present("a", 9, r) == 1, "its own it may take out"
+    await store.publish("b", 1, r, [])
+    await store.publish("a", 3, [], r)
+    assert await store.present("b", 1, r) == 4, "other nodes' rows stay"
 
 
 async def test_rows_that_are_there_are_counted(store):
     h = _hashes(4)
-    await store.publish("a", 1, h[:3], [])
-    await store.publish("b", 1, h, [])
-    assert await store.present("a", 1, h) == 3
-    assert await store.present("a", 2, h) == 0
+    r = rows_of(h)
+    await store.publish("a", 1, r[:3], [])
+    await store.publish("b", 1, r, [])
+    assert await store.present("a", 1, r) == 3
+    assert await store.present("a", 2, r) == 0
 
 
 async def test_epochs_of_microseconds_are_compared_exactly(store):
     h, epoch = _hashes(3), 1_790_000_000_000_001
-    await store.publish("a", epoch + 1, h, [])
-    await store.publish("a", epoch, h, [])
+    r = rows_of(h)
+    await store.publish("a", epoch + 1, r, [])
+    await store.publish("a", epoch, r, [])
     assert await store.longest_prefix(h, {"a": epoch + 1}) == {"a": 3}
 
 
 async def test_removed_rows_are_gone_and_others_stay(store):
     h = _hashes(10)
-    await store.publish("a", 1, h, [])
-    await store.publish("b", 1, h, [])
-    await store.publish("a", 1, [], h[6:][::-1])
+    r = rows_of(h)
+    await store.publish("a", 1, r, [])
+    await store.publish("b", 1, r, [])
+    await store.publish("a", 1, [], r[6:][::-1])
     assert await store.longest_prefix(h, {"a": 1, "b": 1}) == {"a": 6, "b": 10}
-    await store.publish("a", 1, h[6:7], h[6:7])
+    await store.publish("a", 1, r[6:7], r[6:7])
     assert await store.longest_prefix(h, {"a": 1}) == {"a": 7}
 
 
 async def test_hashes_of_all_byte_values(store):
     h = [bytes((i + j) % 256 for j in range(16)) for i in range(256)]
-    await store.publish("node ü:1", 1, h, [])
+    r = rows_of(h)
+    await store.publish("node ü:1", 1, r, [])
     assert await store.longest_prefix(h, {"node ü:1": 1}) == {"node ü:1": 256}
 
 
-async def test_rows_expire_unless_written_again(store):
-    h = _hashes(6)
-    await store.publish("a", 1, h, [])
+async def test_rows_expire_unless_one_of_their_key_is_written_again(store):
+    h = _hashes(1 + 2 * GROUP + 1)
+    r = rows_of(h)
+    await store.publish("a", 1, r, [])
     await asyncio.sleep(0.6)
-    await store.refresh("a", 1, h[:2])
+    await store.refresh("a", 1, r[:2])
     await asyncio.sleep(0.6)
-    assert await store.longest_prefix(h, {"a": 1}) == {"a": 2}
+    assert await store.longest_prefix(h, {"a": 1}) == {"a": 1 + GROUP}
 
 
-async def test_refresh_drops_the_rows_of_dead_nodes(store):
-    h = _hashes(3)
-    await store.publish("dead", 1, h, [])
-    await store.publish("b", 1, h, [])
-    await store.announce(replace(LEASE, node_id="b"))
-    await store.refresh("a", 1, h[:2])
-    assert await store.longest_prefix(h[:2], {"a": 1, "b": 1, "dead": 1}) == {"a": 2, "b": 2}
-    assert await store.longest_prefix(h[2:], {"dead": 1}) == {"dead": 1}
+async def test_refresh_drops_the_rows_of_dead_nodes_and_of_former_lives(store):
+    h = _hashes(1 + 2 * GROUP)
+    r = rows_of(h)
+    await store.announce(replace(LEASE, node_id="b", epoch=3))
+    await store.announce(replace(LEASE, node_id="c", epoch=3))
+    await store.publish("dead", 1, r, [])
+    await store.publish("b", 3, r, [])
+    await store.publish("c", 2, r, [])
+    await store.refresh("a", 1, r[: 1 + GROUP])
+    kept = {"a": 1, "b": 3, "c": 2, "dead": 1}
+    assert {name: await store.present(name, epoch, r[: 1 + GROUP]) for name, epoch in kept.items()} == {
+        "a": 1 + GROUP,
+        "b": 1 + GROUP,
+        "c": 0,
+        "dead": 0,
+    }
+    assert await store.present("dead", 1, r[1 + GROUP :]) == GROUP
 
 
 async def test_what_is_on_disk_has_rows_of_its_own_which_live_by_the_lease_of_their_node(store):
     h = _hashes(4)
+    r = rows_of(h)
     await store.announce(replace(LEASE, node_id="b", epoch=1))
-    await store.publish("b", 1, h[:2], [])
-    await store.publish(on_tier("b", "disk"), 1, h, [])
-    await store.publish(on_tier("dead", "disk"), 1, h, [])
+    await store.publish("b", 1, r[:2], [])
+    await store.publish(on_tier("b", "disk"), 1, r, [])
+    await store.publish(on_tier("dead", "disk"), 1, r, [])
     nodes = {"b": 1, on_tier("b", "disk"): 1, on_tier("dead", "disk"): 1}
     assert await store.longest_prefix(h, nodes) == {"b": 2, on_tier("b", "disk"): 4, on_tier("dead", "disk"): 4}
-    await store.refresh("a", 1, h)
+    await store.refresh("a", 1, r)
     assert await store.longest_prefix(h, nodes) == {"b": 2, on_tier("b", "disk"): 4}
-    await store.publish(on_tier("b", "disk"), 9, h, [])
-    await store.publish(on_tier("b", "disk"), 1, h, [])
+    await store.publish(on_tier("b", "disk"), 9, r, [])
+    await store.publish(on_tier("b", "disk"), 1, r, [])
     assert await store.longest_prefix(h, nodes) == {"b": 2, on_tier("b", "disk"): 4}
-    await store.publish("b", 1, [], h[:2])
+    await store.publish("b", 1, [], r[:2])
     assert await store.longest_prefix(h, nodes) == {on_tier("b", "disk"): 4}
 
 
 async def test_what_a_store_has_is_told_in_whole_groups_and_lives_by_nobodys_lease(store):
     h = _hashes(5 * STORE_GROUP + 3)
-    ends = h[STORE_GROUP - 1 :: STORE_GROUP]
+    r = rows_of(h)
+    ends = [alone(each) for each in h[STORE_GROUP - 1 :: STORE_GROUP]]
     await store.announce(replace(LEASE, node_id="b", epoch=7))
-    await store.publish("b", 7, h[:20], [])
+    await store.publish("b", 7, r[:20], [])
     await store.publish(ON_STORE, STORE_EPOCH, ends[:3], [])
     nodes = {"b": 7, ON_STORE: STORE_EPOCH}
     assert await store.longest_prefix(h, nodes) == {"b": 20, ON_STORE: 3 * STORE_GROUP}
     assert await store.longest_prefix(h, {"b": 7}) == {"b": 20}
     assert await store.longest_prefix(h[: 2 * STORE_GROUP + 9], nodes) == {"b": 20, ON_STORE: 2 * STORE_GROUP}
     assert await store.longest_prefix(h[: STORE_GROUP - 1], nodes) == {"b": STORE_GROUP - 1}
-    await store.refresh("b", 7, h[:20])
+    await store.refresh("b", 7, r[:20])
     await store.publish(ON_STORE, STORE_EPOCH, ends[3:], [])
     assert await store.longest_prefix(h, nodes) == {"b": 20, ON_STORE: 5 * STORE_GROUP}
     await store.withdraw("b", 7)
@@ -194,7 +219,7 @@ class _Node:
         self.order: dict[bytes, None] = {}
 
     def grow(self, chain: int, length: int) -> list[bytes]:
-        new = _hashes(length, chain)[self.held.get(chain, 0) :]
+        new = _rows(length, chain)[self.held.get(chain, 0) :]
         self.held[chain] = max(length, self.held.get(chain, 0))
         self.order.update(dict.fromkeys(new))
         return new
@@ -202,9 +227,9 @@ class _Node:
     def shrink(self, chain: int, length: int) -> list[bytes]:
         had = self.held.get(chain, 0)
         self.held[chain] = min(length, had)
-        gone = _hashes(had, chain)[self.held[chain] :][::-1]
-        for block_hash in gone:
-            del self.order[block_hash]
+        gone = _rows(had, chain)[self.held[chain] :][::-1]
+        for row in gone:
+            del self.order[row]
         return gone
 
 

@@ -9,12 +9,18 @@ from waiting import until
 
 from cluster_state import rows
 from cluster_state.index_writer import IndexWriter
+from cluster_state.losses import NEWEST, SAMPLE, Losses
 from cluster_state.memory_store import MemoryStore
 from cluster_state.redis_store import RedisStore
+from protocol.rows import GROUP, alone, key_and_tag, rows_of
 
 
 def _hashes(count: int, tag: int = 0) -> list[bytes]:
     return [bytes([tag, 0]) + i.to_bytes(14, "little") for i in range(count)]
+
+
+def _rows(count: int, tag: int = 0) -> list[bytes]:
+    return rows_of(_hashes(count, tag))
 
 
 class _Recorder(MemoryStore):
@@ -29,10 +35,10 @@ class _Recorder(MemoryStore):
         self.calls.append((list(stored), list(removed)))
         await super().publish(node_id, epoch, stored, removed)
 
-    async def refresh(self, node_id, epoch, hashes):
+    async def refresh(self, node_id, epoch, rows):
         self._reach()
-        self.refreshed += hashes
-        await MemoryStore.publish(self, node_id, epoch, hashes, ())
+        self.refreshed += rows
+        await MemoryStore.publish(self, node_id, epoch, rows, ())
 
 
 class _Writing:
@@ -44,11 +50,13 @@ class _Writing:
 
     def note(self, stored, removed=()) -> None:
         self.held.update(dict.fromkeys(stored))
-        for block_hash in removed:
-            self.held.pop(block_hash, None)
+        for row in removed:
+            self.held.pop(row, None)
         self.writer.note(list(stored), list(removed))
 
-    async def length(self, hashes: list[bytes]) -> int:
+    async def length(self, chain: list[bytes]) -> int:
+        hashes = _hashes(len(chain), chain[0][1])
+        assert chain == rows_of(hashes)
         return (await self.store.longest_prefix(hashes, {"a": 1})).get("a", 0)
 
 
@@ -61,7 +69,7 @@ async def writing():
 
 
 async def test_writes_in_order_and_in_batches(writing):
-    h = _hashes(25)
+    h = _rows(25)
     writing.note(h[:3])
     writing.note(h[3:])
     assert writing.writer.pending == 25
@@ -71,7 +79,7 @@ async def test_writes_in_order_and_in_batches(writing):
 
 
 async def test_removals_go_first(writing):
-    h, other = _hashes(4), _hashes(12, 1)
+    h, other = _rows(4), _rows(12, 1)
     writing.note(h)
     await writing.writer.flush()
     writing.store.calls.clear()
@@ -82,7 +90,7 @@ async def test_removals_go_first(writing):
 
 
 async def test_stored_then_removed_is_never_written(writing):
-    h = _hashes(5)
+    h = _rows(5)
     writing.note(h)
     writing.note([], h[::-1])
     await writing.writer.flush()
@@ -91,7 +99,7 @@ async def test_stored_then_removed_is_never_written(writing):
 
 
 async def test_removed_then_stored_again_stays(writing):
-    h = _hashes(5)
+    h = _rows(5)
     writing.note(h)
     await writing.writer.flush()
     writing.note([], h[::-1])
@@ -101,7 +109,7 @@ async def test_removed_then_stored_again_stays(writing):
 
 
 async def test_both_in_one_step_counts_as_removed_until_the_snapshot_tells(writing):
-    h = _hashes(3)
+    h = _rows(3)
     writing.writer.note(h, h[2:])
     writing.held.update(dict.fromkeys(h))
     await writing.writer.flush()
@@ -112,14 +120,14 @@ async def test_both_in_one_step_counts_as_removed_until_the_snapshot_tells(writi
 
 
 async def test_what_the_node_holds_at_the_start_is_written():
-    h = _hashes(7)
+    h = _rows(7)
     w = _Writing(h)
     await w.writer.flush()
     assert await w.length(h) == 7
 
 
 async def test_overflow_falls_back_to_the_snapshot():
-    h, gone = _hashes(300), _hashes(20, 1)
+    h, gone = _rows(300), _rows(20, 1)
     w = _Writing(gone, max_noted=100)
     await w.writer.flush()
     w.note([], gone)
@@ -132,7 +140,7 @@ async def test_overflow_falls_back_to_the_snapshot():
 
 
 async def test_an_outage_loses_no_removal_and_grows_no_memory():
-    h, churn = _hashes(50), _hashes(400, 1)
+    h, churn = _rows(50), _rows(400, 1)
     w = _Writing(h, batch=10)
     await w.writer.flush()
     w.store.available = False
@@ -152,11 +160,11 @@ async def test_an_outage_loses_no_removal_and_grows_no_memory():
 
 
 async def test_lost_data_is_written_again_after_an_outage(writing):
-    h = _hashes(30)
+    h = _rows(30)
     writing.note(h)
     await writing.writer.flush()
     writing.store.available = False
-    writing.note(_hashes(1, 9))
+    writing.note(_rows(1, 9))
     assert not await writing.writer.flush()
     writing.store.flush()
     writing.store.available = True
@@ -167,7 +175,7 @@ async def test_lost_data_is_written_again_after_an_outage(writing):
 
 async def test_an_addition_that_timed_out_but_lands_late_does_not_survive_its_removal(writing):
     """The server was frozen: the addition failed here, and took effect there after the removal did."""
-    h = _hashes(1)
+    h = _rows(1)
     late: list[list[bytes]] = []
     real = writing.store.publish
 
@@ -191,7 +199,7 @@ async def test_an_addition_that_timed_out_but_lands_late_does_not_survive_its_re
 
 
 async def test_an_addition_that_failed_only_here_is_taken_back(writing):
-    h = _hashes(2)
+    h = _rows(2)
     real = writing.store.publish
 
     async def answer_lost(node_id, epoch, stored, removed):
@@ -209,7 +217,7 @@ async def test_an_addition_that_failed_only_here_is_taken_back(writing):
 
 
 async def test_removed_stored_and_removed_between_two_flushes(writing):
-    h = _hashes(3)
+    h = _rows(3)
     writing.note(h)
     await writing.writer.flush()
     for stored, removed in (([], h), (h, []), ([], h)):
@@ -219,7 +227,7 @@ async def test_removed_stored_and_removed_between_two_flushes(writing):
 
 
 async def test_a_removal_in_the_middle_of_writing_everything_again(writing):
-    h = _hashes(25)
+    h = _rows(25)
     writing.note(h)
     await writing.writer.flush()
     writing.store.available = False
@@ -230,11 +238,11 @@ async def test_a_removal_in_the_middle_of_writing_everything_again(writing):
     for _ in range(2):
         assert await writing.writer.flush()
     assert await writing.length(h) == 0
-    assert await writing.length(h[15:]) == 0
+    assert await writing.store.present("a", 1, h) == 0
 
 
 async def test_refresh_writes_all_rows_again_slowly_and_repairs():
-    h = _hashes(40)
+    h = _rows(40)
     w = _Writing(h, batch=10, flush_s=0.005, refresh_s=0.1)
     await w.writer.start()
     await asyncio.sleep(0.03)
@@ -248,7 +256,7 @@ async def test_refresh_writes_all_rows_again_slowly_and_repairs():
 
 
 async def test_a_refresh_that_fails_is_tried_again_and_does_not_slow_the_writer_for_ever():
-    h = _hashes(5)
+    h = _rows(5)
     w = _Writing(h, flush_s=0.005, refresh_s=0.05)
     await w.writer.start()
     await asyncio.sleep(0.03)
@@ -266,14 +274,14 @@ async def test_the_writer_outlives_a_failing_snapshot():
     w = _Writing()
     w.writer._snapshot = lambda: 1 / 0
     assert not await w.writer.flush()
-    w.writer._snapshot = lambda: _hashes(4)
+    w.writer._snapshot = lambda: _rows(4)
     for _ in range(2):
         await w.writer.flush()
-    assert await w.length(_hashes(4)) == 4
+    assert await w.length(_rows(4)) == 4
 
 
 async def test_notes_from_another_thread_while_writing():
-    h = _hashes(3000)
+    h = _rows(3000)
     w = _Writing(flush_s=0.001, batch=50)
     await w.writer.start()
 
@@ -295,30 +303,30 @@ async def test_notes_from_another_thread_while_writing():
 
 
 async def test_a_server_that_restarts_empty_is_filled_again(valkey, valkey_url):
-    h = _hashes(600)
+    h = _rows(600)
     store = RedisStore(valkey_url, "test")
     writer = IndexWriter(store, "a", 1, lambda: h, flush_s=0.01)
     await writer.start()
     async with asyncio.timeout(5):
-        while await store.longest_prefix(h, {"a": 1}) != {"a": 600}:  # noqa: ASYNC110
+        while await store.longest_prefix(_hashes(600), {"a": 1}) != {"a": 600}:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         valkey.terminate()
-        writer.note(_hashes(1, 7), [])
+        writer.note(_rows(1, 7), [])
         await asyncio.sleep(0.05)
         valkey.start()
-        while await store.longest_prefix(h, {"a": 1}) != {"a": 600}:  # noqa: ASYNC110
+        while await store.longest_prefix(_hashes(600), {"a": 1}) != {"a": 600}:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await writer.stop()
     await store.close()
 
 
 async def test_rows_that_are_lost_while_the_node_lives_come_back_at_once():
-    w = _Writing(_hashes(40), batch=10, sample_s=0.05, flush_s=0.01)
+    w = _Writing(_rows(40), batch=10, sample_s=0.05, flush_s=0.01)
     await w.writer.start()
     await until(lambda: w.writer.rows == 40)
     w.store.flush()
     began = time.monotonic()
-    while await w.length(_hashes(40)) < 40:
+    while await w.length(_rows(40)) < 40:
         assert time.monotonic() < began + 5
         await asyncio.sleep(0.01)
     w.store.refreshed.clear()
@@ -334,7 +342,7 @@ class _Busy(_Writing):
     """Each write meets a node whose blocks have changed meanwhile."""
 
     def __init__(self, **settings) -> None:
-        super().__init__(_hashes(40), batch=10, flush_s=0.001, **settings)
+        super().__init__(_rows(40), batch=10, flush_s=0.001, **settings)
         self.written = 0
         publish = self.store.publish
 
@@ -342,7 +350,7 @@ class _Busy(_Writing):
             await publish(*args)
             await asyncio.sleep(0.001)
             self.written += 1
-            self.note([(self.written * 10 + n).to_bytes(16, "big") for n in range(10)])
+            self.note([alone((self.written * 10 + n).to_bytes(16, "little")) for n in range(10)])
 
         self.store.publish = published
 
@@ -351,7 +359,7 @@ async def test_a_node_that_never_rests_has_its_rows_refreshed_and_its_losses_fou
     w = _Busy(refresh_s=0.2, sample_s=0.1)
     await w.writer.start()
     await until(lambda: w.written > 10)
-    await until(lambda: set(_hashes(40)) <= set(w.store.refreshed))
+    await until(lambda: set(_rows(40)) <= set(w.store.refreshed))
     w.store.refreshed.clear()
     w.store.flush()
     await until(lambda: w.store.refreshed != [])
@@ -369,7 +377,7 @@ async def test_stop_waits_for_one_batch_and_not_for_what_keeps_coming():
 
 
 async def test_others_on_the_loop_have_their_turn_while_many_rows_are_compared_and_written_again():
-    h = _hashes(20 * rows.SLICE)
+    h = _rows(20 * rows.SLICE)
     w = _Writing(h, batch=256)
     turns = 0
 
@@ -391,13 +399,22 @@ async def test_others_on_the_loop_have_their_turn_while_many_rows_are_compared_a
 
 
 async def test_what_is_noted_while_rows_are_compared_counts():
-    h = _hashes(4 * rows.SLICE)
+    h = _rows(4 * rows.SLICE)
     w = _Writing(h)
     taking = asyncio.create_task(w.writer._take_notes())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    late = _hashes(1, 9)
+    late = _rows(1, 9)
     w.note(late, h[-1:])
     await taking
     await w.writer._take_notes()
     assert set(w.writer._rows.held) == {*h[:-1], *late}
+
+
+def test_what_is_looked_for_is_of_many_keys_and_the_newest_among_it():
+    held = dict.fromkeys(_rows(1 + 40 * GROUP))
+    sample = Losses(0.0).sample(held, ())
+    assert len({key_and_tag(row)[0] for row in sample}) >= max(SAMPLE, NEWEST)
+    assert list(held)[-1] in sample
+    few = _rows(3)
+    assert Losses(0.0).sample(dict.fromkeys(few), few[:1]) == few[-1:]

@@ -13,7 +13,7 @@ import redis.asyncio
 from redis.asyncio.sentinel import Sentinel
 from redis_servers import RedisServer, free_ports, redis_server
 
-from cluster_state import redis_responses, redis_scripts
+from cluster_state import redis_responses, redis_scripts, row_scripts
 from cluster_state.redis_responses import RedisResponses
 from cluster_state.redis_store import RedisStore
 from decode_worker.service import DecodeService
@@ -21,10 +21,12 @@ from node.node import Node
 from process.signals import Stop
 from protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
 from protocol.lease import NodeLease
+from protocol.rows import rows_of
 from protocol.settings import RouterSettings, WorkerSettings
 from router.main import serve_router
 
 HASHES = [bytes([i]) * 16 for i in range(20)]
+ROWS = rows_of(HASHES)
 LEASE = NodeLease("a", "decode", 5, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
 RULE = re.search(r"ACL SETUSER kvferry (.*)", DOCUMENT)
@@ -63,12 +65,12 @@ async def everything(url: str, **options: str) -> None:
         assert await store.next_epoch("a", 5) >= 5
         await store.announce(LEASE)
         assert await store.nodes() == [LEASE]
-        await store.publish("a", 5, HASHES, [])
-        await store.publish("b", 5, HASHES, [])
-        await store.refresh("a", 5, HASHES[:9])
-        assert await store.present("a", 5, HASHES) == 20
+        await store.publish("a", 5, ROWS, [])
+        await store.publish("b", 5, ROWS, [])
+        await store.refresh("a", 5, ROWS[:9])
+        assert await store.present("a", 5, ROWS) == 20
         assert await store.longest_prefix(HASHES, {"a": 5}) == {"a": 20}
-        await store.publish("a", 5, [], HASHES)
+        await store.publish("a", 5, [], ROWS)
         await store.withdraw("a", 5)
         assert await store.nodes() == []
         for name in "wxyz":
@@ -108,9 +110,9 @@ async def test_the_documented_acl_of_sentinels_is_enough(server, words):
 
 
 def test_the_rehearsal_tries_each_command_of_the_scripts():
-    scripts = [*vars(redis_scripts).items(), *vars(redis_responses).items()]
+    scripts = [each for module in (redis_scripts, row_scripts, redis_responses) for each in vars(module).items()]
     text = "".join(each for name, each in scripts if isinstance(each, str) and name not in ("REHEARSAL", "__doc__"))
-    used = {name.lower() for name in re.findall(r"redis\.p?call\('(\w+)'", text)}
+    used = {name.lower() for name in re.findall(r"\w\('([A-Z]+)'", text)}
     assert used <= {words.split()[0] for words in redis_scripts.COMMANDS}
     assert len(used) > 15
 

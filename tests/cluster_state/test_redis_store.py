@@ -15,8 +15,10 @@ from protocol import lease as lease_module
 from protocol.errors import ConfigError, RegistryUnavailable, from_body
 from protocol.layout import WIRE_VERSION
 from protocol.lease import Foreign, NodeLease
+from protocol.rows import rows_of
 
 HASHES = [bytes([i]) * 16 for i in range(20)]
+ROWS = rows_of(HASHES)
 LEASE = NodeLease("a", "decode", 5, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 
 
@@ -32,13 +34,13 @@ async def _calls(store: RedisStore):
     yield store.announce(LEASE)
     yield store.withdraw("a", 5)
     yield store.nodes()
-    yield store.publish("a", 5, HASHES, HASHES)
-    yield store.refresh("a", 5, HASHES)
+    yield store.publish("a", 5, ROWS, ROWS)
+    yield store.refresh("a", 5, ROWS)
     yield store.longest_prefix(HASHES, {"a": 5})
 
 
 async def test_every_error_is_registry_unavailable_and_a_restart_is_survived(valkey, redis_store):
-    await redis_store.publish("a", 5, HASHES, [])
+    await redis_store.publish("a", 5, ROWS, [])
     valkey.terminate()
     async for call in _calls(redis_store):
         with pytest.raises(RegistryUnavailable) as caught:
@@ -46,7 +48,7 @@ async def test_every_error_is_registry_unavailable_and_a_restart_is_survived(val
     assert isinstance(from_body(caught.value.body()), RegistryUnavailable)
     valkey.start()
     assert await redis_store.longest_prefix(HASHES, {"a": 5}) == {}
-    await redis_store.publish("a", 5, HASHES, [])
+    await redis_store.publish("a", 5, ROWS, [])
     assert await redis_store.longest_prefix(HASHES, {"a": 5}) == {"a": 20}
 
 
@@ -59,7 +61,7 @@ async def test_a_pooled_connection_to_a_restarted_server_is_not_an_error(valkey,
 
 async def test_a_frozen_server_costs_bounded_time(valkey, valkey_url, redis_store):
     hasty = RedisStore(valkey_url, "test", lookup_s=0.1)
-    await redis_store.publish("a", 5, HASHES, [])
+    await redis_store.publish("a", 5, ROWS, [])
     pid = valkey._process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -79,7 +81,7 @@ async def test_a_frozen_server_costs_bounded_time(valkey, valkey_url, redis_stor
 async def test_a_lookup_can_be_cancelled_at_any_moment(redis_store):
     """Before Python 3.12 `asyncio.wait_for`, under which the client library writes, swallows a cancellation that comes
     as it ends: one in a dozen lookups then went on as if it had not been asked to stop."""
-    await redis_store.publish("a", 5, HASHES, [])
+    await redis_store.publish("a", 5, ROWS, [])
     await redis_store.longest_prefix(HASHES, {"a": 5})
     for turns in range(40):
         asked = [asyncio.create_task(_request(redis_store)) for _ in range(20)]
@@ -118,12 +120,13 @@ async def test_leases_of_another_version_are_skipped_and_told_once(valkey, redis
 
 async def test_keys_have_an_end_and_clusters_are_apart(valkey, valkey_url, redis_store):
     await redis_store.announce(LEASE)
-    await redis_store.publish("a", 5, HASHES, [])
+    await redis_store.publish("a", 5, ROWS, [])
     with valkey.client() as client:
         assert 3000 < client.pttl("kvferry:test:node:a") <= 5000
-        assert all(3_500_000 < client.pttl(b"kvferry:test:b:" + h) <= 3_600_000 for h in HASHES)
-        assert client.dbsize() == 22
-        await redis_store.publish("a", 5, [], HASHES)
+        rows = [b"kvferry:test:b:" + HASHES[0], *(b"kvferry:test:g:" + HASHES[at][:8] for at in (1, 17))]
+        assert all(3_500_000 < client.pttl(key) <= 3_600_000 for key in rows)
+        assert client.dbsize() == 2 + len(rows)
+        await redis_store.publish("a", 5, [], ROWS)
         await redis_store.withdraw("a", 5)
         assert client.dbsize() == 0
     other = RedisStore(valkey_url, "other")
@@ -142,8 +145,8 @@ async def test_members_without_a_lease_are_dropped_on_reading(valkey, redis_stor
 
 
 async def test_lookup_reads_few_rows(valkey, redis_store):
-    hashes = [i.to_bytes(16, "big") for i in range(256)]
-    await redis_store.publish("a", 5, hashes[:200], [])
+    hashes = [i.to_bytes(16, "little") for i in range(256)]
+    await redis_store.publish("a", 5, rows_of(hashes[:200]), [])
     await redis_store.longest_prefix(hashes, {"a": 5})
     with valkey.client() as client:
         client.config_resetstat()
@@ -152,7 +155,7 @@ async def test_lookup_reads_few_rows(valkey, redis_store):
         assert stats["cmdstat_evalsha"]["calls"] == 1
         assert stats["cmdstat_hmget"]["calls"] <= 2 * 8 + 2
         for i in range(50):
-            await redis_store.publish(f"n{i}", 5, hashes[:200], [])
+            await redis_store.publish(f"n{i}", 5, rows_of(hashes[:200]), [])
         client.config_resetstat()
         asked = {f"n{i}": 5 for i in range(50)}
         assert await redis_store.longest_prefix(hashes, asked) == dict.fromkeys(asked, 200)
@@ -160,10 +163,10 @@ async def test_lookup_reads_few_rows(valkey, redis_store):
 
 
 async def test_a_hundred_nodes_with_ends_of_their_own(redis_store):
-    hashes = [i.to_bytes(16, "big") for i in range(300)]
+    hashes = [i.to_bytes(16, "little") for i in range(300)]
     ends = {f"n{i}": (i * 37) % 301 for i in range(100)}
     for node_id, end in ends.items():
-        await redis_store.publish(node_id, 5, hashes[:end], [])
+        await redis_store.publish(node_id, 5, rows_of(hashes[:end]), [])
     found = await redis_store.longest_prefix(hashes, dict.fromkeys(ends, 5))
     assert found == {node_id: end for node_id, end in ends.items() if end}
 

@@ -16,8 +16,10 @@ from cluster_state.redis_store import RedisStore
 from cluster_state.registry import Announced
 from protocol.errors import RegistryFull, RegistryUnavailable
 from protocol.lease import NodeLease
+from protocol.rows import key_and_tag, rows_of
 
 HASHES = [bytes([i]) * 16 for i in range(20)]
+ROWS = rows_of(HASHES)
 LEASE = NodeLease("a", "decode", 5, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 
 
@@ -115,9 +117,9 @@ async def test_a_server_that_answers_with_errors_or_rubbish_is_unavailable(betwe
     calls = [
         lambda: store.announce(LEASE),
         store.nodes,
-        lambda: store.publish("a", 5, HASHES, []),
+        lambda: store.publish("a", 5, ROWS, []),
         lambda: store.longest_prefix(HASHES, {"a": 5}),
-        lambda: store.present("a", 5, HASHES),
+        lambda: store.present("a", 5, ROWS),
         lambda: store.next_epoch("a", 5),
     ]
     for call in calls:
@@ -129,13 +131,13 @@ async def test_a_server_that_answers_with_errors_or_rubbish_is_unavailable(betwe
         await store.announce(LEASE)
     between.instead = None
     assert await store.announce(LEASE) in (Announced.RENEWED, Announced.CREATED)
-    await store.publish("a", 5, HASHES, [])
+    await store.publish("a", 5, ROWS, [])
     assert await store.longest_prefix(HASHES, {"a": 5}) == {"a": 20}
 
 
 async def test_half_an_answer_does_not_become_the_next_one(between, store):
     await store.announce(LEASE)
-    await store.publish("a", 5, HASHES, [])
+    await store.publish("a", 5, ROWS, [])
     for cut in (1, 5, 60):
         between.half = cut
         calls = [store.nodes(), *(store.longest_prefix(HASHES[:n], {"a": 5}) for n in range(1, 21)), store.nodes()]
@@ -149,7 +151,7 @@ async def test_half_an_answer_does_not_become_the_next_one(between, store):
 
 async def test_a_half_open_connection_costs_one_call_and_not_one_for_each_connection(between, store):
     """The server is gone and nothing says so: of many connections the first that fails takes the others along."""
-    await asyncio.gather(*(store.present("a", 5, HASHES) for _ in range(12)))
+    await asyncio.gather(*(store.present("a", 5, ROWS) for _ in range(12)))
     before = between.accepted
     assert before >= 8
     between.mute = True
@@ -158,7 +160,7 @@ async def test_a_half_open_connection_costs_one_call_and_not_one_for_each_connec
         await store.announce(LEASE)
     assert time.monotonic() - began < 3.0
     between.mute = False
-    await asyncio.gather(*(store.present("a", 5, HASHES) for _ in range(12)))
+    await asyncio.gather(*(store.present("a", 5, ROWS) for _ in range(12)))
 
 
 async def test_connections_that_are_closed_under_their_users_are_unavailable_at_worst(store):
@@ -176,7 +178,7 @@ async def test_connections_that_are_closed_under_their_users_are_unavailable_at_
 
 async def test_closing_takes_no_time_beyond_a_call_s_own(store, monkeypatch):
     """Over TLS a peer that is gone never says goodbye."""
-    await asyncio.gather(*(store.present("a", 5, HASHES) for _ in range(4)))
+    await asyncio.gather(*(store.present("a", 5, ROWS) for _ in range(4)))
     monkeypatch.setattr(asyncio.StreamWriter, "wait_closed", lambda self: asyncio.sleep(9))
     began = time.monotonic()
     with pytest.raises(RegistryUnavailable, match="in time"):
@@ -186,7 +188,7 @@ async def test_closing_takes_no_time_beyond_a_call_s_own(store, monkeypatch):
 
 async def test_an_outage_is_no_stampede(between, store):
     """However many requests there are, connections are tried one after the other by those who keep the node's place."""
-    writer = IndexWriter(store, "a", 5, lambda: HASHES, flush_s=0.01)
+    writer = IndexWriter(store, "a", 5, lambda: ROWS, flush_s=0.01)
     await writer.start()
     between.mute = True
     await asyncio.sleep(0.3)
@@ -194,7 +196,7 @@ async def test_an_outage_is_no_stampede(between, store):
     await asyncio.sleep(1.5)
     assert between.accepted - before <= 8
     between.mute = False
-    await _comes(8, lambda: store.present("a", 5, HASHES), 20)
+    await _comes(8, lambda: store.present("a", 5, ROWS), 20)
     await writer.stop()
 
 
@@ -208,13 +210,14 @@ async def test_a_server_that_knows_no_flags_of_scripts_does(server, between, sto
 
 
 async def test_a_full_server_keeps_leases_and_what_it_has(server, between, store, caplog):
-    many = [n.to_bytes(16, "big") for n in range(3000)]
+    hashes = [n.to_bytes(16, "little") for n in range(3000)]
+    many = rows_of(hashes)
     held = dict.fromkeys(many[:1000])
     writer = IndexWriter(store, "a", 5, lambda: held, flush_s=0.01)
     await store.announce(LEASE)
     assert await writer.flush()
     with server.client() as client:
-        client.config_set("maxmemory", client.info("memory")["used_memory"] - 1000)
+        client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
         try:
             assert await store.announce(LEASE) is Announced.RENEWED
             assert await store.announce(NodeLease("b", *[getattr(LEASE, name) for name in LEASE.__slots__][1:])) is (
@@ -233,7 +236,7 @@ async def test_a_full_server_keeps_leases_and_what_it_has(server, between, store
             ]
             writer.note([], many[900:1000])
             await writer.flush()
-            assert await store.longest_prefix(many, {"a": 5}) == {"a": 900}, "removals go on"
+            assert await store.longest_prefix(hashes, {"a": 5}) == {"a": 900}, "removals go on"
         finally:
             client.config_set("maxmemory", 0)
     await _comes(10, writer.flush, True)
@@ -243,15 +246,16 @@ async def test_a_full_server_keeps_leases_and_what_it_has(server, between, store
 
 async def test_a_store_that_went_back_in_time_is_mended_though_the_lease_is_renewed(server, between, store):
     """A replica that lagged became master: the lease is there, and the rows written last are not."""
-    rows = [n.to_bytes(16, "big") for n in range(2000)]
+    hashes = [n.to_bytes(16, "little") for n in range(2000)]
+    rows = rows_of(hashes)
     writer = IndexWriter(store, "a", 5, lambda: rows, flush_s=0.01, sample_s=0.05)
     await store.announce(LEASE)
     await writer.start()
     await until(lambda: writer.rows == 2000)
     with server.client() as client:
-        client.delete(*(b"kvferry:test:b:" + row for row in rows[1990:]))
+        client.delete(*(b"kvferry:test:g:" + key_and_tag(row)[0] for row in rows[1990:]))
     assert await store.announce(LEASE) is Announced.RENEWED
-    await _comes(3, lambda: store.longest_prefix(rows, {"a": 5}), {"a": 2000})
+    await _comes(3, lambda: store.longest_prefix(hashes, {"a": 5}), {"a": 2000})
     await writer.stop()
 
 

@@ -13,9 +13,10 @@ from cluster_state.index import ON_STORE, STORE_EPOCH
 from cluster_state.memory_store import MemoryStore
 from cluster_state.store_rows import StoreRows
 from protocol.layout import STORE_GROUP
+from protocol.rows import alone
 
 CHAIN = [number.to_bytes(16, "little") for number in range(1, 4 * STORE_GROUP + 1)]
-ENDS = CHAIN[STORE_GROUP - 1 :: STORE_GROUP]
+ENDS = [alone(each) for each in CHAIN[STORE_GROUP - 1 :: STORE_GROUP]]
 
 
 class Index(MemoryStore):

@@ -12,6 +12,7 @@ from engine.ledger import Ledger
 from engine.ports import REQUEST
 from protocol.hashing import chain
 from protocol.layout import blocks_for
+from protocol.rows import GROUP, rows_of
 
 BS = 2
 
@@ -126,6 +127,23 @@ def test_what_is_forgotten_is_not_found_nor_what_stands_behind_it() -> None:
     assert (pool.findable(), pool.free_blocks) == ([], 8)
 
 
+def test_rows_are_those_of_the_whole_chain_also_where_chains_part() -> None:
+    pool = make_pool(100)
+    trunk, ends = list(range(BS * (GROUP + 5))), [[7] * BS * GROUP, [8] * BS * GROUP]
+    whole = [chain(b"root", trunk + end, BS) for end in ends]
+    chains = [run_through(pool, name, trunk + end) for name, end in zip("ab", ends, strict=True)]
+    rows = dict(zip(whole[0] + whole[1], rows_of(whole[0]) + rows_of(whole[1]), strict=True))
+    assert pool.changes.drain() == (rows, {})
+    assert (pool.findable(), pool.changes.rows()) == (list(rows), list(rows.values()))
+    for name, held in zip("ab", chains, strict=True):
+        assert held is not None
+        pool.release(name, REQUEST, held)
+    fill = pool.acquire("c", REQUEST, [], 100)
+    assert fill is not None
+    assert pool.changes.drain() == ({}, rows)
+    assert pool.changes.rows() == []
+
+
 def test_without_prefix_caching_nothing_is_found() -> None:
     pool = BlockPool(4, Ledger(4), prefix_caching=False)
     held = run_through(pool, "a", [1, 2, 3, 4])
@@ -154,7 +172,7 @@ def test_books_balance_and_changes_mirror_the_pool(
     pool = make_pool(size)
     pool.idle = Idle(protected)
     held: dict[str, list[int]] = {}
-    mirror: set[bytes] = set()
+    mirror: dict[bytes, bytes] = {}
     for number, (tokens, keep, wrong) in enumerate(steps):
         owner = f"r{number}"
         blocks = run_through(pool, owner, tokens)
@@ -165,12 +183,12 @@ def test_books_balance_and_changes_mirror_the_pool(
             pool.release(oldest, REQUEST, held.pop(oldest))
         if wrong < size:
             pool.forget([wrong])
-        stored, removed = pool.drain_changes()
+        stored, removed = pool.changes.drain()
         assert not set(stored) & set(removed)
-        assert not set(stored) & mirror
-        assert set(removed) <= mirror
-        mirror = (mirror | set(stored)) - set(removed)
-        assert mirror == set(pool.findable())
+        assert not stored.keys() & mirror.keys()
+        assert removed.items() <= mirror.items()
+        mirror = {each: row for each, row in (mirror | stored).items() if each not in removed}
+        assert mirror == dict(zip(pool.findable(), pool.changes.rows(), strict=True))
         pool.check_integrity()
     for owner, blocks in held.items():
         pool.release(owner, REQUEST, blocks)

@@ -13,7 +13,7 @@ from protocol.worker_metrics import WorkerMetrics
 EVENTS: list[Event] = [
     Computed(1, ((0, 7),)),
     Admitted(("a", 0), 0.5, 40, 16),
-    BlocksChanged((b"new",), (b"old",)),
+    BlocksChanged({b"new": b"new row"}, {b"old": b"old row"}),
     Stepped(0.25, prefill_tokens=40, decode_tokens=0, preempted=0, evicted=2),
 ]
 

@@ -10,6 +10,7 @@ import pytest
 from test_nodes import MACHINE, ask, played
 
 from cluster_state.index import on_tier
+from protocol.rows import rows_of
 from simulate.ask import Run
 from simulate.clock import Clock
 from simulate.fleet import Shape
@@ -69,7 +70,7 @@ def test_a_full_tier_loses_what_was_used_longest_ago_from_its_end() -> None:
     kept.write([bytes([9, i]) * 8 for i in range(60)])
     assert (kept.run(chains["a"][:60]), kept.run(chains["b"])) == (60, 0)
     stored, removed = tier.drain_changes()
-    assert (set(stored), set(removed)) == (set(chains["b"]), set())
+    assert (set(stored), set(removed)) == (set(rows_of(chains["b"])), set())
 
 
 def test_placement_goes_where_a_prompt_can_be_read() -> None:

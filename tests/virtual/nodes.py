@@ -130,7 +130,7 @@ class VirtualNode:
         )  # fmt: skip
         self.dock.start()
         routes.post("/attempts/cancel")(self._post_cancel)
-        self.membership = Membership(self.store, self.lease, self.engine.pool.findable, self.metrics)
+        self.membership = Membership(self.store, self.lease, self.engine.pool.changes.rows, self.metrics)
         news = News(self.service, self.metrics, self.rates, self.membership.note, self.call_soon)
         self.role_change = RoleChange(
             self.roles, self.loop_engine, self.membership, self.metrics, elastic=True, call_soon=self.call_soon,

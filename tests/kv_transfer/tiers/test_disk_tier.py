@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from told import blocks
 from waiting import wait_for
 
 from kv_transfer.tiers import files, local, pace
@@ -63,7 +64,7 @@ def make(tmp_path: Path, dropped: list[bytes]) -> Iterator[Any]:
 
     def make(size: int = ROOMY, name: str = "prefill", fingerprint: str = "model") -> DiskTier:
         made.append(open_disk(str(tmp_path), name, size, fingerprint, SIZE))
-        made[-1].changed = lambda stored, removed: dropped.extend(removed)
+        made[-1].changed = lambda stored, removed: dropped.extend(blocks(removed))
         return made[-1]
 
     yield make

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from device import SIZE, Device
+from told import blocks
 from waiting import wait_for
 
 from kv_transfer.tiers.host import Arena, open_host
@@ -65,7 +66,7 @@ def test_a_chain_is_kept_and_read_in_any_of_its_parts(tier: Any, device: Device)
 
 def test_of_what_was_used_longest_ago_the_end_leaves_first(tier: Any, device: Device) -> None:
     told: list[bytes] = []
-    tier.changed = lambda stored, removed: told.extend(removed)
+    tier.changed = lambda stored, removed: told.extend(blocks(removed))
     write(tier, device, 1, 2, 3, 4)
     write(tier, device, 11, 12, 13, 14)
     read(tier, device, 3, 4)

@@ -19,6 +19,7 @@ from kv_transfer.tiers.groups import GROUP, Group, in_chain
 from kv_transfer.tiers.objects import Objects
 from kv_transfer.tiers.remote import RemoteTier
 from protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NotFound, TransferFailed
+from protocol.rows import alone
 
 SIZE = 4096
 BLOCKS = 3 * GROUP + 5
@@ -301,7 +302,7 @@ def test_a_bound_is_kept_without_anybody_asking(make: Any, monkeypatch: pytest.M
 
 
 def told_by(node: Node) -> set[bytes]:
-    """Groups that it tells are there, by the hash of their last block, as of its last word."""
+    """Groups that it tells are there, as of its last word."""
     there: set[bytes] = set()
 
     def changed(stored: Any, removed: Any) -> None:
@@ -315,31 +316,31 @@ def told_by(node: Node) -> set[bytes]:
 def test_what_is_known_to_be_there_is_told(make: Any) -> None:
     one, other = make(), make()
     of_one, of_other = told_by(one), told_by(other)
-    ends = named()[GROUP - 1 :: GROUP]
+    ends = [alone(each) for each in named()[GROUP - 1 :: GROUP]]
     one.write(named())
-    assert of_one == set(ends) == set(one.tier.known.hashes())
+    assert of_one == set(ends) == set(one.tier.known.rows())
     assert other.look(named()) == 3 * GROUP
     assert of_other == set(ends)
     asyncio.run(one.tier._objects.delete([one.groups(named())[1].name]))
     assert isinstance(one.read(named(3 * GROUP)), NotFound)
     assert of_one == {ends[0], ends[2]}
     one.tier.drop([named()[2]])
-    assert of_one == set(one.tier.known.hashes()) == {ends[2]}
+    assert of_one == set(one.tier.known.rows()) == {ends[2]}
 
 
 def test_what_is_missed_or_deleted_is_told(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else routers would count on it for as long as its row lives."""
     node, stale = make(), make()
     there = told_by(stale)
-    there.update(named()[GROUP - 1 :: GROUP])
+    there.update(map(alone, named()[GROUP - 1 :: GROUP]))
     assert stale.look(named()) == 0
-    assert named()[GROUP - 1] not in there
+    assert alone(named()[GROUP - 1]) not in there
     node.write(named())
     monkeypatch.setattr(sweep, "EVERY_S", 0.05)
     sweeper = make(size=GROUP * SIZE * 2)
     there = told_by(sweeper)
-    there.update(named()[GROUP - 1 :: GROUP])
-    wait_for(lambda: there == {named()[GROUP - 1]})
+    there.update(map(alone, named()[GROUP - 1 :: GROUP]))
+    wait_for(lambda: there == {alone(named()[GROUP - 1])})
 
 
 def test_what_could_not_be_written_is_not_told_to_be_missing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

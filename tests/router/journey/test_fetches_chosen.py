@@ -11,6 +11,7 @@ from protocol.hashing import chain, root_hash
 from protocol.lease import Load, Rates
 from protocol.messages import Job
 from protocol.reuse import Reuse
+from protocol.rows import rows_of
 from router.journey.spec import Route
 
 BUSY = Load(free_blocks=1000, total_blocks=1000, waiting_tokens=10_000_000)
@@ -20,7 +21,7 @@ HELD = 10
 
 async def job_of(bench: Bench, **spec: Any) -> Job:
     """Of a prompt whose first blocks a busy node holds."""
-    await bench.store.publish("p2", 1, chain(root_hash("fp"), PROMPT, BLOCK)[:HELD], ())
+    await bench.store.publish("p2", 1, rows_of(chain(root_hash("fp"), PROMPT, BLOCK)[:HELD]), ())
     outputs = await collect(bench.start(4, **spec))
     assert ids(outputs) == expected(PROMPT, 4)
     (asked,) = bench["p1"].prefills

@@ -33,6 +33,7 @@ from protocol.hashing import chain, root_hash
 from protocol.lease import Load
 from protocol.messages import PrefillRequest, TokenDelta, TokenLogprobs
 from protocol.reuse import Reuse
+from protocol.rows import rows_of
 from router.journey import held
 from router.journey.prefixes import TELL_S
 
@@ -149,7 +150,7 @@ async def test_a_wrong_account_is_the_nodes_shame_and_not_the_clients(
 async def test_reuse_known_to_the_index_decides_and_is_counted() -> None:
     async with Bench([prefill("p1"), prefill("p2"), decode()]) as bench:
         hashes = chain(root_hash("fp", "tenant"), PROMPT, BLOCK)
-        await bench.store.publish("p2", 1, hashes[:10], ())
+        await bench.store.publish("p2", 1, rows_of(hashes[:10]), ())
         for _ in range(3):
             await collect(bench.start(3, namespace="tenant"))
         assert [len(bench[p].prefills) for p in ("p1", "p2")] == [0, 3]

@@ -15,6 +15,7 @@ from protocol.errors import Fenced, Incompatible, KvferryError, NodeDied, Transf
 from protocol.hashing import chain, root_hash
 from protocol.messages import PrefillRequest
 from protocol.reuse import Missed, Reuse
+from protocol.rows import rows_of
 from router.journey.prediction import Prediction
 
 
@@ -48,7 +49,7 @@ async def test_a_prefix_on_a_node_that_the_request_had_to_leave(script: Any, rea
     """Forty tokens are on p1 as the index says; p2, which serves the request, has sixteen that nobody knew of."""
     async with Bench([prefill("p1", prefill_script=script), prefill("p2"), decode()], fetch=False) as bench:
         hashes = chain(root_hash("fp", "tenant"), PROMPT, BLOCK)
-        await bench.store.publish("p1", 1, hashes[:10], ())
+        await bench.store.publish("p1", 1, rows_of(hashes[:10]), ())
         assert ids(await collect(bench.start(6, namespace="tenant"))) == expected(PROMPT, 6)
         assert [len(bench[name].prefills) for name in ("p1", "p2")] == [1, 1]
         assert counted(bench) == (40, 16, 0, {reason: 24})
@@ -57,7 +58,7 @@ async def test_a_prefix_on_a_node_that_the_request_had_to_leave(script: Any, rea
 async def test_a_prefix_on_a_node_that_another_one_outran(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router.journey.journey, "LATE_S", 0.2)
     async with Bench([prefill("p1", prefill_script=silent), prefill("p2"), decode("d1"), decode("d2")]) as bench:
-        await bench.store.publish("p1", 1, chain(root_hash("fp", "tenant"), PROMPT, BLOCK)[:10], ())
+        await bench.store.publish("p1", 1, rows_of(chain(root_hash("fp", "tenant"), PROMPT, BLOCK)[:10]), ())
         assert ids(await collect(bench.start(6, namespace="tenant"))) == expected(PROMPT, 6)
         assert bench.rungs() == {"hedge": 1}
         assert counted(bench) == (40, 16, 0, {"outrun": 24})
@@ -65,7 +66,7 @@ async def test_a_prefix_on_a_node_that_another_one_outran(monkeypatch: pytest.Mo
 
 async def test_a_node_that_has_dropped_it_says_so() -> None:
     async with Bench([prefill("p1"), decode()]) as bench:
-        await bench.store.publish("p1", 1, chain(root_hash("fp", "tenant"), PROMPT, BLOCK)[:10], ())
+        await bench.store.publish("p1", 1, rows_of(chain(root_hash("fp", "tenant"), PROMPT, BLOCK)[:10]), ())
         await collect(bench.start(3, namespace="tenant"))
         assert counted(bench) == (40, 16, 0, {"evicted": 24})
 
@@ -74,14 +75,14 @@ async def test_luck_hides_no_miss() -> None:
     async with Bench([prefill("p1"), decode()]) as bench:
         await collect(bench.start(3))
         assert counted(bench) == (0, 16, 16, {})
-        await bench.store.publish("p1", 1, chain(root_hash("fp", "tenant"), PROMPT, BLOCK)[:10], ())
+        await bench.store.publish("p1", 1, rows_of(chain(root_hash("fp", "tenant"), PROMPT, BLOCK)[:10]), ())
         await collect(bench.start(3, namespace="tenant"))
         assert counted(bench) == (40, 32, 16, {"evicted": 24})
 
 
 async def test_nodes_are_told_what_is_predicted_of_them_and_of_which_process() -> None:
     async with Bench([prefill("p1"), decode()]) as bench:
-        await bench.store.publish("p1", 1, chain(root_hash("fp", "tenant"), PROMPT, BLOCK)[:10], ())
+        await bench.store.publish("p1", 1, rows_of(chain(root_hash("fp", "tenant"), PROMPT, BLOCK)[:10]), ())
         await collect(bench.start(3, namespace="tenant"))
         assert bench["p1"].prefills[0].job.predicted == (40, 1)
 

@@ -1,0 +1,180 @@
+"""The Lua of the block index, as `redis_scripts` says.
+
+Block hashes travel as one string of 16 bytes each, rows (`protocol.rows`) as one of 17 and a name each. Where memory is
+full, rows that are there live on; new ones are refused.
+"""
+
+# Each command that a script calls costs the server a microsecond and more, so one is for all rows of a key that follow
+# each other. They stand under a node's id, or under `index.on_tier` of it, whose lease is the node's, or under
+# `index.ON_STORE`; in the key of a group (`protocol.rows`) the block's tag is before the name. The name travels behind
+# each row, so that a field is one piece of what came: making strings is most of what Lua takes.
+_ROWS = """
+local call, sub, byte = redis.call, string.sub, string.byte
+local id, epoch = ARGV[1], ARGV[2]
+local function each(rows, visit)
+  local last = 16 + #id
+  local key, leader, fields, count
+  for at = 1, #rows, last + 1 do
+    local group = byte(rows, at) > 0 and sub(rows, at + 1, at + 8)
+    if not group or group ~= leader or count == 512 then
+      if key then visit(key, fields) end
+      key = group and KEYS[2] .. group or KEYS[1] .. sub(rows, at + 1, at + 16)
+      leader, fields, count = group, {}, 0
+    end
+    count = count + 1
+    fields[count] = group and sub(rows, at + 9, at + last) or id
+  end
+  if key then visit(key, fields) end
+end
+local function those(key, fields, wanted)
+  local found, epochs = {}, call('HMGET', key, unpack(fields))
+  for at, field in ipairs(fields) do
+    if wanted(epochs[at]) then found[#found + 1] = field end
+  end
+  return found
+end
+local function own(other) return other == epoch end
+"""
+
+# A registered epoch, which nearly all writers have, asks for no row before it writes it: those of the node's other ones
+# are void. Where memory is full and that is refused, it asks: what is there lives on. Before that nothing is written,
+# for a script that has written is refused nothing more.
+_CHANGES = (
+    _ROWS
+    + """
+local ttl_ms = ARGV[3]
+local function owner(name) return string.match(name, '^(.-)\\31') or name end
+local registered = call('HGET', KEYS[3], owner(id)) == epoch
+local function older(other)
+  return not other or other ~= epoch and (registered or tonumber(other) < tonumber(epoch))
+end
+local function write(how, key, fields)
+  local words = {}
+  for at, field in ipairs(fields) do words[2 * at - 1], words[2 * at] = field, epoch end
+  return how('HSET', key, unpack(words))
+end
+local function store(key, fields)
+  if not registered or type(write(redis.pcall, key, fields)) == 'table' then
+    fields = those(key, fields, older)
+    if #fields > 0 then write(call, key, fields) end
+  end
+  call('PEXPIRE', key, ttl_ms)
+end
+local function remove(key, fields)
+  if not registered then fields = those(key, fields, own) end
+  if #fields > 0 then call('HDEL', key, unpack(fields)) end
+end
+"""
+)
+
+# KEYS: prefix of rows that stand alone, of groups, members. ARGV: node id, epoch, ttl in ms, rows stored, rows removed.
+PUBLISH = (
+    _CHANGES
+    + """
+each(ARGV[5], remove)
+each(ARGV[4], store)
+"""
+)
+
+# KEYS: as of PUBLISH, and prefix of leases. ARGV: node id, epoch, ttl in ms, rows. A key may have tens of thousands of
+# fields, so some of them are looked at, at random, and more where more is written.
+REFRESH = (
+    _CHANGES
+    + """
+local epochs = {['\\31store'] = 0}
+local function least(name)
+  if not epochs[name] then
+    local live = call('EXISTS', KEYS[4] .. owner(name)) == 1
+    epochs[name] = live and tonumber(call('HGET', KEYS[3], owner(name))) or name == id and 0 or math.huge
+  end
+  return epochs[name]
+end
+each(ARGV[4], function(key, fields)
+  store(key, fields)
+  local tagged, void = sub(key, 1, #KEYS[2]) == KEYS[2], {}
+  local some = call('HRANDFIELD', key, math.max(64, 8 * #fields), 'WITHVALUES')
+  for at = 1, #some, 2 do
+    local name = tagged and sub(some[at], 9) or some[at]
+    if tonumber(some[at + 1]) < least(name) then void[#void + 1] = some[at] end
+  end
+  if #void > 0 then call('HDEL', key, unpack(void)) end
+end)
+"""
+)
+
+# KEYS: prefix of rows that stand alone, of groups. ARGV: node id, epoch, rows. Answers how many of them are there.
+PRESENT = (
+    _ROWS
+    + """
+local found = 0
+each(ARGV[3], function(key, fields) found = found + #those(key, fields, own) end)
+return found
+"""
+)
+
+# KEYS: prefix of rows that stand alone, of groups. ARGV: the name of the store; then for each question the hashes of a
+# chain, and those that stand for the store's groups, none unless it is asked for. Answers to each id, epoch, length of
+# each node that holds the first block; whose epochs live is for who asks to know, since a thousand of them would cost
+# more to send than the search. The search of each node is that of `cluster_state.prefixes.longest`, with positions
+# counted from 1; nodes whose next question is the same position are asked together. Where a position's row stands,
+# `protocol.rows` says.
+LONGEST_PREFIX = """
+local call, sub, answers = redis.call, string.sub, {}
+local hashes, chained, epochs, answer
+local function part(i, bytes) return sub(hashes, 16 * i - 15, 16 * i - 16 + bytes) end
+local function ask(ids, i)
+  local key, fields, holding, others = KEYS[1] .. part(i, 16), ids, {}, {}
+  if chained then
+    local tag = part(i, 8)
+    key, fields = KEYS[2] .. part(i - (i - 2) % 16, 8), {}
+    for at, id in ipairs(ids) do fields[at] = tag .. id end
+  end
+  for at, epoch in ipairs(call('HMGET', key, unpack(fields))) do
+    local group = epoch == epochs[ids[at]] and holding or others
+    group[#group + 1] = ids[at]
+  end
+  return holding, others
+end
+local function bisect(ids, low, high)
+  if #ids == 0 then return end
+  if high - low == 1 then
+    for _, id in ipairs(ids) do
+      answer[#answer + 1] = id
+      answer[#answer + 1] = epochs[id]
+      answer[#answer + 1] = low
+    end
+    return
+  end
+  local middle = math.floor((low + high) / 2)
+  local holding, others = ask(ids, middle)
+  bisect(holding, middle, high)
+  bisect(others, low, middle)
+end
+local function search(ids)
+  local count, low, high = #hashes / 16, 1, 4
+  while #ids > 0 and high <= count do
+    local holding, others = ask(ids, high)
+    bisect(others, low, high)
+    ids, low, high = holding, high, 4 * high
+  end
+  bisect(ids, low, math.min(high, count + 1))
+end
+local store = ARGV[1]
+for at = 2, #ARGV, 2 do
+  local ids = {}
+  hashes, chained, epochs, answer = ARGV[at], true, {}, {}
+  local first = call('HGETALL', KEYS[1] .. part(1, 16))
+  for place = 1, #first, 2 do
+    ids[#ids + 1] = first[place]
+    epochs[first[place]] = first[place + 1]
+  end
+  search(ids)
+  hashes, chained = ARGV[at + 1], false
+  if hashes ~= '' then
+    epochs[store] = call('HGET', KEYS[1] .. part(1, 16), store)
+    if epochs[store] then search({store}) end
+  end
+  answers[#answers + 1] = answer
+end
+return answers
+"""
