@@ -49,11 +49,12 @@ def marker_ids(tokenizer: TextTokenizer) -> dict[str, int]:
     return {marker: token_id for marker, token_id in ids.items() if token_id is not None}
 
 
-def shown_ids(tokenizer: TextTokenizer, options: TextOptions) -> frozenset[int]:
+def shown(tokenizer: TextTokenizer, options: TextOptions) -> dict[int, str]:
     """Special tokens that are not skipped, because the parsers must see them."""
     if not options.skip_special_tokens:
-        return frozenset()
-    return tokenizer.special_ids.intersection(marker_ids(tokenizer).values())
+        return {}
+    special = tokenizer.special_ids
+    return {token_id: marker for marker, token_id in marker_ids(tokenizer).items() if token_id in special}
 
 
 @dataclass(frozen=True, slots=True)

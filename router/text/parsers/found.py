@@ -5,21 +5,11 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from router.text.transcript import CallDelta
+from router.text.transcript import CallDelta, Found
 
 _ALPHABET = string.ascii_letters + string.digits
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a text turned out to be, in parts; an empty part says nothing. A call has one delta at most."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
 
 
 class Parser(Protocol):
