@@ -53,7 +53,7 @@ class Generation:
         self.metrics = pool.metrics
         self._options = options
         if parsing is not PLAIN:
-            self._options = replace(options, shown=shown(pool.text.tokenizer, options))
+            self._options = replace(options, shown=shown(pool.text.tokenizer, options, channels=parsing.channels))
         self._parsing = parsing
         self.turn: Turn | None = None
         self._started = False

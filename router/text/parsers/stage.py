@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from model_files.tokenizer import TextTokenizer
 from router.journey.spec import Output
+from router.text.parsers import harmony
+from router.text.parsers.found import Parser
 from router.text.parsers.reader import Reader, Turn
 from router.text.parsers.reasoning import ReasoningParser, Thinking
 from router.text.transcript import CallDelta, Found, Piece, Transcript
@@ -17,10 +19,10 @@ TAIL = 16
 
 @dataclass(frozen=True, slots=True)
 class CallParsing:
-    """How calls are read: by a new parser for each sequence. named: the client named the tool, for which the answer
-    ends with `stop`; any other that calls ends with `tool_calls`."""
+    """How calls are read: by a new parser for each sequence; None: by what reads the channels. named: the
+    client named the tool, for which the answer ends with `stop`; any other that calls ends with `tool_calls`."""
 
-    parser: type
+    parser: type | None
     names: tuple[str, ...]
     patient: bool = False
     named: bool = False
@@ -28,19 +30,27 @@ class CallParsing:
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """What is to be taken out of the text. shown: the reasoning is told; otherwise it is counted and dropped."""
+    """What is to be taken out of the text. shown: the reasoning is told; otherwise it is counted and dropped.
+    channels: the output is messages on channels."""
 
     thinking: Thinking | None = None
     calls: CallParsing | None = None
     shown: bool = True
+    channels: bool = False
 
     def reader(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> Reader:
         """A new one, for an output of this prompt."""
-        thought = None
+        calls, thought = self.calls, None
+        if self.channels:
+            names, patient = (calls.names, calls.patient) if calls is not None else ((), False)
+            lead, thinks = harmony.lead(tokenizer, prompt), self.thinking is not None
+            return harmony.HarmonyParser(names, patient=patient, thinks=thinks, lead=lead)
         if self.thinking is not None:
             thought = ReasoningParser(self.thinking, opened=self.opened(tokenizer, prompt))
-        calls = self.calls
-        return Turn(thought, None if calls is None else calls.parser(calls.names, patient=calls.patient))
+        parser: Parser | None = None
+        if calls is not None and calls.parser is not None:
+            parser = calls.parser(calls.names, patient=calls.patient)
+        return Turn(thought, parser)
 
     def opened(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> bool:
         """Whether the output of this prompt begins within its reasoning."""
