@@ -45,11 +45,13 @@ def _turns(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _thoughtful(message: Message) -> Message:
-    """Beside calls the template takes one of thoughts and content, both as thoughts."""
+    """Beside calls the template takes one of thoughts and content, both as thoughts; without any, no field for them."""
+    if not message.get("tool_calls"):
+        message = {name: value for name, value in message.items() if name != "tool_calls"}
     thoughts = message.get("reasoning_content")
     if not thoughts:
         return message
-    if not message.get("tool_calls"):
+    if "tool_calls" not in message:
         return {**message, "thinking": thoughts}
     return {**message, "thinking": "\n".join(filter(None, (thoughts, message["content"]))), "content": ""}
 

@@ -72,12 +72,14 @@ class HarmonyParser:
         """Of the message: text, reasoning or call."""
         self._between = ""
         """Stands before the next text of the message."""
+        self._first = True
+        """No marker has come: a head's beginning may be all of a text."""
         self._told: set[str] = set()
         self._calls = 0
         self._found: list[Found] = []
         self.feed(lead)
         self._told.clear()
-        self._between = ""
+        self._between, self._first = "", True
 
     @property
     def thinks(self) -> bool:
@@ -87,6 +89,7 @@ class HarmonyParser:
         for part in _MARK.split(text):
             if _MARK.fullmatch(part):
                 self._mark(part)
+                self._first = False
             elif self._head is None:
                 self._say(part)
             else:
@@ -126,7 +129,7 @@ class HarmonyParser:
         """Of a message, or of a head without one, which may be cut short."""
         if self._head is None:
             self._close()
-        elif _is_text(self._head):
+        elif _is_text(self._head, first=self._first):
             self._spill()
             self._close()
         self._head = ""
@@ -135,7 +138,7 @@ class HarmonyParser:
         """What is no head, or ends without a message: what of it belongs to no head is the message."""
         head, self._head = self._head or "", None
         self._open(head if CHANNEL in head else "")
-        self._say(head[_head_end(head) :])
+        self._say(_MARK.sub("", head[_head_end(head) :]))
 
     def _open(self, head: str) -> None:
         found = _head(head)
@@ -206,11 +209,11 @@ def _head_end(head: str) -> int:
     return len(head[:end].rstrip())
 
 
-def _is_text(head: str) -> bool:
+def _is_text(head: str, *, first: bool) -> bool:
     """Whether there is more than a head, which may have been cut short, where no message follows."""
     found, rest = _head(head), head[_head_end(head) :].strip()
-    if found["channel"]:
-        return bool(rest) and not any(word.startswith(rest) for word in (*CHANNELS, *_WORDS))
+    if found["channel"] or (found["role"] and not first):
+        return bool(rest) and not found["to"] and not any(word.startswith(rest) for word in (*CHANNELS, *_WORDS))
     if found["start"] and not found["role"]:
         return not any(role.startswith(rest) for role in _ROLES)
     return bool(rest) and not (found["to"] and found.end() == len(head))
