@@ -120,7 +120,7 @@ FAMILIES = {
     ),
     "olmoe": Family(qk_norm=True, wide_qk_norm=True, experts=ExpertNames()),
     "gpt_oss": Family(
-        gguf=False, theta=150000.0, head_dim=64, attention_bias=True, pattern=2, sinks=True,
+        theta=150000.0, head_dim=64, attention_bias=True, pattern=2, sinks=True,
         experts=ExpertNames(router="mlp.router", renormalised=True, biased=True, clamped=True, stacked=True),
     ),
     "deepseek_v2": Family(gguf=False, latent=True, experts=ExpertNames(precise=True)),

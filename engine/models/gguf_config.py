@@ -71,6 +71,8 @@ def _gguf_rope(file: GGUFFile) -> dict[str, Any]:
         return rope
     factor = file.get("rope.scaling.factor", 1.0)
     original = file.get("rope.scaling.original_context_length")
+    if gguf_family(file) == "gpt_oss":
+        rope["truncate"] = False  # as its config.json has it, of which its files say nothing
     rope |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
     rope |= {name: file.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
     weight = file.get("rope.scaling.attn_factor")

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.models.dequantise import BLOCKS, dequantise, stored_bytes
+from engine.models.dequantise import BLOCKS, CODED, dequantise, stored_bytes
+from engine.models.mxfp4 import RUN, codes_of_blocks
 from kernels.step import Stored, StoredRows
 from model_files.gguf import GGUFFile, GGUFTensor
 from protocol.errors import ConfigError
@@ -28,10 +29,12 @@ _GGUF_LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn": "attn_sinks",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
 _GGUF_EXPERTS = {
@@ -43,8 +46,10 @@ _GGUF_EXPERTS = {
     "w2": "ffn_down_exps",
 }
 """All of a layer in one tensor."""
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
+_GGUF_OWN = {("gpt-oss", "ffn_norm"): "post_attention_norm"}
+"""What architectures call otherwise."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias|sinks)")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
@@ -82,14 +87,16 @@ class GGUFWeights:
         tensor = self._find(name, tuple(out.shape))
         dequantise(self._ordered(name, tensor), tensor.type, out)
 
-    def stored(self, name: str, shape: tuple[int, int]) -> StoredRows | None:
+    def stored(self, name: str, shape: tuple[int, int]) -> Stored | None:
         tensor = self._find(name, shape)
+        if tensor.type in CODED:
+            return codes_of_blocks(self._ordered(name, tensor).view(shape[0], -1, stored_bytes(tensor.type, RUN)))
         if tensor.type not in BLOCKS:
             return None
         return StoredRows(BLOCKS[tensor.type], self._ordered(name, tensor).view(shape[0], -1).clone())
 
     def _find(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
-        stored, expert = _gguf_name(name)
+        stored, expert = _gguf_name(name, self._file.architecture)
         tensor = self._file.tensors.get(stored)
         if tensor is None:
             raise missing(f"{stored} ({name})")
@@ -140,14 +147,16 @@ def half_split_rows(rows: torch.Tensor, heads: int) -> None:
         head.copy_(head.view(-1, 2, rows.shape[1]).transpose(0, 1).reshape(head.shape))
 
 
-def _gguf_name(name: str) -> tuple[str, int | None]:
+def _gguf_name(name: str, architecture: str) -> tuple[str, int | None]:
     """The tensor's name in a file and, where it holds the tensors of many experts, which of them."""
     if (expert := _EXPERT.fullmatch(name)) is not None:
-        return f"blk.{expert[1]}.{_GGUF_EXPERTS[expert[3]]}.weight", int(expert[2])
+        return f"blk.{expert[1]}.{_GGUF_EXPERTS[expert[3]]}.{expert[4]}", int(expert[2])
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return _GGUF_TOP[name], None
-    return f"blk.{layer[1]}.{_GGUF_LAYER[layer[2]]}.{layer[3]}", None
+    own = _GGUF_LAYER[layer[2]]
+    kind = "weight" if layer[3] == "sinks" else layer[3]
+    return f"blk.{layer[1]}.{_GGUF_OWN.get((architecture, own), own)}.{kind}", None
 
 
 def _part(tensor: GGUFTensor, index: int) -> GGUFTensor:
