@@ -78,8 +78,7 @@ class HarmonyParser:
         self._calls = 0
         self._found: list[Found] = []
         self.feed(lead)
-        self._told.clear()
-        self._between, self._first = "", True
+        self._first = True
 
     @property
     def thinks(self) -> bool:

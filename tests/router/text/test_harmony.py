@@ -86,7 +86,7 @@ CASES: dict[str, tuple[str, Result]] = {
     "another role": ("<|channel|>final<|message|>4<|end|><|start|>user<|message|>5", ("", "4\n5", [])),
     "message twice": ("<|channel|>final<|message|>4<|message|>5", ("", "45", [])),
     "channel twice": ("<|channel|>analysis<|channel|>final<|message|>4", ("", "4", [])),
-    "head without end": ("<|channel|>final" + " " * 400 + "<|message|>4", None),  # type: ignore[dict-item]
+    "head without end": ("<|channel|>final" + " " * 400 + "<|message|>4", ("", " " * 400 + "4", [])),
     "nothing": ("", ("", "", [])),
     "one word": ("to", ("", "to", [])),
 }  # fmt: skip
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[str, Result]] = {
 def test_what_models_write(name: str) -> None:
     text, expected = marked(CASES[name][0]), CASES[name][1]
     whole = read([text])
-    assert expected is None or whole == expected
+    assert whole == expected
     assert read(list(text)) == whole
     assert read([text], patient=True) == whole
 
@@ -141,7 +141,9 @@ def test_reasoning_is_text_where_it_is_not_looked_for() -> None:
 
 
 def test_an_output_goes_on_where_its_prompt_ends() -> None:
-    assert read([" so."], lead="<|start|>assistant<|channel|>final<|message|>It is") == ("", " so.", [])
+    begun = "<|start|>assistant<|channel|>final<|message|>It is"
+    assert read([" so."], lead=begun) == ("", " so.", [])
+    assert read([marked(f"{ON}<|channel|>final<|message|>4")], lead=begun) == ("", "\n4", [])
     thinking = "<|start|>assistant<|channel|>analysis<|message|>Hm"
     assert read([marked(f".{ON}<|channel|>final<|message|>4")], lead=thinking) == (".", "4", [])
     assert read([marked("<|message|>4")], lead="<|start|>assistant<|channel|>final") == ("", "4", [])

@@ -242,6 +242,19 @@ async def test_a_conversation_is_put_as_the_template_wants_it() -> None:
     )
 
 
+async def test_results_without_an_id_are_those_of_the_calls_in_their_order() -> None:
+    api = channels_api(ANSWER)
+    calls = [call("now", "a"), call("get_weather", "b")]
+    results = [{"role": "tool", "content": text} for text in ("12:00", "sunny", "cold")]
+    history = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+    assert (await api.chat(messages=history)).status_code == 200
+    told = prompt_of(api).split("<|start|>")[3:-1]
+    assert [each.split(" ")[0].split("<")[0] for each in told] == [
+        "assistant", "functions.now", "assistant", "functions.get_weather", "functions.get_weather",
+    ]  # fmt: skip
+    assert [json.loads(each.split("<|message|>")[1].split("<")[0]) for each in told[1::2]] == ["12:00", "sunny"]
+
+
 async def test_the_older_names_of_calls_are_put_likewise() -> None:
     api = channels_api(ANSWER)
     history = [
