@@ -12,6 +12,7 @@ from model_files.counts import NOWHERE, Count, counted
 from model_files.decoders import DECODERS, LATENT, gguf_family
 from model_files.encoders import is_encoder
 from model_files.gguf import GGUFFile, GGUFTensor, read_gguf
+from model_files.gguf_latent import latent_fields
 from model_files.headers import Tensor, safetensors_header, weights_of
 from model_files.latent import LatentSizes, latent_sizes
 from model_files.multimodal import is_multimodal, is_text, text_config
@@ -195,6 +196,7 @@ def gguf_needs(file: GGUFFile) -> ModelNeeds:
         "head_dim": file.get("attention.key_length"),
         "num_experts": file.get("expert_count"),
         "num_experts_per_tok": file.get("expert_used_count"),
+        **(latent_fields(file) if gguf_family(file) in LATENT else {}),
     }
     tensors = [
         Tensor(tensor.name, tensor.shape, _bytes(tensor, _STORED), _bytes(tensor, _CODED))

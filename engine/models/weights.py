@@ -29,7 +29,15 @@ _GGUF_LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
-    "self_attn": "attn_sinks",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -48,7 +56,8 @@ _GGUF_EXPERTS = {
 """All of a layer in one tensor."""
 _GGUF_OWN = {("gpt-oss", "ffn_norm"): "post_attention_norm"}
 """What architectures call otherwise."""
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias|sinks)")
+_GGUF_PARAMETERS = {"self_attn.sinks": "attn_sinks.weight", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.((.+)\.(weight|bias)|.+)")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
@@ -84,8 +93,22 @@ class GGUFWeights:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(self, name: str, out: torch.Tensor) -> None:
+        parts = [self._file.tensors.get(part) for part in _parts_of(name)]
+        if parts and None not in parts:
+            self._join([part for part in parts if part is not None], out)
+            return
         tensor = self._find(name, tuple(out.shape))
         dequantise(self._ordered(name, tensor), tensor.type, out)
+
+    def _join(self, parts: list[GGUFTensor], out: torch.Tensor) -> None:
+        """What makes keys and values of a latent, which lie apart: of each head those of its keys [rank, dims] and of
+        its values [dims, rank]."""
+        keys, values = (torch.empty(part.shape) for part in parts)
+        for part, read in zip(parts, (keys, values), strict=True):
+            dequantise(self.bytes_of(part), part.type, read)
+        made = torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+        check_shape(parts[0].name, tuple(made.shape), tuple(out.shape))
+        out.copy_(made)
 
     def stored(self, name: str, shape: tuple[int, int]) -> Stored | None:
         tensor = self._find(name, shape)
@@ -154,9 +177,18 @@ def _gguf_name(name: str, architecture: str) -> tuple[str, int | None]:
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return _GGUF_TOP[name], None
-    own = _GGUF_LAYER[layer[2]]
-    kind = "weight" if layer[3] == "sinks" else layer[3]
-    return f"blk.{layer[1]}.{_GGUF_OWN.get((architecture, own), own)}.{kind}", None
+    if layer[2] in _GGUF_PARAMETERS:
+        return f"blk.{layer[1]}.{_GGUF_PARAMETERS[layer[2]]}", None
+    own = _GGUF_LAYER[layer[3]]
+    return f"blk.{layer[1]}.{_GGUF_OWN.get((architecture, own), own)}.{layer[4]}", None
+
+
+def _parts_of(name: str) -> list[str]:
+    """Names under which newer files keep a tensor in two."""
+    layer = _LAYER.fullmatch(name)
+    if layer is None or layer[2] != "self_attn.kv_b_proj.weight":
+        return []
+    return [f"blk.{layer[1]}.attn_{part}_b.weight" for part in "kv"]
 
 
 def _part(tensor: GGUFTensor, index: int) -> GGUFTensor:

@@ -45,16 +45,20 @@ def test_what_may_run_passes(tmp_path):
     require_runnable(resolve("smollm2"))
 
 
-def test_a_gguf_is_refused_by_its_header(tmp_path):
+@pytest.mark.parametrize("architecture", ["minicpm3", "deepseek2"])
+def test_a_gguf_is_refused_by_its_header(architecture, tmp_path):
     path = tmp_path / "deep.gguf"
-    writer = GGUFWriter(str(path), "deepseek2")
-    writer.add_uint32("deepseek2.attention.kv_lora_rank", 512)
+    writer = GGUFWriter(str(path), architecture)
+    writer.add_uint32(f"{architecture}.attention.kv_lora_rank", 512)
     writer.add_tensor("token_embd.weight", np.zeros((3, 4), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match=r"deep \(deepseek2\) cannot be served"):
+    if architecture == "deepseek2":
+        require_runnable(resolve(str(path)))
+        return
+    with pytest.raises(ConfigError, match=r"deep \(minicpm3\) cannot be served"):
         require_runnable(resolve(str(path)))
 
 
