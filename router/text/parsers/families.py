@@ -112,6 +112,7 @@ def thinking(name: str, template: str | None) -> Thinking | None:
     return None
 
 
+@cache
 def has_channels(calls: Dialect | None, thoughts: Thinking | None) -> bool:
     """Whether a model's whole outputs are messages on channels."""
     return thoughts is REASONING["openai_gptoss"] or (calls is not None and calls.family == OPENAI)
