@@ -47,9 +47,8 @@ def marks(tokenizer: TextTokenizer) -> dict[int, str]:
 def lead(tokenizer: TextTokenizer, prompt: Sequence[int]) -> str:
     """The message that the prompt has begun, its marks included."""
     shown = marks(tokenizer)
-    starts = [place for place, token_id in enumerate(prompt) if shown.get(token_id) == START]
-    steps = detokenizer(tokenizer, shown=shown)
-    return "".join(map(steps.feed, prompt[starts[-1] :])) if starts else ""
+    start = next((place for place in range(len(prompt) - 1, -1, -1) if shown.get(prompt[place]) == START), len(prompt))
+    return "".join(map(detokenizer(tokenizer, shown=shown).feed, prompt[start:]))
 
 
 class HarmonyParser:
