@@ -32,4 +32,8 @@ def gguf_family(file: GGUFFile) -> str:
     """The model_type of the file's architecture, which may be none of our families."""
     if file.architecture == "llama" and file.get("expert_count"):
         return "mixtral"
-    return {"qwen3moe": "qwen3_moe", "command-r": "cohere"}.get(file.architecture, file.architecture)
+    if file.architecture == "deepseek2":
+        return "deepseek_v3" if file.get("expert_gating_func") == 2 else "deepseek_v2"
+    return {"qwen3moe": "qwen3_moe", "command-r": "cohere", "gpt-oss": "gpt_oss"}.get(
+        file.architecture, file.architecture
+    )

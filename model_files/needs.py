@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from model_files.counts import NOWHERE, Count, counted
 from model_files.decoders import DECODERS, LATENT, gguf_family
 from model_files.encoders import is_encoder
-from model_files.gguf import GGUFFile, read_gguf
+from model_files.gguf import GGUFFile, GGUFTensor, read_gguf
+from model_files.gguf_latent import latent_fields
 from model_files.headers import Tensor, safetensors_header, weights_of
 from model_files.latent import LatentSizes, latent_sizes
 from model_files.multimodal import is_multimodal, is_text, text_config
@@ -35,9 +36,12 @@ _STORED = {
     14: 6 / 8 + 2 * _HALVES,
     20: 8 / 8 + _HALVES,
     23: 8 / 8 + _HALVES,
+    39: 5 / 8 + _HALVES,
 }
 """Bytes a weight of the block formats in the forms in which they run on a CPU (kernels/cpu/native/forms.h): Q4_0, Q4_1,
-Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS."""
+Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, and MXFP4 as Q5_0."""
+_CODED = {39: 8 / 8 + _HALVES}
+"""The same on a GPU, of those that run there as codes."""
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -178,6 +182,10 @@ def _runs(name: str, config: dict[str, Any]) -> bool:
     return layer is None or int(layer[1]) < config.get("num_hidden_layers", math.inf)
 
 
+def _bytes(tensor: GGUFTensor, of_weight: Mapping[int, float]) -> float | None:
+    return math.prod(tensor.shape) * of_weight[tensor.type] if tensor.type in of_weight else None
+
+
 def gguf_needs(file: GGUFFile) -> ModelNeeds:
     """Of a GGUF header that is already read. Raises ConfigError."""
     heads, hidden = int(file.get("attention.head_count", 1)), int(file.get("embedding_length", 0))
@@ -190,13 +198,10 @@ def gguf_needs(file: GGUFFile) -> ModelNeeds:
         "head_dim": file.get("attention.key_length"),
         "num_experts": file.get("expert_count"),
         "num_experts_per_tok": file.get("expert_used_count"),
+        **(latent_fields(file) if gguf_family(file) in LATENT else {}),
     }
     tensors = [
-        Tensor(
-            tensor.name,
-            tensor.shape,
-            math.prod(tensor.shape) * _STORED[tensor.type] if tensor.type in _STORED else None,
-        )
+        Tensor(tensor.name, tensor.shape, _bytes(tensor, _STORED), _bytes(tensor, _CODED))
         for tensor in file.tensors.values()
     ]
     return config_needs(config, tensors, int(file.get("context_length", 0)))

@@ -68,6 +68,6 @@ def _classifies(config: dict[str, Any]) -> bool:
 
 
 def _gguf_reason(architecture: str, latent_rank: int | None) -> str | None:
-    if latent_rank:
+    if latent_rank and architecture != "deepseek2":
         return _LATENT
     return _CHUNKED if architecture == "llama4" else None

@@ -93,10 +93,20 @@ def gguf_facts(file: GGUFFile) -> ModelFacts:
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     eos = dict.fromkeys(id for name in names for id in _ids(meta.get(f"tokenizer.ggml.{name}")))
     vocab = embedding.shape[0] if embedding is not None else len(meta.get("tokenizer.ggml.tokens") or ())
+    if file.architecture == "gpt-oss":
+        eos = _ends_of_messages(meta, eos)
     length = int(file.get("context_length", 0))
     if not vocab or not length:
         raise ConfigError(f"{file.path} names no vocabulary or no context length", param="model")
     return ModelFacts(vocab, length, tuple(eos), file.architecture)
+
+
+def _ends_of_messages(meta: dict[str, Any], eos: dict[int, None]) -> dict[int, None]:
+    """What ends an output of messages on channels: its files name one of them, and may name what ends a message."""
+    tokens = list(meta.get("tokenizer.ggml.tokens") or ())
+    named = [id for id in eos if id < len(tokens) and tokens[id] != "<|end|>"]
+    ends = [tokens.index(end) for end in ("<|return|>", "<|call|>", "<|endoftext|>") if end in tokens]
+    return dict.fromkeys((*named, *ends))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -56,12 +56,12 @@ class RouterSettings(CommonSettings):
     tool_call_parser: str = setting(
         "auto",
         "how the model calls tools; auto: as its chat template shows, none: it does not",
-        choices=("auto", "none", "hermes", "llama3_json", "mistral", "pythonic"),
+        choices=("auto", "none", "hermes", "llama3_json", "mistral", "openai", "pythonic"),
     )
     reasoning_parser: str = setting(
         "auto",
         "how the model marks its reasoning; auto: as its chat template shows, none: it is part of the text",
-        choices=("auto", "none", "deepseek_r1", "qwen3", "granite", "mistral"),
+        choices=("auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "openai_gptoss"),
     )
     generation_config: str = setting(
         "auto",

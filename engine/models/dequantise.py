@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 import torch
 
+from engine.models.mxfp4 import RUN, codes_of_blocks
 from protocol.errors import ConfigError
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, BF16 = 0, 1, 2, 3, 6, 7, 8, 30
-Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = 10, 11, 12, 13, 14, 20, 23
+Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4 = 10, 11, 12, 13, 14, 20, 23, 39
 BLOCKS = {
     Q4_0: "Q4_0",
     Q4_1: "Q4_1",
@@ -28,6 +29,8 @@ BLOCKS = {
     IQ4_NL: "IQ4_NL",
     IQ4_XS: "IQ4_XS",
 }
+CODED = {MXFP4: "MXFP4"}
+"""Read as codes and scales instead."""
 PLAIN = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
 _PIECE = 16 * 1024
 """Elements dequantised at once: 64 KiB of float32."""
@@ -66,7 +69,7 @@ def _format(kind: int) -> tuple[int, int, Callable[[torch.Tensor, torch.Tensor],
         known = {int(item): item.name for item in GGMLQuantizationType}
         raise ConfigError(
             f"GGUF tensor type {known.get(kind, kind)} is not supported; F32, F16, BF16, {', '.join(BLOCKS.values())} "
-            "are",
+            f"and {', '.join(CODED.values())} are",
             param="model",
         )
     return found
@@ -184,6 +187,10 @@ def _iq4_xs(blocks: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(values.mul_(scales[..., None]).flatten(1))
 
 
+def _mxfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    codes_of_blocks(blocks[:, None]).write(out)
+
+
 _FORMATS: dict[int, tuple[int, int, Callable[[torch.Tensor, torch.Tensor], None]]] = {
     Q4_0: (32, 18, _q4_0),
     Q4_1: (32, 20, _q4_1),
@@ -197,4 +204,5 @@ _FORMATS: dict[int, tuple[int, int, Callable[[torch.Tensor, torch.Tensor], None]
     Q6_K: (256, 210, _q6_k),
     IQ4_NL: (32, 18, _iq4_nl),
     IQ4_XS: (256, 136, _iq4_xs),
+    MXFP4: (RUN, 17, _mxfp4),
 }

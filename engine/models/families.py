@@ -120,12 +120,12 @@ FAMILIES = {
     ),
     "olmoe": Family(qk_norm=True, wide_qk_norm=True, experts=ExpertNames()),
     "gpt_oss": Family(
-        gguf=False, theta=150000.0, head_dim=64, attention_bias=True, pattern=2, sinks=True,
+        theta=150000.0, head_dim=64, attention_bias=True, pattern=2, sinks=True,
         experts=ExpertNames(router="mlp.router", renormalised=True, biased=True, clamped=True, stacked=True),
     ),
-    "deepseek_v2": Family(gguf=False, latent=True, experts=ExpertNames(precise=True)),
+    "deepseek_v2": Family(latent=True, experts=ExpertNames(precise=True)),
     "deepseek_v3": Family(
-        gguf=False, latent=True, experts=ExpertNames(renormalised=True, sigmoid=True, precise=True),
+        latent=True, experts=ExpertNames(renormalised=True, sigmoid=True, precise=True),
     ),
     "smollm3": Family(theta=2000000.0, tie_embeddings=True, gguf_permuted=True),
     "phi3": Family(gguf=False, fused=True, windowed=True),

@@ -8,8 +8,9 @@ from typing import Any
 
 from engine.models.config import DecoderConfig, parse_config
 from engine.models.families import FAMILIES
-from model_files.decoders import gguf_family
+from model_files.decoders import LATENT, gguf_family
 from model_files.gguf import GGUFFile
+from model_files.gguf_latent import latent_fields, latent_rope
 from protocol.errors import ConfigError
 
 
@@ -57,6 +58,8 @@ def _gguf_as_hf(file: GGUFFile) -> dict[str, Any]:
         "moe_intermediate_size": file.get("expert_feed_forward_length"),
         "norm_topk_prob": file.get("expert_weights_norm", True if model_type == "qwen3_moe" else None),
     }
+    if model_type in LATENT:
+        values |= {"head_dim": None, "norm_topk_prob": None} | latent_fields(file)
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -66,11 +69,15 @@ def _gguf_rope(file: GGUFFile) -> dict[str, Any]:
     heads, hidden = file.get("attention.head_count", 1), file.get("embedding_length", 1)
     head_dim = file.get("attention.key_length") or hidden // heads
     rope: dict[str, Any] = {"partial_rotary_factor": file.get("rope.dimension_count", head_dim) / head_dim}
+    if gguf_family(file) in LATENT:
+        rope = latent_rope(file)
     kind = file.get("rope.scaling.type", "none")
     if kind == "none":
         return rope
     factor = file.get("rope.scaling.factor", 1.0)
     original = file.get("rope.scaling.original_context_length")
+    if gguf_family(file) == "gpt_oss":
+        rope["truncate"] = False  # as its config.json has it, of which its files say nothing
     rope |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
     rope |= {name: file.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
     weight = file.get("rope.scaling.attn_factor")

@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 
 from engine.models.config import parse_config, unsupported
-from engine.models.dequantise import BLOCKS, PLAIN, stored_bytes
+from engine.models.dequantise import BLOCKS, CODED, PLAIN, stored_bytes
 from engine.models.families import FAMILIES
 from engine.models.gguf_config import parse_gguf
 from engine.models.hf import gguf_architectures, language_models
@@ -72,7 +72,8 @@ def _gguf(file: GGUFFile, impl: str) -> Route:
     kinds = sorted({tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1})
     for kind in kinds:
         stored_bytes(kind, 256)
-    formats = "GGUF of " + " and ".join(BLOCKS.get(kind) or str(PLAIN[kind]).removeprefix("torch.") for kind in kinds)
+    names = BLOCKS | CODED
+    formats = "GGUF of " + " and ".join(names.get(kind) or str(PLAIN[kind]).removeprefix("torch.") for kind in kinds)
     family = FAMILIES.get(gguf_family(file))
     if impl != "transformers" and ((family is not None and family.gguf) or impl == "kvferry"):
         parse_gguf(file)

@@ -1,8 +1,4 @@
-"""Experts of checkpoints that hold all of a layer in one tensor: gpt-oss's, in plain numbers or in MXFP4.
-
-MXFP4 (Open Compute Project, Microscaling Formats 1.0): 32 inputs share a power of two, and each has one of sixteen
-values of four bits (e2m1). Twice these values are integers.
-"""
+"""Experts of checkpoints that hold all of a layer in one tensor: gpt-oss's, in plain numbers or in MXFP4."""
 
 from __future__ import annotations
 
@@ -10,17 +6,13 @@ import re
 
 import torch
 
+from engine.models.mxfp4 import RUN, codes_of
 from engine.models.quantised import Tensors
 from engine.models.weights import check_shape, missing
 from kernels.codes import Codes
 from protocol.errors import ConfigError
 
-_RUN = 32
-"""Inputs of one scale."""
 _TENSOR = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
-_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-_MANTISSA = 23
-"""Bits of a float32 below its exponent, which counts from where MXFP4's scales do."""
 
 
 class StackedWeights:
@@ -58,10 +50,8 @@ class StackedWeights:
             return None
         blocks, scales = self._part(found, "_blocks"), self._part(found, "_scales")
         check_shape(name, (len(blocks), blocks[0].numel() * 2), shape)
-        check_shape(f"{_stack(found)}_scales", tuple(scales.shape), (shape[0], shape[1] // _RUN))
-        halves = torch.stack((blocks & 15, blocks >> 4), -1).view(shape)
-        halved = (scales.int() - 1).clamp_(min=0) << _MANTISSA
-        return Codes(_DOUBLED[halves.int()], halved.view(torch.float32))
+        check_shape(f"{_stack(found)}_scales", tuple(scales.shape), (shape[0], shape[1] // RUN))
+        return codes_of(torch.stack((blocks & 15, blocks >> 4), -1).view(shape), scales)
 
     def _part(self, found: re.Match[str], ending: str, outputs: int = 0) -> torch.Tensor:
         """An expert's part of a stack; outputs: the dimension of what remains along which gate and up take turns."""

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.models.dequantise import BLOCKS, dequantise, stored_bytes
+from engine.models.dequantise import BLOCKS, CODED, dequantise, stored_bytes
+from engine.models.mxfp4 import RUN, codes_of_blocks
 from kernels.step import Stored, StoredRows
 from model_files.gguf import GGUFFile, GGUFTensor
 from protocol.errors import ConfigError
@@ -28,10 +29,20 @@ _GGUF_LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
 _GGUF_EXPERTS = {
@@ -43,8 +54,11 @@ _GGUF_EXPERTS = {
     "w2": "ffn_down_exps",
 }
 """All of a layer in one tensor."""
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
+_GGUF_OWN = {("gpt-oss", "ffn_norm"): "post_attention_norm"}
+"""What architectures call otherwise."""
+_GGUF_PARAMETERS = {"self_attn.sinks": "attn_sinks.weight", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.((.+)\.(weight|bias)|.+)")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
@@ -79,17 +93,33 @@ class GGUFWeights:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(self, name: str, out: torch.Tensor) -> None:
+        parts = [self._file.tensors.get(part) for part in _parts_of(name)]
+        if parts and None not in parts:
+            self._join([part for part in parts if part is not None], out)
+            return
         tensor = self._find(name, tuple(out.shape))
         dequantise(self._ordered(name, tensor), tensor.type, out)
 
-    def stored(self, name: str, shape: tuple[int, int]) -> StoredRows | None:
+    def _join(self, parts: list[GGUFTensor], out: torch.Tensor) -> None:
+        """What makes keys and values of a latent, which lie apart: of each head those of its keys [rank, dims] and of
+        its values [dims, rank]."""
+        keys, values = (torch.empty(part.shape) for part in parts)
+        for part, read in zip(parts, (keys, values), strict=True):
+            dequantise(self.bytes_of(part), part.type, read)
+        made = torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+        check_shape(parts[0].name, tuple(made.shape), tuple(out.shape))
+        out.copy_(made)
+
+    def stored(self, name: str, shape: tuple[int, int]) -> Stored | None:
         tensor = self._find(name, shape)
+        if tensor.type in CODED:
+            return codes_of_blocks(self._ordered(name, tensor).view(shape[0], -1, stored_bytes(tensor.type, RUN)))
         if tensor.type not in BLOCKS:
             return None
         return StoredRows(BLOCKS[tensor.type], self._ordered(name, tensor).view(shape[0], -1).clone())
 
     def _find(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
-        stored, expert = _gguf_name(name)
+        stored, expert = _gguf_name(name, self._file.architecture)
         tensor = self._file.tensors.get(stored)
         if tensor is None:
             raise missing(f"{stored} ({name})")
@@ -140,14 +170,25 @@ def half_split_rows(rows: torch.Tensor, heads: int) -> None:
         head.copy_(head.view(-1, 2, rows.shape[1]).transpose(0, 1).reshape(head.shape))
 
 
-def _gguf_name(name: str) -> tuple[str, int | None]:
+def _gguf_name(name: str, architecture: str) -> tuple[str, int | None]:
     """The tensor's name in a file and, where it holds the tensors of many experts, which of them."""
     if (expert := _EXPERT.fullmatch(name)) is not None:
-        return f"blk.{expert[1]}.{_GGUF_EXPERTS[expert[3]]}.weight", int(expert[2])
+        return f"blk.{expert[1]}.{_GGUF_EXPERTS[expert[3]]}.{expert[4]}", int(expert[2])
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return _GGUF_TOP[name], None
-    return f"blk.{layer[1]}.{_GGUF_LAYER[layer[2]]}.{layer[3]}", None
+    if layer[2] in _GGUF_PARAMETERS:
+        return f"blk.{layer[1]}.{_GGUF_PARAMETERS[layer[2]]}", None
+    own = _GGUF_LAYER[layer[3]]
+    return f"blk.{layer[1]}.{_GGUF_OWN.get((architecture, own), own)}.{layer[4]}", None
+
+
+def _parts_of(name: str) -> list[str]:
+    """Names under which newer files keep a tensor in two."""
+    layer = _LAYER.fullmatch(name)
+    if layer is None or layer[2] != "self_attn.kv_b_proj.weight":
+        return []
+    return [f"blk.{layer[1]}.attn_{part}_b.weight" for part in "kv"]
 
 
 def _part(tensor: GGUFTensor, index: int) -> GGUFTensor:

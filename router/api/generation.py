@@ -21,7 +21,7 @@ from router.api.visit import Used
 from router.journey.spec import RequestSpec, Route
 from router.tenants.lane import Turn
 from router.tenants.turns import Size
-from router.text.parsers.families import shown_ids
+from router.text.parsers.families import shown
 from router.text.parsers.stage import PLAIN, Parsing, Stage
 from router.text.transcript import Piece, TextOptions, Transcript
 
@@ -53,7 +53,7 @@ class Generation:
         self.metrics = pool.metrics
         self._options = options
         if parsing is not PLAIN:
-            self._options = replace(options, shown_ids=shown_ids(pool.text.tokenizer, options))
+            self._options = replace(options, shown=shown(pool.text.tokenizer, options, channels=parsing.channels))
         self._parsing = parsing
         self.turn: Turn | None = None
         self._started = False
@@ -161,7 +161,7 @@ class Generation:
         transcript = Transcript(tokenizer, spec.token_ids, spec.work.params, self._options)
         if self._parsing is PLAIN:
             return transcript
-        return Stage(transcript, self._parsing, opened=self._parsing.opened(tokenizer, spec.token_ids))
+        return Stage(transcript, self._parsing, self._parsing.reader(tokenizer, spec.token_ids))
 
     async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
         if choice.journey is not None and not choice.ended:

@@ -14,7 +14,7 @@ from model_files.task import read_task
 from model_files.tokenizer import load_tokenizer
 from protocol.errors import ConfigError
 from protocol.settings import RouterSettings
-from router.text.parsers.families import check_names
+from router.text.parsers.families import check_channels, check_names
 from router.text.template import ChatTemplate
 from router.text.text_model import TextModel
 
@@ -65,7 +65,7 @@ def _read(settings: RouterSettings, source: ModelSource, served: tuple[str, ...]
         facts = replace(facts, sampling=())
     knows_tools = template is not None and template.knows_tools
     check_names(settings.tool_call_parser, settings.reasoning_parser, knows_tools=knows_tools)
-    return TextModel(
+    text = TextModel(
         ModelName(source.name, served),
         load_tokenizer(source),
         template,
@@ -74,6 +74,8 @@ def _read(settings: RouterSettings, source: ModelSource, served: tuple[str, ...]
         settings.tool_call_parser,
         settings.reasoning_parser,
     )
+    check_channels(text.tokenizer, text.dialect, text.thinking)
+    return text
 
 
 def _from_gguf(source: ModelSource) -> tuple[dict[str, str], _Templates]:

@@ -12,7 +12,8 @@ from model_files.source import ModelFacts
 from model_files.task import GENERATES, Task
 from model_files.tokenizer import TextTokenizer
 from protocol.errors import InvalidRequest
-from router.text.parsers.families import AUTO, Dialect, dialect, thinking
+from router.text.channel_history import channelled, described
+from router.text.parsers.families import AUTO, Dialect, dialect, has_channels, thinking
 from router.text.parsers.reasoning import Thinking
 from router.text.template import ChatTemplate
 from router.text.tool_prompt import spelled
@@ -55,6 +56,11 @@ class TextModel:
     def thinking(self) -> Thinking | None:
         """How the model marks its reasoning; None: it does not, or the marks are shown as text."""
         return thinking(self.reasoning_parser, self.template.source if self.template is not None else None)
+
+    @property
+    def channels(self) -> bool:
+        """Whether its outputs are messages on channels, all of them."""
+        return has_channels(self.dialect, self.thinking)
 
     @property
     def name(self) -> str:
@@ -102,6 +108,8 @@ class TextModel:
         shown = [_shaped(message, place) for place, message in enumerate(messages)]
         if (tools or any(map(_of_tools, shown))) and not self._shows_tools():
             shown, tools = spelled(shown, tools, takes_system=template.takes_system), None
+        elif self.channels:
+            shown, tools = channelled(shown), described(tools)
         if template.wants_parts:
             shown = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in shown]
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from model_files.tokenizer import TextTokenizer
@@ -18,14 +18,14 @@ LIMIT = "max_tokens"
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How output tokens are shown. `echo_only`: max_tokens was 0, the one token drawn is dropped. `shown_ids`: special
-    tokens that are not skipped, because a parser behind the transcript reads them."""
+    """How output tokens are shown. `echo_only`: max_tokens was 0, the one token drawn is dropped. `shown`: what
+    stands for special tokens that a parser behind the transcript reads."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
     echo_only: bool = False
-    shown_ids: frozenset[int] = frozenset()
+    shown: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,22 @@ class CallDelta:
         return CallDelta(self.index, self.id, self.name, self.arguments + delta.arguments)
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a text turned out to be: reasoning, then text, then calls; what is empty says nothing. A call has one delta
+    at most."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
 @dataclass(slots=True)
 class Piece:
     """What one Output adds. `token_ids` count as completion tokens, the ending token included. stop_reason: the stop
     string or stop token id that ended the text, or LIMIT; None for end-of-sequence and length. closed: the grammar
     ended the text before max_tokens would have cut it. `reasoning` and `calls` are what the parsers behind the
-    transcript took out of the text."""
+    transcript took out of the text; `row` tells the same in its order, where it is not that of Found."""
 
     text: str = ""
     token_ids: Sequence[int] = ()
@@ -67,6 +77,7 @@ class Piece:
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
     closed: bool = False
+    row: tuple[Found, ...] = ()
 
 
 class Transcript:
@@ -79,7 +90,7 @@ class Transcript:
         self, tokenizer: TextTokenizer, prompt: Sequence[int], params: SamplingParams, options: TextOptions
     ) -> None:
         self._detokenizer = detokenizer(
-            tokenizer, prompt, skip_special_tokens=options.skip_special_tokens, shown=options.shown_ids
+            tokenizer, prompt, skip_special_tokens=options.skip_special_tokens, shown=options.shown
         )
         self._stop = StopMatcher(options.stops, include=options.include_stop) if options.stops else None
         self._params = params

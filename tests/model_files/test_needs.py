@@ -123,6 +123,7 @@ def test_the_block_formats_take_what_their_forms_take():
         "Q6_K": 6 / 8 + 2 * halves,
         "IQ4_NL": 1 + halves,
         "IQ4_XS": 1 + halves,
+        "MXFP4": 5 / 8 + halves,
     }
 
 

@@ -45,17 +45,21 @@ def test_what_may_run_passes(tmp_path):
     require_runnable(resolve("smollm2"))
 
 
-def test_a_gguf_is_refused_by_its_header(tmp_path):
-    path = tmp_path / "deep.gguf"
-    writer = GGUFWriter(str(path), "deepseek2")
-    writer.add_uint32("deepseek2.attention.kv_lora_rank", 512)
+def latent_gguf(path, architecture):
+    writer = GGUFWriter(str(path), architecture)
+    writer.add_uint32(f"{architecture}.attention.kv_lora_rank", 512)
     writer.add_tensor("token_embd.weight", np.zeros((3, 4), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match=r"deep \(deepseek2\) cannot be served"):
-        require_runnable(resolve(str(path)))
+    return resolve(str(path))
+
+
+def test_a_gguf_is_refused_by_its_header(tmp_path):
+    with pytest.raises(ConfigError, match=r"deep \(minicpm3\) cannot be served"):
+        require_runnable(latent_gguf(tmp_path / "deep.gguf", "minicpm3"))
+    require_runnable(latent_gguf(tmp_path / "deep.gguf", "deepseek2"))
 
 
 def test_of_a_hub_s_model_that_cannot_run_no_weights_are_downloaded(tmp_path, monkeypatch):

@@ -192,12 +192,12 @@ class ChatBody(ToolFields, ChatPrompt, UnbuiltForChat, GenerationBody):
 
     def parsing(self, text: TextModel) -> Parsing:
         use, shown = self._use(), self.include_reasoning is not False
-        plain = use is None and text.thinking is None
+        plain = use is None and text.thinking is None and not text.channels
         return PLAIN if plain else parsing(text, use, patient=not self.stream, shown=shown)
 
     def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
         asked, use = super().grammar(text, prompt), self._use()
-        plain = use is None and (asked is None or text.thinking is None)
+        plain = use is None and (asked is None or (text.thinking is None and not text.channels))
         return asked if plain else bounded(text, use, asked, prompt, continued=bool(self.continue_final_message))
 
     def _use(self) -> ToolUse | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -15,7 +15,8 @@ from protocol.errors import InvalidRequest
 from protocol.work import Grammar
 from router.api.bodies.fields import told
 from router.api.bodies.structured import Asked
-from router.text.parsers.families import marker_ids
+from router.text.parsers import harmony, harmony_syntax
+from router.text.parsers.families import MARKERS, marker_ids
 from router.text.parsers.stage import CallParsing, Parsing
 from router.text.parsers.syntax import Tool, after_thought, either, grammar
 from router.text.text_model import TextModel
@@ -123,7 +124,7 @@ def parsing(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool 
             )
         names = tuple(tool.name for tool in use.tools)
         calls = CallParsing(text.dialect.parser, names, patient=patient, named=use.named)
-    return Parsing(text.thinking, calls, shown=shown)
+    return Parsing(text.thinking, calls, shown=shown, channels=text.channels)
 
 
 def bounded(
@@ -144,8 +145,10 @@ def bounded(
     if use is None or (asked is not None and answer is None):
         if use is not None and asked is not None:
             raise InvalidRequest(f"{asked[0]} of this kind cannot go with tools", param=asked[0])
-        if answer is None or thinking is None:
+        if answer is None or (thinking is None and not text.channels):
             return asked
+    if text.channels:
+        return _on_channels(text, use, asked, answer, prompt)
     if use is None:
         assert asked is not None
         return asked[0], Grammar("lark", after_thought(_speller(text), thinking, opened, answer or ""))
@@ -163,6 +166,22 @@ def bounded(
         answer=answer,
     )
     return use.place, Grammar("lark", source)
+
+
+def _on_channels(
+    text: TextModel, use: ToolUse | None, asked: Asked | None, answer: str | None, prompt: Sequence[int]
+) -> Asked:
+    """The same where the output is messages on channels."""
+    source = harmony_syntax.grammar(
+        () if use is None else use.tools,
+        _speller(text, harmony.MARKERS),
+        forced=use is not None and use.forced,
+        parallel=use is not None and use.parallel is not False,
+        lead=harmony.lead(text.tokenizer, prompt),
+        answer=answer,
+    )
+    field = use.place if use is not None else asked[0] if asked is not None else ""
+    return field, Grammar("lark", source)
 
 
 def lark_answer(asked: Grammar) -> str | None:
@@ -223,6 +242,6 @@ def _named(choice: Any, field: str, names: tuple[str, ...]) -> str:
     return str(name)
 
 
-def _speller(text: TextModel) -> Callable[[str], str]:
-    ids = marker_ids(text.tokenizer)
+def _speller(text: TextModel, markers: Iterable[str] = MARKERS) -> Callable[[str], str]:
+    ids = marker_ids(text.tokenizer, markers)
     return lambda marker: lark.token(ids[marker]) if marker in ids else lark.text(marker)

@@ -79,12 +79,13 @@ class Parts:
     def add(self, piece: Piece) -> Iterator[Step]:
         """The steps of a piece. With the last one whatever is open ends; an answer of nothing gets an empty text."""
         self._waiting += piece.entries
-        if piece.reasoning:
-            yield from self._grow(REASONING, piece.reasoning)
-        if piece.text:
-            yield from self._grow(TEXT, piece.text)
-        for call in piece.calls:
-            yield from self._grow(CALL, call.arguments, call)
+        for found in piece.row or (piece,):
+            if found.reasoning:
+                yield from self._grow(REASONING, found.reasoning)
+            if found.text:
+                yield from self._grow(TEXT, found.text)
+            for call in found.calls:
+                yield from self._grow(CALL, call.arguments, call)
         if piece.finish_reason is not None:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
             if not self.all:

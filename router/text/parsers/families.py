@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from model_files.tokenizer import TextTokenizer
 from protocol.errors import ConfigError
+from router.text.parsers import harmony
 from router.text.parsers.found import CallParser
 from router.text.parsers.hermes import HermesParser, LedHermesParser
 from router.text.parsers.llama3_json import Llama3JsonParser
@@ -32,7 +33,10 @@ REASONING: Mapping[str, Thinking] = {
         ("Here is my response:", "Here's my response:"),
     ),
     "mistral": Thinking(("[THINK]",), ("[/THINK]",)),
+    "openai_gptoss": Thinking(("<|channel|>analysis<|message|>",), ("<|end|>",)),
 }
+OPENAI = "openai"
+"""The family whose whole outputs are messages on channels (`harmony`)."""
 AUTO, NONE = "auto", "none"
 MARKERS = frozenset(
     (
@@ -43,17 +47,20 @@ MARKERS = frozenset(
 """What parsers must see even where it is a special token, which are not shown otherwise."""
 
 
-def marker_ids(tokenizer: TextTokenizer) -> dict[str, int]:
+def marker_ids(tokenizer: TextTokenizer, markers: Iterable[str] = MARKERS) -> dict[str, int]:
     """Those markers that are tokens of the vocabulary."""
-    ids = {marker: tokenizer.library.token_to_id(marker) for marker in MARKERS}
+    ids = {marker: tokenizer.library.token_to_id(marker) for marker in markers}
     return {marker: token_id for marker, token_id in ids.items() if token_id is not None}
 
 
-def shown_ids(tokenizer: TextTokenizer, options: TextOptions) -> frozenset[int]:
+def shown(tokenizer: TextTokenizer, options: TextOptions, *, channels: bool) -> dict[int, str]:
     """Special tokens that are not skipped, because the parsers must see them."""
+    if channels:
+        return harmony.marks(tokenizer)
     if not options.skip_special_tokens:
-        return frozenset()
-    return tokenizer.special_ids.intersection(marker_ids(tokenizer).values())
+        return {}
+    special = tokenizer.special_ids
+    return {token_id: marker for marker, token_id in marker_ids(tokenizer).items() if token_id in special}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +71,14 @@ class Dialect:
     own: bool
 
     @property
-    def parser(self) -> type[CallParser]:
+    def parser(self) -> type[CallParser] | None:
+        """None: what reads the channels reads calls, too."""
+        if self.family == OPENAI:
+            return None
         return CALLS[self.family] if self.own else LedHermesParser
+
+
+_CHANNELS = "<|channel|>analysis"
 
 
 @cache
@@ -74,6 +87,8 @@ def dialect(name: str, template: str, *, knows_tools: bool) -> Dialect | None:
     if name == NONE:
         return None
     family = _detected(template) if knows_tools else None
+    if name == AUTO and _detected(template) == OPENAI:
+        return Dialect(OPENAI, own=True) if knows_tools else None
     if name == AUTO:
         return Dialect(family or "hermes", own=family is not None)
     return Dialect(name if knows_tools else "hermes", own=knows_tools)
@@ -86,22 +101,33 @@ def thinking(name: str, template: str | None) -> Thinking | None:
         return None
     if name != AUTO:
         return REASONING[name]
-    for family, marks in (("mistral", "[THINK]"), ("qwen3", "</think>"), ("granite", "my thought process:")):
+    for family, marks in (
+        ("openai_gptoss", _CHANNELS),
+        ("mistral", "[THINK]"),
+        ("qwen3", "</think>"),
+        ("granite", "my thought process:"),
+    ):
         if template is not None and marks in template:
             return REASONING[family]
     return None
 
 
+@cache
+def has_channels(calls: Dialect | None, thoughts: Thinking | None) -> bool:
+    """Whether a model's whole outputs are messages on channels."""
+    return thoughts is REASONING["openai_gptoss"] or (calls is not None and calls.family == OPENAI)
+
+
 def check_names(tool_call_parser: str, reasoning_parser: str, *, knows_tools: bool) -> None:
     """Raise ConfigError for a name that there is not, or that cannot go with the template."""
     for field, name, table in (
-        ("tool_call_parser", tool_call_parser, CALLS),
+        ("tool_call_parser", tool_call_parser, (*CALLS, OPENAI)),
         ("reasoning_parser", reasoning_parser, REASONING),
     ):
         known: Any = (AUTO, NONE, *table)
         if name not in known:
             raise ConfigError(f"{field} must be one of {', '.join(known)}; got {name!r}", param=field)
-    if tool_call_parser in CALLS and tool_call_parser != "hermes" and not knows_tools:
+    if tool_call_parser not in (AUTO, NONE, "hermes") and not knows_tools:
         raise ConfigError(
             f"the chat template shows no tools, so no model writes calls for {tool_call_parser!r}; with auto the tools "
             "are described to it, and --chat-template gives it another template",
@@ -111,6 +137,8 @@ def check_names(tool_call_parser: str, reasoning_parser: str, *, knows_tools: bo
 
 def _detected(template: str) -> str | None:
     """The family whose calls the template writes; None: of none that is known."""
+    if _CHANNELS in template:
+        return OPENAI
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<function=" in template:
@@ -122,3 +150,21 @@ def _detected(template: str) -> str | None:
     if "<|python_tag|>" in template or '"parameters": ' in template:
         return "llama3_json"
     return None
+
+
+def check_channels(text: TextTokenizer, calls: Dialect | None, thoughts: Thinking | None) -> None:
+    """Raise ConfigError where channels cannot be told apart, or not by both parsers."""
+    if not has_channels(calls, thoughts):
+        return
+    if (calls is not None and calls.family != OPENAI) or thoughts not in (None, REASONING["openai_gptoss"]):
+        raise ConfigError(
+            "the parsers openai and openai_gptoss go with each other, or with none: both read messages on channels",
+            param="tool_call_parser",
+        )
+    missing = [marker for marker in harmony.MARKERS if text.library.token_to_id(marker) is None]
+    if missing:
+        raise ConfigError(
+            f"the vocabulary has no token {missing[0]}, without which channels cannot be told from text; "
+            "--tool-call-parser none --reasoning-parser none shows them as text",
+            param="tool_call_parser",
+        )

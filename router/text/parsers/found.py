@@ -5,21 +5,11 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from router.text.transcript import CallDelta
+from router.text.transcript import CallDelta, Found
 
 _ALPHABET = string.ascii_letters + string.digits
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a text turned out to be, in parts; an empty part says nothing. A call has one delta at most."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
 
 
 class Parser(Protocol):
@@ -38,6 +28,13 @@ def held_from(text: str, markers: Collection[str]) -> int:
         if any(marker.startswith(text[at:]) for marker in markers):
             return at
     return len(text)
+
+
+def new_id(length: int = 0) -> str:
+    """Of a call: as OpenAI's, or so many letters and digits."""
+    return (
+        "".join(random.choices(_ALPHABET, k=length)) if length else "call_" + "".join(random.choices(_ALPHABET, k=24))
+    )
 
 
 class CallParser:
@@ -108,7 +105,7 @@ class CallParser:
 
     def _call(self, index: int, *, name: str = "", arguments: str = "") -> None:
         """Show more of a call; its name comes first."""
-        delta = CallDelta(index, self._new_id() if name else "", name, arguments)
+        delta = CallDelta(index, new_id(self.id_len) if name else "", name, arguments)
         known = self._calls.get(index)
         self._calls[index] = delta if known is None else known.followed_by(delta)
 
@@ -146,8 +143,3 @@ class CallParser:
         found = Found("".join(self._text), calls=tuple(self._calls.values()))
         self._text, self._calls = [], {}
         return found
-
-    def _new_id(self) -> str:
-        if self.id_len:
-            return "".join(random.choices(_ALPHABET, k=self.id_len))
-        return "call_" + "".join(random.choices(_ALPHABET, k=24))

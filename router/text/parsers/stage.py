@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 from model_files.tokenizer import TextTokenizer
 from router.journey.spec import Output
-from router.text.parsers.found import Found, Parser
+from router.text.parsers import harmony
+from router.text.parsers.found import Parser
+from router.text.parsers.reader import Reader, Turn
 from router.text.parsers.reasoning import ReasoningParser, Thinking
-from router.text.transcript import CallDelta, Piece, Transcript
+from router.text.transcript import CallDelta, Found, Piece, Transcript
 
 TAIL = 16
 """Tokens of a prompt's end in which a mark of reasoning is looked for."""
@@ -17,10 +19,10 @@ TAIL = 16
 
 @dataclass(frozen=True, slots=True)
 class CallParsing:
-    """How calls are read: by a new parser for each sequence. named: the client named the tool, for which the answer
-    ends with `stop`; any other that calls ends with `tool_calls`."""
+    """How calls are read: by a new parser for each sequence; None: by what reads the channels. named: the
+    client named the tool, for which the answer ends with `stop`; any other that calls ends with `tool_calls`."""
 
-    parser: type
+    parser: type | None
     names: tuple[str, ...]
     patient: bool = False
     named: bool = False
@@ -28,11 +30,27 @@ class CallParsing:
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """What is to be taken out of the text. shown: the reasoning is told; otherwise it is counted and dropped."""
+    """What is to be taken out of the text. shown: the reasoning is told; otherwise it is counted and dropped.
+    channels: the output is messages on channels."""
 
     thinking: Thinking | None = None
     calls: CallParsing | None = None
     shown: bool = True
+    channels: bool = False
+
+    def reader(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> Reader:
+        """A new one, for an output of this prompt."""
+        calls, thought = self.calls, None
+        if self.channels:
+            names, patient = (calls.names, calls.patient) if calls is not None else ((), False)
+            lead, thinks = harmony.lead(tokenizer, prompt), self.thinking is not None
+            return harmony.HarmonyParser(names, patient=patient, thinks=thinks, lead=lead)
+        if self.thinking is not None:
+            thought = ReasoningParser(self.thinking, opened=self.opened(tokenizer, prompt))
+        parser: Parser | None = None
+        if calls is not None and calls.parser is not None:
+            parser = calls.parser(calls.names, patient=calls.patient)
+        return Turn(thought, parser)
 
     def opened(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> bool:
         """Whether the output of this prompt begins within its reasoning."""
@@ -49,16 +67,10 @@ class Stage:
     """Stands for a transcript: feed it Outputs, it gives Pieces. Counts as reasoning every token up to the mark that
     ends it."""
 
-    def __init__(self, transcript: Transcript, parsing: Parsing, *, opened: bool) -> None:
+    def __init__(self, transcript: Transcript, parsing: Parsing, reader: Reader) -> None:
         self._transcript = transcript
-        self._reasoning = None
-        if parsing.thinking is not None:
-            self._reasoning = ReasoningParser(parsing.thinking, opened=opened)
-        calls = parsing.calls
-        self._calls: Parser | None = None
-        if calls is not None:
-            self._calls = calls.parser(calls.names, patient=calls.patient)
-        self._named = calls is not None and calls.named
+        self._reader = reader
+        self._named = parsing.calls is not None and parsing.calls.named
         self._called = False
         self._shown = parsing.shown
         self.reasoning_tokens = 0
@@ -68,7 +80,7 @@ class Stage:
         return self._transcript.completion_tokens
 
     def add(self, output: Output) -> Piece:
-        if self._reasoning is None or not self._reasoning.open or len(output.token_ids) < 2:
+        if not self._reader.may_think or len(output.token_ids) < 2:
             return self._read(self._transcript.add(output))
         pieces: list[Piece] = []
         for each in _single(output):
@@ -78,17 +90,16 @@ class Stage:
         return _joined(pieces)
 
     def _read(self, piece: Piece) -> Piece:
-        reasoning = self._reasoning
-        inside = reasoning is not None and reasoning.inside
-        found = [self._found(piece.text)]
-        if reasoning is not None and (inside or reasoning.inside or found[0].reasoning):
+        reader = self._reader
+        thinks = reader.thinks
+        found = reader.feed(piece.text)
+        if thinks or reader.thinks or any(each.reasoning for each in found):
             self.reasoning_tokens += len(piece.token_ids)
         if piece.finish_reason is not None:
-            found += self._rest()
-        piece.text = "".join(each.text for each in found)
-        if self._shown:
-            piece.reasoning = "".join(each.reasoning for each in found)
-        piece.calls = merged([delta for each in found for delta in each.calls])
+            found += reader.finish()
+        if not self._shown:
+            found = [replace(each, reasoning="") for each in found]
+        _tell(piece, found)
         self._called = self._called or bool(piece.calls)
         if piece.closed and self._called:  # whoever acts on it must know that the model wanted to say more
             piece.finish_reason, piece.stop_reason = "length", None
@@ -96,26 +107,13 @@ class Stage:
             piece.finish_reason = "tool_calls"
         return piece
 
-    def _found(self, text: str) -> Found:
-        reasoning = ""
-        if self._reasoning is not None:
-            before = self._reasoning.feed(text)
-            text, reasoning = before.text, before.reasoning
-        if self._calls is None:
-            return Found(text, reasoning)
-        return replace(self._calls.feed(text), reasoning=reasoning)
 
-    def _rest(self) -> Iterator[Found]:
-        text = ""
-        if self._reasoning is not None:
-            before = self._reasoning.finish()
-            text = before.text
-            yield Found(reasoning=before.reasoning)
-        if self._calls is None:
-            yield Found(text)
-            return
-        yield self._calls.feed(text)
-        yield self._calls.finish()
+def _tell(piece: Piece, found: Sequence[Found]) -> None:
+    """What the piece was found to be."""
+    piece.text = "".join(each.text for each in found)
+    piece.reasoning = "".join(each.reasoning for each in found)
+    piece.calls = merged([delta for each in found for delta in each.calls])
+    piece.row = tuple(found)
 
 
 def merged(deltas: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
@@ -142,14 +140,13 @@ def _single(output: Output) -> Iterator[Output]:
 
 def _joined(pieces: Sequence[Piece]) -> Piece:
     first, last = pieces[0], pieces[-1]
-    return Piece(
-        "".join(piece.text for piece in pieces),
-        [token_id for piece in pieces for token_id in piece.token_ids],
-        [entry for piece in pieces for entry in piece.entries],
-        last.finish_reason,
-        last.stop_reason,
-        first.prompt_logprobs,
-        "".join(piece.reasoning for piece in pieces),
-        merged([delta for piece in pieces for delta in piece.calls]),
-        last.closed,
+    joined = Piece(
+        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+        entries=[entry for piece in pieces for entry in piece.entries],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        prompt_logprobs=first.prompt_logprobs,
+        closed=last.closed,
     )
+    _tell(joined, [found for piece in pieces for found in piece.row])
+    return joined

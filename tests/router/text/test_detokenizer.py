@@ -68,6 +68,21 @@ def test_special_tokens_are_skipped_unless_asked_for() -> None:
     assert "".join(run(detokenizer(tokenizer, skip_special_tokens=False), ids)) == "a<|im_end|>b"
 
 
+def test_what_is_shown_for_a_special_token_ends_a_character_and_stands_among_the_text() -> None:
+    own, sentencepieces = demo_text().tokenizer, SP
+    end = own.library.token_to_id("<|im_end|>")
+    ids = [*demo_text().encode("ab"), end, *demo_text().encode(" é")]
+    assert "".join(run(detokenizer(own, shown={end: "!"}), ids)) == "ab! é"
+    assert "".join(run(detokenizer(own, shown={end: "!"}, skip_special_tokens=False), ids)) == "ab! é"
+    cut = demo_text().encode("漢")[:1]
+    assert run(detokenizer(own, shown={end: "!"}), [*cut, end, *cut]) == ["", f"{BAD}!", "", BAD]
+    special = min(sentencepieces.special_ids)
+    words = sentencepieces.library.encode("ab é", add_special_tokens=False).ids
+    for skip in (True, False):
+        steps = detokenizer(sentencepieces, shown={special: "!"}, skip_special_tokens=skip)
+        assert "".join(run(steps, [*words, special, *words])) == "ab é! ab é"
+
+
 def test_bytes_that_are_no_character_do_not_hold_the_text_back_forever() -> None:
     steps = WindowDetokenizer(SP, frozenset())
     lone = SP.library.encode("é", add_special_tokens=False).ids[-1]

@@ -1,0 +1,71 @@
+"""A conversation as the chat template of gpt-oss reads it: thoughts under its name for them, a call a message with its
+result behind it, and one message of instructions. It refuses or leaves out what comes otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+_INSTRUCTIONS = ("system", "developer")
+
+
+def channelled(messages: Sequence[Message]) -> list[Message]:
+    """The messages, whose content is text, in that form."""
+    told = [each["content"] for each in messages if each.get("role") in _INSTRUCTIONS]
+    first = [{"role": "developer", "content": "\n\n".join(filter(None, told))}] if told else []
+    rest = [each for each in messages if each.get("role") not in _INSTRUCTIONS]
+    return first + list(_turns(rest))
+
+
+def described(tools: Sequence[Any] | None) -> list[Any] | None:
+    """Tools that all have a description, as the template wants it."""
+    if tools is None:
+        return None
+    return [{**each, "function": {**each["function"], "description": _description(each["function"])}} for each in tools]
+
+
+def _description(function: Any) -> str:
+    return function.get("description") or ""
+
+
+def _turns(messages: Sequence[Message]) -> Iterator[Message]:
+    place = 0
+    while place < len(messages):
+        message, place = messages[place], place + 1
+        if message.get("role") == "function":
+            message = {**message, "role": "tool"}
+        if message.get("role") != "assistant":
+            yield message
+            continue
+        first = place
+        while place < len(messages) and messages[place].get("role") in ("tool", "function"):
+            place += 1
+        yield from _turn(_thoughtful(message), messages[first:place])
+
+
+def _thoughtful(message: Message) -> Message:
+    """Beside calls the template takes one of thoughts and content, both as thoughts; without any, no field for them."""
+    if not message.get("tool_calls"):
+        message = {name: value for name, value in message.items() if name != "tool_calls"}
+    thoughts = message.get("reasoning_content")
+    if not thoughts:
+        return message
+    if "tool_calls" not in message:
+        return {**message, "thinking": thoughts}
+    return {**message, "thinking": "\n".join(filter(None, (thoughts, message["content"]))), "content": ""}
+
+
+def _turn(message: Message, results: Sequence[Message]) -> Iterator[Message]:
+    """Of an assistant: its calls one by one, each with its result, those without an id in their order."""
+    calls, left = message.get("tool_calls") or (), list(results)
+    if not calls:
+        yield from (message, *left)
+        return
+    for place, call in enumerate(calls):
+        own = {"thinking": "", "content": ""} if place else {}
+        yield {**message, **own, "tool_calls": [call]}
+        found = [each for each in left if each.get("tool_call_id") == call.get("id")] or left[:1]
+        for result in found if place < len(calls) - 1 else left:
+            yield {**result, "role": "tool"}
+        left = [each for each in left if all(each is not result for result in found)]

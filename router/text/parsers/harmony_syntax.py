@@ -1,0 +1,60 @@
+"""What an output on channels must match where tools or an answer's grammar are given: see `syntax` and `harmony`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grammars import lark
+from router.text.parsers.harmony import ANALYSIS, COMMENTARY, END, FINAL, FUNCTIONS, MARKS, MESSAGE, ROLE
+from router.text.parsers.syntax import Rules, Spell, Tool, either
+
+_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, *_ = MARKS
+
+
+def grammar(
+    tools: Sequence[Tool], spell: Spell, *, forced: bool, parallel: bool, lead: str, answer: str | None = None
+) -> str:
+    """The grammar's text.
+
+    tools   that may be called here
+    forced  there must be a call; otherwise the answer may be text
+    lead    the message that the prompt has begun
+    answer  Lark text for an answer that is not free; what is said before calls may not be in its way
+    """
+    rules = Rules(spell)
+    free = rules.any()
+    said = free if answer is None else rules.rule(answer)
+    on = rules.rule(f"{spell(_END)} {spell(_START)} {lark.text(ROLE)}")
+    thought = rules.rule(f"{_head(spell, ANALYSIS)} {free} {on}")
+    preamble = rules.rule(f"{_head(spell, COMMENTARY)} {free} {on}")
+    calls = rules.rule(either([_call(rules, tool) for tool in tools])) if tools else ""
+    if tools and parallel:
+        calls = f"{calls} ({on} {thought}* {calls})*"
+    final = f"{_head(spell, FINAL, constrained=answer is not None)} {said}"
+    before = f"{thought}*" if forced or answer is not None else f"({thought} | {preamble})*"
+    row = f"{before} {calls if forced else either([final, calls]) if calls else final}"
+    return "\n".join([f"start: {_after(lead, row, free, said, on, forced=forced)}", *rules.lines])
+
+
+def _after(lead: str, row: str, free: str, said: str, on: str, *, forced: bool) -> str:
+    """What follows the message that the prompt has begun, if it is past its head."""
+    head, _, body = lead.partition(MESSAGE)
+    if END in body or MESSAGE not in lead:
+        return row
+    if forced or ANALYSIS in head:
+        return f"{free} {on} {row}"
+    return f"{said} ({on} {row})?"
+
+
+def _head(spell: Spell, channel: str, *, constrained: bool = False) -> str:
+    """constrained: what follows may be said to be JSON."""
+    kind = f'(" "? {spell(_CONSTRAIN)} "json")? ' if constrained else ""
+    return f"{spell(_CHANNEL)} {lark.text(channel)} {kind}{spell(_MESSAGE)}"
+
+
+def _call(rules: Rules, tool: Tool) -> str:
+    """With its recipient behind the channel or before it: models write both."""
+    spell, to = rules.spell, f" to={FUNCTIONS}{tool.name}"
+    rest = rules.rule(f'" "? {spell(_CONSTRAIN)}? "json" {spell(_MESSAGE)} {rules.rule(tool.schema())}')
+    behind = f"{spell(_CHANNEL)} {lark.text(COMMENTARY + to)} {rest}"
+    return either([behind, f"{lark.text(to)} {spell(_CHANNEL)} {lark.text(COMMENTARY)} {rest}"])

@@ -1,0 +1,56 @@
+"""What takes a whole output apart, piece of text by piece of text, into reasoning, text and calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+from router.text.parsers.found import Parser
+from router.text.parsers.reasoning import ReasoningParser
+from router.text.transcript import Found
+
+
+class Reader(Protocol):
+    """As a Parser; what one text turns out to be is a row of Found."""
+
+    @property
+    def thinks(self) -> bool:
+        """Reasoning has begun and not ended."""
+
+    @property
+    def may_think(self) -> bool:
+        """What comes is reasoning, or may be."""
+
+    def feed(self, text: str) -> list[Found]: ...
+
+    def finish(self) -> list[Found]: ...
+
+
+class Turn:
+    """Reasoning first, if any is looked for, then text with calls in it, if any are looked for."""
+
+    def __init__(self, thought: ReasoningParser | None, calls: Parser | None) -> None:
+        self._thought, self._calls = thought, calls
+
+    @property
+    def thinks(self) -> bool:
+        return self._thought is not None and self._thought.inside
+
+    @property
+    def may_think(self) -> bool:
+        return self._thought is not None and self._thought.open
+
+    def feed(self, text: str) -> list[Found]:
+        reasoning = ""
+        if self._thought is not None:
+            before = self._thought.feed(text)
+            text, reasoning = before.text, before.reasoning
+        if self._calls is None:
+            return [Found(text, reasoning)]
+        return [replace(self._calls.feed(text), reasoning=reasoning)]
+
+    def finish(self) -> list[Found]:
+        before = Found() if self._thought is None else self._thought.finish()
+        if self._calls is None:
+            return [before]
+        return [Found(reasoning=before.reasoning), self._calls.feed(before.text), self._calls.finish()]
