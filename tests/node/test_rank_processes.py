@@ -113,7 +113,10 @@ async def test_nodes_of_different_degree_ship_to_each_other_and_reuse_what_they_
 
 @pytest.mark.parametrize(
     ("name", "settings", "first", "second"),
-    [("Qwen3MoeConfig", {"head_dim": 16, **EXPERTS}, 2, 1), ("DeepseekV3Config", {**DEEPSEEK_GROUPS}, 1, 2)],
+    [
+        ("Qwen3MoeConfig", {"head_dim": 16, **EXPERTS}, 2, 1),
+        ("DeepseekV3Config", {"num_attention_heads": 4, **DEEPSEEK_GROUPS}, 1, 2),
+    ],
     ids=["experts", "latent"],
 )
 async def test_so_do_those_that_divide_experts_and_those_whose_ranks_have_one_cache(
