@@ -82,7 +82,7 @@ def test_a_node_tells_a_person_where_it_computes_and_how_large_its_pool_is() -> 
         "device": f"cpu, threads: {torch.get_num_threads()}",
         "kv_pool": "4.00 GiB, 16777216 tokens",
     }
-    parts.ranks = SimpleNamespace(group=SimpleNamespace(ranks=2))
+    parts.ranks = SimpleNamespace(part=SimpleNamespace(group=SimpleNamespace(ranks=2)))
     assert describe(cast(Assembled, parts))["device"] == f"cpu, threads: 2 x {torch.get_num_threads()}"
 
 
