@@ -87,14 +87,14 @@ help:
 serve: $(VENV)/worker.done $(VENV)/model.done
 	@exec $(BIN)/kvferry serve $(ARGS)
 
-# All of them: those that start no clusters in two processes, for they wait as much as they compute; then the others,
-# which want the whole machine.
-CLUSTERS := $(addprefix tests/,cluster chaos clients virtual)
+# All of them: those that start no clusters in three processes, for two cores compute during three fifths of two; then
+# the others, which want the whole machine.
+CLUSTERS := $(addprefix tests/,cluster chaos clients)
 test: lint $(VENV)/model.done
 ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(CLUSTERS))
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(addprefix --ignore=,$(CLUSTERS))
 	$(BIN)/python -m pytest $(CLUSTERS)
 endif
 

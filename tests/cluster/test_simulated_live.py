@@ -19,9 +19,10 @@ from local_cluster import MODEL, LocalCluster, local_cluster
 from benchmarks.load import Target
 from benchmarks.simulated import KINDS, Round, played, table
 
-REQUESTS, BUSY, LEAST_ROUNDS = 20, 0.4, 3
+BUSY, LEAST_ROUNDS = 0.4, 3
 ROUNDS = int(os.environ.get("KVFERRY_TEST_SIMULATED", "3"))
-NEAR, STEADY, ENOUGH_S = (1.2 if ROUNDS > LEAST_ROUNDS else 1.5), 1.15, 60 * ROUNDS
+REQUESTS = 20 if ROUNDS > LEAST_ROUNDS else 12
+NEAR, STEADY, ENOUGH_S = (1.2 if ROUNDS > LEAST_ROUNDS else 1.5), 1.15, 50 * ROUNDS
 """Times that a simulated figure may be off, and that the machine may have become faster or slower in a round; and after
 so many seconds no further round begins."""
 

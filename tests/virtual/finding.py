@@ -24,7 +24,7 @@ FOUND_BY = {
     "committed_before_the_last_block": 140,
     "copy_is_not_lent": 5,
     "copy_lands_at_once": 7,
-    "deadline_of_a_grant_ignored": 129,
+    "deadline_of_a_grant_ignored": 1555,
     "fetch_that_failed_keeps_its_blocks": 31,
     "fetched_before_it_is_here": 2,
     "given_blocks_are_not_held": 2,
