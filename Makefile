@@ -87,8 +87,8 @@ help:
 serve: $(VENV)/worker.done $(VENV)/model.done
 	@exec $(BIN)/kvferry serve $(ARGS)
 
-# All of them: those that start no clusters in three processes, for two cores compute during three fifths of two; then
-# the others, which want the whole machine.
+# All of them: those that start no clusters in three processes, for with two of them two cores are idle two fifths of the
+# time; then the others, which want the whole machine.
 CLUSTERS := $(addprefix tests/,cluster chaos clients)
 test: lint $(VENV)/model.done
 ifdef PYTEST_ARGS
