@@ -106,6 +106,9 @@ class Tiers:
     def bring(self, run: Run, memory: Memory, seated: bool, go_on: Callable[[], None]) -> None:
         """Have the prompt's blocks read into the memory, then go on: at once where nothing is worth a read, or there is
         no room. seated: it has blocks there, into which they are read."""
+        if not self._tiers:
+            go_on()
+            return
         size = self.machine.block_size
         hashes = run.ask.hashes[: (run.length - 1) // size]
         here = memory.found(hashes)
