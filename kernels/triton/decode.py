@@ -14,6 +14,33 @@ from kernels.triton.softmax import attend, part_of
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
+@triton.jit
+def store_mean(
+    acc,  # float32 [ROWS, BLOCK_D], with top and total what `attend` left
+    top,
+    total,
+    out,
+    partial,
+    partial_log,
+    row,  # int64 [ROWS], of `out`
+    part,
+    splits,
+    dims,
+    there,  # which of the rows are heads
+    DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """What a part attends to: into `out`, or for `merge_kernel`."""
+    mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    live = there[:, None] & (dims < DIM)[None, :]
+    if SPLIT:
+        row = row * splits + part
+        tl.store(partial + row[:, None] * DIM + dims[None, :], mean, mask=live)
+        tl.store(partial_log + row, top + tl.log2(total), mask=there)
+    else:
+        tl.store(out + row[:, None] * DIM + dims[None, :], mean.to(out.dtype.element_ty), mask=live)
+
+
 @triton.jit(do_not_specialize=["stride_table", "splits"])
 def decode_kernel(
     q,  # [num_seqs, heads, DIM]
@@ -80,14 +107,10 @@ def decode_kernel(
         query, acc, top, total, pages, blocks, stride_block, stride_kv, stride_slot, whole, end, position, scale, cap,
         DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, True, PRECISION, PEAK,
     )  # fmt: skip
-    mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    row = seq.to(tl.int64) * heads + head
-    if SPLIT:
-        row = row * splits + part
-        tl.store(partial + row[:, None] * DIM + dims[None, :], mean, mask=live)
-        tl.store(partial_log + row, top + tl.log2(total), mask=rows < GROUP)
-    else:
-        tl.store(out + row[:, None] * DIM + dims[None, :], mean.to(out.dtype.element_ty), mask=live)
+    store_mean(
+        acc, top, total, out, partial, partial_log, seq.to(tl.int64) * heads + head, part, splits, dims, rows < GROUP,
+        DIM, SPLIT,
+    )  # fmt: skip
 
 
 @triton.jit

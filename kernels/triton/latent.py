@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_cache import PEAKS
-from kernels.triton.decode import LOG2_E, merge_kernel
+from kernels.triton.decode import LOG2_E, merge_kernel, store_mean
 from kernels.triton.eight_bits import number, pool_words, scales_of
 from kernels.triton.launch import Tile, power_of_two
 from kernels.triton.softmax import part_of, slots_of, weigh
@@ -118,14 +118,9 @@ def latent_kernel(
         of_key, of_latent, acc, top, total, kv, blocks, stride_block, stride_slot, whole, end, scale,
         ROTATED, RANK, SLOTS, KEYS, BLOCK_R, BLOCK_C, True, PRECISION, PEAK,
     )  # fmt: skip
-    mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    row = seq * heads + head
-    if SPLIT:
-        row = row * splits + part
-        tl.store(partial + row[:, None] * RANK + rest[None, :], mean, mask=live)
-        tl.store(partial_log + row, top + tl.log2(total), mask=head < heads)
-    else:
-        tl.store(out + row[:, None] * RANK + rest[None, :], mean.to(out.dtype.element_ty), mask=live)
+    store_mean(
+        acc, top, total, out, partial, partial_log, seq * heads + head, part, splits, rest, head < heads, RANK, SPLIT
+    )
 
 
 def sum_latents(
