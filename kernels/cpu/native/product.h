@@ -91,11 +91,13 @@ KVF_INLINE void panel_product(const bf16* x, int64_t step, int64_t rows, const u
 #else
 
 // Without products of bfloat16 both sides are widened, a run of inputs at a time: x to float rows in the first-level
-// cache, the panel in registers for few rows, once into the cache for many.
-constexpr int64_t kInputs = 64;
-constexpr int kFewRows = kLanes == 16 ? 4 : 2;
-constexpr int kManyRows = kLanes == 16 ? 12 : 6;
-constexpr int64_t kProductRows = 48;  // rows whose sums are held at once
+// cache, the panel in registers for few rows, once into the cache for many. Registers of 16 lanes are enough to widen it
+// for as many rows as are multiplied at once.
+constexpr bool kWide = kLanes == 16;
+constexpr int64_t kInputs = kWide ? 192 : 64;
+constexpr int kFewRows = kWide ? 12 : 2, kManyRows = 6, kMostRows = kWide ? kFewRows : kManyRows;
+constexpr int kTogether = kWide ? kParts : 1;  // vectors of outputs that one number of x is multiplied with
+constexpr int64_t kProductRows = 48;           // rows whose sums are held at once
 
 KVF_INLINE void widen_rows(const bf16* x, int64_t step, int64_t rows, int64_t inputs, float* out) {
   const int64_t whole = inputs / kLanes * kLanes;
@@ -109,23 +111,32 @@ KVF_INLINE void widen_rows(const bf16* x, int64_t step, int64_t rows, int64_t in
 template <int Rows>
 inline __attribute__((noinline)) void few_tile(const float* x, const uint8_t* panel, int64_t pairs, float* out) {
   Floats total[Rows][kParts];
+#pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 16
     for (int c = 0; c < kParts; ++c) total[r][c] = load(out + r * kPanel + c * kLanes);
   for (int64_t k = 0; k < pairs; ++k, panel += kPanel * 4) {
     __builtin_prefetch(panel + kAhead);
     __builtin_prefetch(panel + kAhead + 64);
 #pragma GCC unroll 16
-    for (int c = 0; c < kParts; ++c) {
-      const Words both = load_as<Words>(panel + c * kLanes * 4);
-      const Floats even = even_of(both), odd = odd_of(both);
+    for (int first = 0; first < kParts; first += kTogether) {
+      Words both[kTogether];
+#pragma GCC unroll 16
+      for (int c = 0; c < kTogether; ++c) both[c] = load_as<Words>(panel + (first + c) * kLanes * 4);
 #pragma GCC unroll 16
       for (int r = 0; r < Rows; ++r) {
-        total[r][c] = total[r][c] + even * x[r * kInputs + 2 * k];
-        total[r][c] = total[r][c] + odd * x[r * kInputs + 2 * k + 1];
+        const Floats even = splat(x[r * kInputs + 2 * k]), odd = splat(x[r * kInputs + 2 * k + 1]);
+#pragma GCC unroll 16
+        for (int c = 0; c < kTogether; ++c) {
+          total[r][first + c] = total[r][first + c] + even_of(both[c]) * even;
+          total[r][first + c] = total[r][first + c] + odd_of(both[c]) * odd;
+        }
       }
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 16
     for (int c = 0; c < kParts; ++c) store(out + r * kPanel + c * kLanes, total[r][c]);
 }
 
@@ -171,8 +182,8 @@ KVF_INLINE void many_rows(int rows, const float* x, const float* wide, int64_t i
 
 inline __attribute__((noinline)) void add_products(const bf16* x, int64_t step, int64_t rows, const uint8_t* panel,
                                                    int64_t pairs, float* out) {
-  alignas(64) float wide[kInputs * kPanel], of_x[kManyRows * kInputs];
-  const bool few = rows <= 8;
+  alignas(64) float wide[kWide ? kLanes : kInputs * kPanel], of_x[kMostRows * kInputs];
+  const bool few = kWide || rows <= 8;
   if (!few)
     for (int64_t k = 0; k < pairs; ++k)
       for (int c = 0; c < kPanel; c += kLanes) {
@@ -187,7 +198,7 @@ inline __attribute__((noinline)) void add_products(const bf16* x, int64_t step, 
     float* to = out + first * kPanel;
     if (few)
       few_rows(static_cast<int>(count), of_x, panel, pairs, to, std::make_integer_sequence<int, kFewRows>());
-    else
+    else if constexpr (!kWide)
       many_rows(static_cast<int>(count), of_x, wide, 2 * pairs, to, std::make_integer_sequence<int, kManyRows>());
   }
 }
