@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,13 @@ def test_the_portable_set_always_runs_and_the_first_is_chosen() -> None:
     assert select("cpu", torch.device("cpu")).name == select("auto", torch.device("cpu")).name == "cpu"
     with pytest.raises(ValueError, match="abacus"):
         CpuOps(1, "abacus")
+
+
+@pytest.mark.skipif("avx512_bf16" not in SETS, reason="this processor has no products of bfloat16")
+def test_products_of_bfloat16_are_used_where_they_are_fast() -> None:
+    """Intel's are slower than widening to float32."""
+    intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    assert (SETS.index("avx512_vnni") < SETS.index("avx512_bf16")) == intel
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,7 +15,8 @@ namespace {
 constexpr int kColumns = kLanes == 16 ? 4 : 2;
 
 // Queries as they are multiplied: bfloat16 where the instruction set multiplies it with what is stored, else widened once.
-#if defined(__AVX512BF16__)
+// Processors with tiles have vectors' products of bfloat16, too, and are slow at them.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 constexpr bool kBf16Products = true;
 #else
 constexpr bool kBf16Products = false;
@@ -35,7 +36,7 @@ KVF_INLINE void dots(const float* q, const S* k, int64_t dim, Floats (&total)[He
   }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 template <int Heads>
 KVF_INLINE void dots(const bf16* q, const bf16* k, int64_t dim, Floats (&total)[Heads]) {
   for (int h = 0; h < Heads; ++h) total[h] = Floats{};

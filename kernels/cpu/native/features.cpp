@@ -47,11 +47,14 @@ bool tiles_permitted() { return false; }
 #endif
 
 #if defined(__x86_64__)
+bool has_fast_bf16_products() { return __builtin_cpu_is("intel") == 0; }
+
 bool has_avx_vnni() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
 }
 #else
+bool has_fast_bf16_products() { return false; }
 bool has_avx_vnni() { return false; }
 #endif
 

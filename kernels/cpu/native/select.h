@@ -25,15 +25,19 @@ inline void add_x86([[maybe_unused]] Add add) {
   const bool avx_vnni = has_avx_vnni();
 #endif
 #if defined(KVFERRY_HAS_AVX2)
+  [[maybe_unused]] const bool fast = has_fast_bf16_products();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2")) return;
 #if defined(KVFERRY_HAS_AMX)
   if (bf16 && tiles_permitted()) add(&kernels_amx);
 #endif
 #if defined(KVFERRY_HAS_AVX512_BF16)
-  if (bf16) add(&kernels_avx512_bf16);
+  if (bf16 && fast) add(&kernels_avx512_bf16);
 #endif
 #if defined(KVFERRY_HAS_AVX512_VNNI)
   if (vnni) add(&kernels_avx512_vnni);
+#endif
+#if defined(KVFERRY_HAS_AVX512_BF16)
+  if (bf16 && !fast) add(&kernels_avx512_bf16);
 #endif
   if (avx512) add(&kernels_avx512);
 #if defined(KVFERRY_HAS_AVX_VNNI)
