@@ -58,6 +58,7 @@ KVF_INLINE void dense_together(const Dense& dense, const Inputs& inputs, int64_t
     const int64_t base = item / panels * block, left = item % panels * kPanel;
     const int64_t count = rows - base < block ? rows - base : block;
     const bool whole = left + kPanel <= dense.out;
+    for (int64_t row = base; row < base + count; ++row) __builtin_prefetch(y + row * y_step + left, 1);  // far apart
     multiply(inputs, base, count, dense, item % panels, [&](int64_t row, float* values) {
       T* to = y + row * y_step + left;
       for (int c = 0; c < kPanel && (whole || left + c < dense.out); c += kLanes) {
