@@ -22,7 +22,7 @@ constexpr int kCodeRows = 4;
 constexpr int kCodeRows = 2;
 #endif
 
-// Rows of x of `in` inputs (a multiple of 32): codes [rows][in]; of each run of 32 its scale, the sum of its codes and
+// Rows of x of `in` inputs (`runs` times 32): codes [rows][in]; of each run of 32 its scale, the sum of its codes and
 // scale * sum [rows][in / 32]; of each half of a run the sum [rows][in / 16].
 struct Quantised {
   int8_t* codes;
@@ -30,12 +30,21 @@ struct Quantised {
   float* weighed_sums;
   int32_t* sums;
   int32_t* half_sums;
-  int64_t in;
+  int64_t in, runs;
 
   Quantised(uint8_t* memory, int64_t rows, int64_t width)
       : codes(reinterpret_cast<int8_t*>(memory)), scales(reinterpret_cast<float*>(memory + rows * width)),
         weighed_sums(scales + rows * width / kRun), sums(reinterpret_cast<int32_t*>(weighed_sums + rows * width / kRun)),
-        half_sums(sums + rows * width / kRun), in(width) {}
+        half_sums(sums + rows * width / kRun), in(width), runs(width / kRun) {}
+
+  // These rows from `row` on.
+  Quantised from(int64_t row) const {
+    Quantised rest = *this;
+    rest.codes += row * in, rest.scales += row * runs, rest.weighed_sums += row * runs;
+    rest.sums += row * runs, rest.half_sums += 2 * row * runs;
+    return rest;
+  }
+
 
   void quantise(int64_t row, const bf16* x) const {
     for (int64_t at = 0; at < in; at += kRun) {
@@ -102,17 +111,17 @@ KVF_INLINE void unpack(const uint8_t* group, int step, int lane, Words upper_low
 
 // Integer sums of `Rows` rows of x over one group, for kLanes outputs from `lane` on and as many from lane + 16 on.
 template <class C, int Rows>
-KVF_INLINE void group_sums(const Quantised& x, int64_t row, const uint8_t* group, int64_t index, int lane,
+KVF_INLINE void group_sums(const Quantised& x, const uint8_t* group, int64_t index, int lane,
                            Ints (&sums)[Rows][2]) {
   using D = Dot<C::bits>;
   constexpr int kRuns = D::kSteps < C::steps ? D::kSteps : C::steps, kOff = C::offset - D::kOffset;
-  const int8_t* codes = x.codes + row * x.in + index * C::group;
+  const int8_t* codes = x.codes + index * C::group;
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
     Ints start{};
     if constexpr (kOff > 0) {
       const int32_t* of = C::group == kRun ? x.sums : x.half_sums;
-      start = start - (Ints{} + of[(row + r) * (x.in / C::group) + index]) * kOff;
+      start = start - (Ints{} + of[r * x.runs * (kRun / C::group) + index]) * kOff;
     }
     sums[r][0] = sums[r][1] = start;
   }
@@ -154,9 +163,9 @@ KVF_INLINE void group_sums(const Quantised& x, int64_t row, const uint8_t* group
 // Of what row of x has in a group: the sum of its values, as they are quantised.
 template <class C>
 KVF_INLINE float weighed_sum(const Quantised& x, int64_t row, int64_t index) {
-  const int64_t run = (row * x.in + index * C::group) / kRun;
+  const int64_t run = row * x.runs + index / (kRun / C::group);
   if constexpr (C::group == kRun) return x.weighed_sums[run];
-  return x.scales[run] * static_cast<float>(x.half_sums[row * (x.in / C::group) + index]);
+  return x.scales[run] * static_cast<float>(x.half_sums[row * 2 * x.runs + index]);
 }
 
 // What turns a group's integer sums into numbers, for kLanes outputs from `at` on.
@@ -171,7 +180,7 @@ struct GroupScale {
 
   // out [kLanes] += the sums of a row of x, of the group at `index`.
   KVF_INLINE void add(const Quantised& x, int64_t row, int64_t index, Ints sums, float* out) const {
-    const int64_t run = (row * x.in + index * C::group) / kRun;
+    const int64_t run = row * x.runs + index / (kRun / C::group);
     Floats total = load(out) + to_floats(sums) * (scale * x.scales[run]);
     if constexpr (C::minimum) total = total + minimum * weighed_sum<C>(x, row, index);
     store(out, total);
@@ -189,7 +198,8 @@ KVF_INLINE void scale_outputs(const uint8_t* panel, int64_t rows, float* out) {
 
 // out [Rows][kPanel] = the panel's outputs of rows [row, row + Rows) of x.
 template <class C, int Rows>
-inline __attribute__((noinline)) void code_tile(const Quantised& x, int64_t row, const uint8_t* panel, float* out) {
+inline __attribute__((noinline)) void code_tile(Quantised all, int64_t row, const uint8_t* panel, float* out) {
+  const Quantised x = all.from(row);
   for (int i = 0; i < Rows * kPanel; i += kLanes) store(out + i, Floats{});
   const uint8_t* group = panel + C::head;
   for (int64_t index = 0; index < x.in / C::group; ++index, group += C::bytes) {
@@ -197,13 +207,13 @@ inline __attribute__((noinline)) void code_tile(const Quantised& x, int64_t row,
     for (int ahead = 0; ahead < C::bytes; ahead += 64) __builtin_prefetch(group + 4096 + ahead);
     for (int lane = 0; lane < 16; lane += kLanes) {
       Ints sums[Rows][2];
-      group_sums<C, Rows>(x, row, group, index, lane, sums);
+      group_sums<C, Rows>(x, group, index, lane, sums);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         const int at = half * 16 + lane;
         const GroupScale<C> scale(group, at);
 #pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) scale.add(x, row + r, index, sums[r][half], out + r * kPanel + at);
+        for (int r = 0; r < Rows; ++r) scale.add(x, r, index, sums[r][half], out + r * kPanel + at);
       }
     }
   }
@@ -213,7 +223,7 @@ inline __attribute__((noinline)) void code_tile(const Quantised& x, int64_t row,
 template <class C, int... Rows>
 KVF_INLINE void code_tile_of(int rows, const Quantised& x, int64_t row, const uint8_t* panel, float* out,
                              std::integer_sequence<int, Rows...>) {
-  using Function = void (*)(const Quantised&, int64_t, const uint8_t*, float*);
+  using Function = void (*)(Quantised, int64_t, const uint8_t*, float*);
   static constexpr Function table[] = {code_tile<C, Rows + 1>...};
   table[rows - 1](x, row, panel, out);
 }
