@@ -21,6 +21,11 @@ struct Dense {
 // The widest head that attention takes: a cached vector of DeepSeek's latent attention.
 constexpr int64_t kMaxDim = 576;
 
+// What a head's keys have of dims, and its values.
+struct HeadDims {
+  int64_t k, v;
+};
+
 // One layer of the pool, [block, 2, kv_head, slot, dim]; steps in elements; slots and dims are dense. int8: see cache.h,
 // else the elements are the model's.
 struct KVLayer {
@@ -28,6 +33,7 @@ struct KVLayer {
   int64_t block_step, kv_step, head_step, slot_step;
   int64_t block_size, heads, dim;
   bool int8;
+  HeadDims dims() const { return {dim, dim}; }
 };
 
 // Rows of one query token each, as kernels/plan.py describes them.
@@ -144,48 +150,6 @@ inline Chunks chunks_of(int64_t total_len, int64_t window) {
 inline int64_t partial_floats(int64_t dim) { return 16 + dim; }
 inline int64_t decode_floats(int64_t rows, int64_t heads, int64_t dim) {
   return rows * heads * kMaxChunks * partial_floats(dim);
-}
-
-// out [query_len, heads, dim] = causal attention of one sequence's query tokens, the last of its total_len positions.
-// packed: prefill_bytes(); memory: prefill_memory() of each thread, memory_step bytes apart.
-struct PrefillTask {
-  const void* q;
-  void* out;
-  uint8_t *packed, *memory;
-  int64_t memory_step, heads, query_len, total_len, window;
-  Scoring scoring;
-  const int32_t* table;
-  KVLayer kv;
-};
-
-constexpr int64_t kPrefillBlock = 128;  // positions
-constexpr int64_t kPrefillRows = 96;
-
-// Query rows of one tile: whole tokens under one K/V head.
-inline int64_t prefill_rows(int64_t group) { return group > kPrefillRows ? group : kPrefillRows / group * group; }
-
-// The first position of the first block that a token at `position`, and those after it, attend to.
-inline int64_t block_first(int64_t position, int64_t window) {
-  const int64_t first = window > 0 && position >= window ? position - window + 1 : 0;
-  return first / kPrefillBlock * kPrefillBlock;
-}
-
-// Bytes of packed K and V of some positions (whole panels) under one head, with the scales of int8.
-inline int64_t packed_bytes(int64_t positions, int64_t dim) { return positions * (dim * 4 + 8); }
-
-inline int64_t prefill_bytes(const PrefillTask& t) {
-  const int64_t seen = t.total_len - block_first(t.total_len - t.query_len, t.window);
-  return t.kv.heads * packed_bytes(seen + kPanel, t.kv.dim);
-}
-
-inline int64_t rows_memory(int64_t rows, int64_t dim) {
-  return (rows * (6 * kPrefillBlock + 6 * dim + 12) + 127) / 64 * 64;
-}
-
-inline int64_t prefill_memory(int64_t group, int64_t dim) { return rows_memory(prefill_rows(group), dim); }
-
-inline int64_t token_memory(int64_t group, int64_t dim) {
-  return packed_bytes(kPrefillBlock, dim) + rows_memory(group, dim);
 }
 
 // How a row's token is drawn: kernels.draw's parameters in float32, and the key of its noise. temperature 0: the most
