@@ -105,28 +105,28 @@ KVF_INLINE void widen_rows(const int8_t* const* rows, int64_t count, int64_t dim
 }
 
 template <class S>
-inline __attribute__((noinline)) void pack_stored(const Tile<S>& tile, int64_t dim, const PackedPositions& to) {
+inline __attribute__((noinline)) void pack_stored(const Tile<S>& tile, HeadDims dims, const PackedPositions& to) {
   static constexpr bf16 kNothing[kMaxDim] = {};
   alignas(64) bf16 memory[sizeof(S) == 1 ? kPanel * kMaxDim : 1];
   const bf16* rows[kPanel];
   for (int64_t j = tile.count; j < kPanel; ++j) rows[j] = kNothing;
-  widen_rows(tile.k, tile.count, dim, memory, rows, to.k_scales);
-  pack_k(rows, dim, to.k);
-  widen_rows(tile.v, tile.count, dim, memory, rows, to.v_scales);
-  pack_v(rows, dim, to.v, to.v_step);
+  widen_rows(tile.k, tile.count, dims.k, memory, rows, to.k_scales);
+  pack_k(rows, dims.k, to.k);
+  widen_rows(tile.v, tile.count, dims.v, memory, rows, to.v_scales);
+  pack_v(rows, dims.v, to.v, to.v_step);
 }
 
 // Packs positions [begin, end), at most 32 of them; the panel's others are zeros.
-KVF_INLINE void pack_panel(const KVLayer& kv, int64_t head, const int32_t* table, int64_t begin, int64_t end,
-                           const PackedPositions& to) {
+KVF_INLINE void pack_panel(const KVLayer& kv, HeadDims dims, int64_t head, const int32_t* table, int64_t begin,
+                           int64_t end, const PackedPositions& to) {
   if (kv.int8) {
     Tile<int8_t> tile;
     tile.find(kv, head, table, begin, end);
-    pack_stored(tile, kv.dim, to);
+    pack_stored(tile, dims, to);
   } else {
     Tile<bf16> tile;
     tile.find(kv, head, table, begin, end);
-    pack_stored(tile, kv.dim, to);
+    pack_stored(tile, dims, to);
   }
 }
 
@@ -222,7 +222,8 @@ KVF_INLINE void attend_token(const Sequence& s, int64_t position, const bf16* q,
   for (int64_t at = block_first(position, s.window); at < seen; at += kBlock) {
     const int64_t count = seen - at < kBlock ? seen - at : kBlock, width = (count + kPanel - 1) / kPanel * kPanel;
     for (int64_t j = 0; j < width; j += kPanel)
-      pack_panel(s.kv, s.head, s.table, at + j, at + j + kPanel < seen ? at + j + kPanel : seen, packed.from(j, s.kv.dims()));
+      pack_panel(s.kv, s.kv.dims(), s.head, s.table, at + j, at + j + kPanel < seen ? at + j + kPanel : seen,
+                 packed.from(j, s.kv.dims()));
     attend_block(b, group, packed, width, {group, seen - at, s.window}, s.scoring);
   }
   for (int64_t row = 0; row < group; ++row) end_row(b, row, out + row * dim);

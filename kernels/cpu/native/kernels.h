@@ -90,9 +90,16 @@ class NativeKernels {
   void decode(Array q, Array kv, Array block_table, Array total_len, int64_t rows, float scale, int64_t window,
               float cap, MaybeArray sinks, bool blocks, Array out);
 
-  // One sequence: q [query_len, heads, dim], its row of the block table.
+  // One sequence: q [query_len, heads, dim], its row of the block table. Of a cache of one plane V are the last dims of
+  // what is stored, as many as `out` has.
   void prefill(Array q, Array kv, Array blocks, int64_t total_len, float scale, int64_t window, float cap,
                MaybeArray sinks, Array out);
+
+  // One sequence over a cache of one plane and head, [rotated key, latent], of which `expand` makes K and V of each
+  // head: q [query_len, heads, rotated + plain], out [query_len, heads, value]. span: positions, and bytes, that are held
+  // at a time, of as many heads as fit.
+  void expanded(const Packed& expand, Array q, Array kv, Array blocks, int64_t total_len, float scale, int64_t span,
+                int64_t bytes, Array out);
 
   // parts: (kind, bytes [rows, row_bytes(kind, in)]) laid under each other; bias float32.
   std::shared_ptr<Packed> pack(const std::vector<std::pair<std::string, Array>>& parts, int64_t in, MaybeArray bias) {
@@ -184,6 +191,19 @@ class NativeKernels {
     const int kind = kind_of(out);
     DenseTask task{packed.dense, x.data(), whole(out, kind, 2), memory, rows, x.stride(0)};
     run(table_->dense[kind], &task, packed.dense.in * packed.dense.out, kSmall);
+  }
+
+  // Each head's layer of its own x [rows, heads, in], which may be a part of wider rows: out [rows, heads, outputs]. The
+  // layers lie one behind the other, each with outputs of whole panels, of which `out` may take fewer.
+  void dense_of_heads(const Packed& packed, Array x, Array out) {
+    require(x.ndim() == 3 && is_bf16(x) && dense_from(x, 2), "inputs of a head must be contiguous");
+    HeadsTask task{packed.dense, x.data(), whole(out, 1, 3), x.stride(0), x.stride(1)};
+    task.rows = static_cast<int64_t>(x.shape(0)), task.heads = static_cast<int64_t>(x.shape(1));
+    task.out = static_cast<int64_t>(out.shape(2));
+    require(!task.dense.quantised && task.dense.bias == nullptr && static_cast<int64_t>(x.shape(2)) == task.dense.in &&
+                task.dense.out == task.heads * task.panels() * kPanel &&
+                elements(out) == task.rows * task.heads * task.out, "x or the result does not fit the weight");
+    run(table_->dense_of_heads, &task, task.dense.in * task.dense.out, kSmall);
   }
 
   // how: (temperature, min_p, top_k, top_p, key) of each row. masks: of each row, or of none.

@@ -122,6 +122,16 @@ struct DenseTask {
   int64_t rows, x_step;
 };
 
+// y [rows, heads, out] = for each head the dense layer of x [rows, heads, in], rows and heads of it steps apart. dense: of
+// all heads, panels() of them of each.
+struct HeadsTask {
+  Dense dense;
+  const void* x;
+  void* y;
+  int64_t x_step, head_step, rows, heads, out;
+  int64_t panels() const { return (out + kPanel - 1) / kPanel; }
+};
+
 // out [count, in] = rows of the dense layer's weight in bfloat16.
 struct LookupTask {
   Dense dense;
@@ -231,7 +241,7 @@ struct Kernels {
   const char* name;
   Team::Function rms_norm[2], gate_mul[2], rope_and_cache[2], decode[2];  // float32, bfloat16
   Team::Function dense[2];                                                // the result: float32, bfloat16
-  Team::Function decode_blocks, lookup, prefill, step;                    // bfloat16
+  Team::Function dense_of_heads, decode_blocks, lookup, prefill, expanded, step;  // bfloat16
   Team::Function draw;                                                    // float32
   Team::Function read, multiply;                                          // the machine's limits
   int64_t round_work;  // floating point operations of one round of multiply on one thread
