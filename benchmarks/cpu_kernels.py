@@ -1,6 +1,6 @@
 """Measures the CPU kernels of this machine against its own limits and against the same engine on PyTorch's operations.
 
-    python benchmarks/cpu_kernels.py [--threads 2 --runs 9 --model smollm2 --only limits,dense,attention,step,engine]
+    python benchmarks/cpu_kernels.py [--threads 2 --runs 9 --model smollm2 --only limits,dense,attention,latent,step]
 
 The limits (reading memory, multiplying bfloat16 in registers) are measured by the threads that run the kernels, in the
 same rounds as everything else. Forms of one subject run in turn, medians are printed, and outputs are compared before
@@ -23,12 +23,13 @@ from protocol.work import Generate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.cpu_latent import latent_subjects
 from benchmarks.limits import READ_BYTES, Limits, interleaved, machine_limits
 from benchmarks.overhead import bench_overhead
 from cli.door import set_threads
 from process.limits import available_cores
 
-SECTIONS = ("limits", "dense", "attention", "step", "engine", "overhead")
+SECTIONS = ("limits", "dense", "attention", "latent", "step", "engine", "overhead")
 ROWS = (1, 4, 8, 16, 64, 512)
 DECODES = ((1, 128), (1, 2048), (8, 384), (32, 384))
 PREFILLS = (128, 512, 2048)
@@ -117,6 +118,15 @@ def bench_attention(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-
         pairs = query_len * (query_len + 1) / 2 + query_len * (total_len - query_len)
         kind = f"decode {seqs} x {total_len}" if query_len == 1 else f"prefill {query_len}"
         report(f"attention {kind}", limits, times, moved, 4.0 * layers * seqs * pairs * heads * dim)
+
+
+def bench_latent(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
+    import torch
+
+    for title, ours, theirs, moved, work in latent_subjects(ops, shuffled_plan):
+        torch.testing.assert_close(ours(), theirs(), atol=3e-2, rtol=3e-2)
+        times = interleaved([ours, theirs, limits.read, limits.multiply], 3 if work > 1e10 else runs)
+        report(title, limits, times, moved, work)
 
 
 def bench_step(engines, ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
@@ -218,6 +228,8 @@ def main() -> None:
             bench_dense(ops, limits, options.runs)
         if "attention" in wanted:
             bench_attention(ops, limits, options.runs)
+        if "latent" in wanted:
+            bench_latent(ops, limits, options.runs)
         if {"step", "engine", "overhead"} & set(wanted):
             settings = [
                 WorkerSettings(

@@ -67,7 +67,22 @@ class Kernels:
         cap: float,
         sinks: Tensor | None,
         out: Tensor,
-    ) -> None: ...
+    ) -> None:
+        """Of a cache of one plane V are the last dims of each vector, as many as `out` has."""
+    def expanded(
+        self,
+        expand: Packed,
+        q: Tensor,
+        kv: Tensor,
+        blocks: Tensor,
+        total_len: int,
+        scale: float,
+        span: int,
+        bytes: int,
+        out: Tensor,
+    ) -> None:
+        """Latent attention of one sequence's query tokens in the expanded form (kernels.latent). span: of so many
+        positions K and V are held at a time, for as many heads as take up to `bytes`, one at least."""
     def pack(self, parts: list[tuple[str, Tensor]], inputs: int, bias: Tensor | None) -> Packed: ...
     def pack_into(self, descriptor: int) -> None:
         """What is packed from now on lies in this empty file; -1: in memory of this process. MemoryError where `pack`
@@ -83,6 +98,9 @@ class Kernels:
         """IndexError, ValueError: the file that is mapped has no such weight."""
     def lookup(self, packed: Packed, rows: Tensor, out: Tensor) -> None: ...
     def dense(self, packed: Packed, x: Tensor, out: Tensor) -> None: ...
+    def dense_of_heads(self, packed: Packed, x: Tensor, out: Tensor) -> None:
+        """A layer of each head: x [n, heads, inputs], out [n, heads, outputs]. packed: one behind the other, each
+        padded to whole panels."""
     def draw(
         self,
         logits: Tensor,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from kernels.codes import Codes
 from kernels.cpu.coded import rows_of
@@ -56,12 +57,16 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinearOfHeads:
-    """A `LinearOfHeads` of packed layers."""
+    """A `LinearOfHeads` whose layers lie one behind the other, each padded to whole panels."""
 
-    heads: tuple[PackedLinear, ...]
+    heads: PackedLinear
+    out_features: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([linear(x[:, head]) for head, linear in enumerate(self.heads)], 1)
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        out = torch.empty(*x.shape[:2], self.out_features, dtype=x.dtype)
+        self.heads.kernels.dense_of_heads(self.heads.weights, x, out)
+        return out
 
 
 def plain_rows(weight: torch.Tensor) -> StoredRows | None:
@@ -91,9 +96,9 @@ class PackedLayers:
         return PackedLinear(self.kernels, [rows], weight.shape[1], bias)
 
     def linear_of_heads(self, weight: torch.Tensor) -> LinearOfHeads:
-        heads = [self.linear(head.contiguous()) for head in weight]
-        packed = tuple(head for head in heads if isinstance(head, PackedLinear))
-        return PackedLinearOfHeads(packed) if len(packed) == len(heads) else TorchLinearOfHeads(weight)
+        each = weight.shape[1]
+        heads = self.linear(F.pad(weight, (0, 0, 0, -each % _PANEL)).flatten(0, 1).contiguous())
+        return PackedLinearOfHeads(heads, each) if isinstance(heads, PackedLinear) else TorchLinearOfHeads(weight)
 
     def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> PackedLinear | None:
         rows = [found for part in parts if (found := rows_of(part) if isinstance(part, Codes) else part) is not None]

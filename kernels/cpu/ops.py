@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from kernels.capabilities import Capabilities
+from kernels.cpu import latent
 from kernels.cpu.dense import PackedLayers
 from kernels.cpu.extension import extension, instruction_set
 from kernels.cpu.step import CpuStep, record
@@ -33,8 +34,8 @@ Scoring = tuple[float, int, float, torch.Tensor | None]
 
 class CpuOps(PackedLayers, TorchShared):
     """Ops on the compiled kernels in float32 and bfloat16; the reference for float16, for a cache in fp8, for attention
-    with head dims that are not multiples of 16, and for prefill attention in float32 or with head dims that are not
-    multiples of 32. Owns a team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best
+    with head dims that are not multiples of 16, and for prefill attention in float32 or with head dims, or parts of
+    latent attention's, that are not multiples of 32. Owns a team of threads; not thread-safe. threads None: as many as PyTorch has; name None: the best
     instruction set. batch_invariant: a token's attention has the same bits in a decode step as in a chunk of its
     prompt, for bfloat16 and head dims that are multiples of 32; decode steps take longer. Raises RuntimeError without
     the extension, ValueError for a set that this processor does not run."""
@@ -136,17 +137,23 @@ class CpuOps(PackedLayers, TorchShared):
     def latent_attention(
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, own: Latent
     ) -> torch.Tensor:
-        dim, decodes = kv_layer.shape[4], plan.num_decodes
-        if not decodes or not _native(q, kv_layer) or dim % _UNIT or dim > _MAX_HEAD_DIM:
+        dim, decodes = own.rotated + own.rank, plan.num_decodes
+        if not _native(q, kv_layer) or dim % _UNIT or dim > _MAX_HEAD_DIM:
             return self._reference.latent_attention(q, kv_layer, plan, scale, own)
-        queries = absorbed(q[:decodes], own)
-        summed = torch.empty(queries.shape, dtype=q.dtype)
-        self._decode(queries, kv_layer.expand(-1, 2, -1, -1, -1), plan, (scale, 0, 0.0, None), summed)
-        out = put_out(summed, own)
+        q, out = q.contiguous(), torch.empty(*q.shape[:2], own.value, dtype=q.dtype)
+        if decodes:
+            queries = absorbed(q[:decodes], own)
+            summed = torch.empty(queries.shape, dtype=q.dtype)
+            self._decode(queries, kv_layer.expand(-1, 2, -1, -1, -1), plan, (scale, 0, 0.0, None), summed)
+            out[:decodes] = put_out(summed, own)
         if decodes == plan.num_seqs:
             return out
-        rest = self._of_prefills.latent_attention(q[decodes:], kv_layer, self._prefill_part(plan), scale, own)
-        return torch.cat((out, rest))
+        if latent.native(q, own):
+            latent.attend_prompts(self.kernels, q, kv_layer, plan, scale, own, out)
+        else:
+            rest = self._prefill_part(plan)
+            out[decodes:] = self._of_prefills.latent_attention(q[decodes:], kv_layer, rest, scale, own)
+        return out
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()

@@ -6,6 +6,7 @@
 
 #include "cache.h"
 #include "product.h"
+#include "prompts.h"
 #include "scores.h"
 
 namespace kvferry {
@@ -13,19 +14,20 @@ namespace {
 
 constexpr int64_t kBlock = kPrefillBlock;
 
-// What query rows carry from block to block.
+// What query rows carry from block to block: total [rows][dims.v], highest and weight, one behind the other.
 struct BlockBuffers {
+  HeadDims dims;
   float *scores, *total, *highest, *weight, *kept;
   bf16 *q, *weights;
 
-  BlockBuffers(uint8_t* memory, int64_t rows, int64_t dim) {
+  BlockBuffers(uint8_t* memory, int64_t rows, HeadDims of) : dims(of) {
     scores = reinterpret_cast<float*>(memory);
     total = scores + rows * kBlock;
-    highest = total + rows * dim;
+    highest = total + rows * dims.v;
     weight = highest + rows;
     kept = weight + rows;
     q = reinterpret_cast<bf16*>(kept + rows);
-    weights = q + rows * dim;
+    weights = q + rows * dims.k;
   }
 };
 
@@ -35,15 +37,15 @@ struct PackedPositions {
   int64_t v_step;  // bytes between 32 dimensions and the next
   float *k_scales, *v_scales;
 
-  PackedPositions from(int64_t position, int64_t dim) const {
-    return {k + position * dim * 2, v + position * kPanel * 2, v_step, k_scales == nullptr ? nullptr : k_scales + position,
+  PackedPositions from(int64_t position, HeadDims dims) const {
+    return {k + position * dims.k * 2, v + position * kPanel * 2, v_step, k_scales == nullptr ? nullptr : k_scales + position,
             v_scales == nullptr ? nullptr : v_scales + position};
   }
 };
 
-KVF_INLINE PackedPositions packed_at(uint8_t* memory, int64_t positions, int64_t dim, bool scaled) {
-  auto* scales = reinterpret_cast<float*>(memory + positions * dim * 4);
-  return {memory, memory + positions * dim * 2, positions * kPanel * 2, scaled ? scales : nullptr,
+KVF_INLINE PackedPositions packed_at(uint8_t* memory, int64_t positions, HeadDims dims, bool scaled) {
+  auto* scales = reinterpret_cast<float*>(memory + positions * (dims.k + dims.v) * 2);
+  return {memory, memory + positions * dims.k * 2, positions * kPanel * 2, scaled ? scales : nullptr,
           scaled ? scales + positions : nullptr};
 }
 
@@ -103,28 +105,28 @@ KVF_INLINE void widen_rows(const int8_t* const* rows, int64_t count, int64_t dim
 }
 
 template <class S>
-inline __attribute__((noinline)) void pack_stored(const Tile<S>& tile, int64_t dim, const PackedPositions& to) {
+inline __attribute__((noinline)) void pack_stored(const Tile<S>& tile, HeadDims dims, const PackedPositions& to) {
   static constexpr bf16 kNothing[kMaxDim] = {};
   alignas(64) bf16 memory[sizeof(S) == 1 ? kPanel * kMaxDim : 1];
   const bf16* rows[kPanel];
   for (int64_t j = tile.count; j < kPanel; ++j) rows[j] = kNothing;
-  widen_rows(tile.k, tile.count, dim, memory, rows, to.k_scales);
-  pack_k(rows, dim, to.k);
-  widen_rows(tile.v, tile.count, dim, memory, rows, to.v_scales);
-  pack_v(rows, dim, to.v, to.v_step);
+  widen_rows(tile.k, tile.count, dims.k, memory, rows, to.k_scales);
+  pack_k(rows, dims.k, to.k);
+  widen_rows(tile.v, tile.count, dims.v, memory, rows, to.v_scales);
+  pack_v(rows, dims.v, to.v, to.v_step);
 }
 
 // Packs positions [begin, end), at most 32 of them; the panel's others are zeros.
-KVF_INLINE void pack_panel(const KVLayer& kv, int64_t head, const int32_t* table, int64_t begin, int64_t end,
-                           const PackedPositions& to) {
+KVF_INLINE void pack_panel(const KVLayer& kv, HeadDims dims, int64_t head, const int32_t* table, int64_t begin,
+                           int64_t end, const PackedPositions& to) {
   if (kv.int8) {
     Tile<int8_t> tile;
     tile.find(kv, head, table, begin, end);
-    pack_stored(tile, kv.dim, to);
+    pack_stored(tile, dims, to);
   } else {
     Tile<bf16> tile;
     tile.find(kv, head, table, begin, end);
-    pack_stored(tile, kv.dim, to);
+    pack_stored(tile, dims, to);
   }
 }
 
@@ -162,11 +164,10 @@ struct Sight {
 
 // The rows' next block, of `width` positions (whole panels). One machine code for all callers: how the compiler fuses
 // products and sums must not differ between them.
-inline __attribute__((noinline)) void attend_block(const BlockBuffers& b, int64_t rows, int64_t dim,
-                                                   const PackedPositions& block, int64_t width, const Sight& sight,
-                                                   const Scoring& scoring) {
+inline __attribute__((noinline)) void attend_block(const BlockBuffers& b, int64_t rows, const PackedPositions& block,
+                                                   int64_t width, const Sight& sight, const Scoring& scoring) {
   for (int64_t j = 0; j < width; j += kPanel)
-    panel_product(b.q, dim, rows, block.k + j * dim * 2, dim / 2, [&](int64_t row, const float* values) {
+    panel_product(b.q, b.dims.k, rows, block.k + j * b.dims.k * 2, b.dims.k / 2, [&](int64_t row, const float* values) {
       for (int c = 0; c < kPanel; c += kLanes) {
         Floats score = load(values + c) * scoring.scale;
         if (block.k_scales != nullptr) score = score * load(block.k_scales + j + c);
@@ -177,28 +178,28 @@ inline __attribute__((noinline)) void attend_block(const BlockBuffers& b, int64_
     const int64_t high = sight.first_high + row / sight.group, low = sight.window > 0 ? high - sight.window : 0;
     soften(b, row, low < 0 ? 0 : low, high < width ? high : width, width, block.v_scales);
   }
-  for (int64_t part = 0; part < dim / kPanel; ++part)
+  for (int64_t part = 0; part < b.dims.v / kPanel; ++part)
     panel_product(b.weights, kBlock, rows, block.v + part * block.v_step, width / 2,
                   [&](int64_t row, const float* values) {
-                    float* to = b.total + row * dim + part * kPanel;
+                    float* to = b.total + row * b.dims.v + part * kPanel;
                     for (int c = 0; c < kPanel; c += kLanes)
                       store(to + c, load(to + c) * b.kept[row] + load(values + c));
                   });
 }
 
 // Rows are of `group` query heads from `head` on, in turns, and begin with their sinks.
-KVF_INLINE void begin_rows(const BlockBuffers& b, int64_t rows, int64_t dim, const Scoring& scoring, int64_t head,
-                           int64_t group) {
-  for (int64_t i = 0; i < rows * dim; i += kLanes) store(b.total + i, Floats{});
+KVF_INLINE void begin_rows(const BlockBuffers& b, int64_t rows, const Scoring& scoring, int64_t head, int64_t group) {
+  for (int64_t i = 0; i < rows * b.dims.v; i += kLanes) store(b.total + i, Floats{});
   for (int64_t row = 0; row < rows; ++row) {
     b.highest[row] = scoring.sink(head + row % group);
     b.weight[row] = scoring.sinks == nullptr ? 0 : 1;
   }
 }
 
-KVF_INLINE void end_row(const BlockBuffers& b, int64_t row, int64_t dim, bf16* out) {
+KVF_INLINE void end_row(const BlockBuffers& b, int64_t row, bf16* out) {
   const float inverse = 1.0f / b.weight[row];
-  for (int64_t d = 0; d < dim; d += kLanes) store(out + d, load(b.total + row * dim + d) * inverse);
+  const float* total = b.total + row * b.dims.v;
+  for (int64_t d = 0; d < b.dims.v; d += kLanes) store(out + d, load(total + d) * inverse);
 }
 
 // A sequence under one K/V head.
@@ -214,17 +215,18 @@ struct Sequence {
 KVF_INLINE void attend_token(const Sequence& s, int64_t position, const bf16* q, int64_t group, uint8_t* memory,
                              bf16* out) {
   const int64_t dim = s.kv.dim, seen = position + 1;
-  const PackedPositions packed = packed_at(memory, kBlock, dim, s.kv.int8);
-  const BlockBuffers b(memory + packed_bytes(kBlock, dim), group, dim);
+  const PackedPositions packed = packed_at(memory, kBlock, s.kv.dims(), s.kv.int8);
+  const BlockBuffers b(memory + packed_bytes(kBlock, s.kv.dims()), group, s.kv.dims());
   copy(b.q, q, group * dim);
-  begin_rows(b, group, dim, s.scoring, s.head * group, group);
+  begin_rows(b, group, s.scoring, s.head * group, group);
   for (int64_t at = block_first(position, s.window); at < seen; at += kBlock) {
     const int64_t count = seen - at < kBlock ? seen - at : kBlock, width = (count + kPanel - 1) / kPanel * kPanel;
     for (int64_t j = 0; j < width; j += kPanel)
-      pack_panel(s.kv, s.head, s.table, at + j, at + j + kPanel < seen ? at + j + kPanel : seen, packed.from(j, dim));
-    attend_block(b, group, dim, packed, width, {group, seen - at, s.window}, s.scoring);
+      pack_panel(s.kv, s.kv.dims(), s.head, s.table, at + j, at + j + kPanel < seen ? at + j + kPanel : seen,
+                 packed.from(j, s.kv.dims()));
+    attend_block(b, group, packed, width, {group, seen - at, s.window}, s.scoring);
   }
-  for (int64_t row = 0; row < group; ++row) end_row(b, row, dim, out + row * dim);
+  for (int64_t row = 0; row < group; ++row) end_row(b, row, out + row * dim);
 }
 
 }  // namespace

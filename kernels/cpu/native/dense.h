@@ -49,6 +49,21 @@ KVF_INLINE int64_t row_block(int64_t in) {
 #endif
 }
 
+// to = values + bias of the layer's outputs from `column` on: the panel's, or `left` of them where those are fewer.
+template <class T>
+KVF_INLINE void put_out(const Dense& dense, int64_t column, int64_t left, float* values, T* to) {
+  const bool whole = left >= kPanel;
+  for (int c = 0; c < kPanel && (whole || c < left); c += kLanes) {
+    const Floats value = biased(dense, column + c, load(values + c));
+    if (whole || c + kLanes <= left) {
+      store(to + c, value);
+    } else {
+      store(values + c, value);
+      for (int i = c; i < left; ++i) store_one(to + i, values[i]);
+    }
+  }
+}
+
 // y [rows, out] (`y_step` elements apart) = the dense layer, with the other members.
 template <class T>
 KVF_INLINE void dense_together(const Dense& dense, const Inputs& inputs, int64_t rows, T* y, int64_t y_step, int member,
@@ -57,19 +72,9 @@ KVF_INLINE void dense_together(const Dense& dense, const Inputs& inputs, int64_t
   barrier.each(blocks * panels, member, [&](int64_t item) {
     const int64_t base = item / panels * block, left = item % panels * kPanel;
     const int64_t count = rows - base < block ? rows - base : block;
-    const bool whole = left + kPanel <= dense.out;
     for (int64_t row = base; row < base + count; ++row) __builtin_prefetch(y + row * y_step + left, 1);  // far apart
     multiply(inputs, base, count, dense, item % panels, [&](int64_t row, float* values) {
-      T* to = y + row * y_step + left;
-      for (int c = 0; c < kPanel && (whole || left + c < dense.out); c += kLanes) {
-        const Floats value = biased(dense, left + c, load(values + c));
-        if (whole || left + c + kLanes <= dense.out) {
-          store(to + c, value);
-        } else {
-          store(values + c, value);
-          for (int i = c; left + i < dense.out; ++i) store_one(to + i, values[i]);
-        }
-      }
+      put_out(dense, left, dense.out - left, values, y + row * y_step + left);
     });
   });
 }
@@ -81,6 +86,20 @@ void run_dense(void* argument, int member, int size, Barrier& barrier) {
                                   share(t.rows, member, size));
   if (t.dense.quantised) barrier.wait(member);
   dense_together(t.dense, inputs, t.rows, static_cast<T*>(t.y), t.dense.out, member, barrier);
+}
+
+void run_dense_of_heads(void* argument, int member, int, Barrier& barrier) {
+  const HeadsTask& t = *static_cast<HeadsTask*>(argument);
+  const int64_t panels = t.heads * t.panels(), block = row_block(t.dense.in), blocks = (t.rows + block - 1) / block;
+  barrier.each(blocks * panels, member, [&](int64_t item) {
+    const int64_t base = item / panels * block, count = t.rows - base < block ? t.rows - base : block;
+    const int64_t panel = item % panels, head = panel / t.panels(), left = panel % t.panels() * kPanel;
+    bf16* y = static_cast<bf16*>(t.y) + (base * t.heads + head) * t.out + left;
+    panel_product(static_cast<const bf16*>(t.x) + base * t.x_step + head * t.head_step, t.x_step, count,
+                  t.dense.panels[panel].data, t.dense.in / 2, [&](int64_t row, float* values) {
+                    put_out(t.dense, panel * kPanel, t.out - left, values, y + row * t.heads * t.out);
+                  });
+  });
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include "dense.h"
 #include "draw.h"
 #include "elementwise.h"
+#include "expanded.h"
 #include "lookup.h"
 #include "peak.h"
 #include "prefill.h"
@@ -26,9 +27,11 @@ const Kernels KVF_JOIN(kernels_, KVFERRY_ISA) = {
     {run_rope<float>, run_rope<bf16>},
     {run_decode<float>, run_decode<bf16>},
     {run_dense<float>, run_dense<bf16>},
+    run_dense_of_heads,
     run_decode_blocks,
     run_lookup,
     run_prefill,
+    run_expanded,
     run_step,
     run_draw,
     run_read,

@@ -88,54 +88,18 @@ class NativeKernels {
 
   // blocks: in the arithmetic of prefill, whatever else is in the batch.
   void decode(Array q, Array kv, Array block_table, Array total_len, int64_t rows, float scale, int64_t window,
-              float cap, MaybeArray sinks, bool blocks, Array out) {
-    const int kind = kind_of(q);
-    DecodeTask task{};
-    task.kv = kv_layer(kv, kind);
-    task.q = whole(q, kind, 3);
-    task.out = whole(out, kind, 3);
-    task.heads = static_cast<int64_t>(q.shape(1));
-    task.scoring = scoring_of(scale, cap, sinks, task.heads);
-    task.window = window;
-    require(task.heads % task.kv.heads == 0 && static_cast<int64_t>(q.shape(2)) == task.kv.dim, "q does not fit the cache");
-    require(rows <= static_cast<int64_t>(q.shape(0)) && rows <= static_cast<int64_t>(total_len.shape(0)) &&
-                rows <= static_cast<int64_t>(block_table.shape(0)), "more rows than the batch has");
-    task.batch = {rows, nullptr, nullptr, typed<int32_t>(block_table, 2), static_cast<int64_t>(block_table.shape(1)),
-                  typed<int32_t>(total_len, 1)};
-    if (blocks) {
-      require(kind == 1 && task.kv.dim % kPanel == 0 && task.kv.dim <= kMaxDim, "q does not fit the cache");
-      task.memory_step = token_memory(task.heads / task.kv.heads, task.kv.dim);
-      task.memory = aligned_bytes(threads() * task.memory_step);
-    } else {
-      partial_.resize(decode_floats(rows, task.heads, task.kv.dim));
-      task.partial = partial_.data();
-    }
-    run(blocks ? table_->decode_blocks : table_->decode[kind], &task, kSmall, 0);
-  }
+              float cap, MaybeArray sinks, bool blocks, Array out);
 
-  // One sequence: q [query_len, heads, dim], its row of the block table.
+  // One sequence: q [query_len, heads, dim], its row of the block table. Of a cache of one plane V are the last dims of
+  // what is stored, as many as `out` has.
   void prefill(Array q, Array kv, Array blocks, int64_t total_len, float scale, int64_t window, float cap,
-               MaybeArray sinks, Array out) {
-    PrefillTask task{};
-    task.kv = kv_layer(kv, 1);
-    task.q = whole(q, 1, 3);
-    task.out = whole(out, 1, 3);
-    task.query_len = static_cast<int64_t>(q.shape(0));
-    task.heads = static_cast<int64_t>(q.shape(1));
-    task.total_len = total_len;
-    task.window = window;
-    task.scoring = scoring_of(scale, cap, sinks, task.heads);
-    task.table = typed<int32_t>(blocks, 1);
-    require(task.heads % task.kv.heads == 0 && static_cast<int64_t>(q.shape(2)) == task.kv.dim &&
-                task.kv.dim % kPanel == 0 && task.kv.dim <= kMaxDim, "q does not fit the cache");
-    require(elements(out) == elements(q) && task.query_len <= total_len &&
-                total_len <= elements(blocks) * task.kv.block_size, "a sequence is longer than its blocks");
-    task.memory_step = prefill_memory(task.heads / task.kv.heads, task.kv.dim);
-    const int64_t packed = (prefill_bytes(task) + 63) / 64 * 64;
-    task.packed = aligned_bytes(packed + threads() * task.memory_step);
-    task.memory = task.packed + packed;
-    run(table_->prefill, &task, elements(q), kSmall);
-  }
+               MaybeArray sinks, Array out);
+
+  // One sequence over a cache of one plane and head, [rotated key, latent], of which `expand` makes K and V of each
+  // head: q [query_len, heads, rotated + plain], out [query_len, heads, value]. span: positions, and bytes, that are held
+  // at a time, of as many heads as fit.
+  void expanded(const Packed& expand, Array q, Array kv, Array blocks, int64_t total_len, float scale, int64_t span,
+                int64_t bytes, Array out);
 
   // parts: (kind, bytes [rows, row_bytes(kind, in)]) laid under each other; bias float32.
   std::shared_ptr<Packed> pack(const std::vector<std::pair<std::string, Array>>& parts, int64_t in, MaybeArray bias) {
@@ -227,6 +191,19 @@ class NativeKernels {
     const int kind = kind_of(out);
     DenseTask task{packed.dense, x.data(), whole(out, kind, 2), memory, rows, x.stride(0)};
     run(table_->dense[kind], &task, packed.dense.in * packed.dense.out, kSmall);
+  }
+
+  // Each head's layer of its own x [rows, heads, in], which may be a part of wider rows: out [rows, heads, outputs]. The
+  // layers lie one behind the other, each with outputs of whole panels, of which `out` may take fewer.
+  void dense_of_heads(const Packed& packed, Array x, Array out) {
+    require(x.ndim() == 3 && is_bf16(x) && dense_from(x, 2), "inputs of a head must be contiguous");
+    HeadsTask task{packed.dense, x.data(), whole(out, 1, 3), x.stride(0), x.stride(1)};
+    task.rows = static_cast<int64_t>(x.shape(0)), task.heads = static_cast<int64_t>(x.shape(1));
+    task.out = static_cast<int64_t>(out.shape(2));
+    require(!task.dense.quantised && task.dense.bias == nullptr && static_cast<int64_t>(x.shape(2)) == task.dense.in &&
+                task.dense.out == task.heads * task.panels() * kPanel &&
+                elements(out) == task.rows * task.heads * task.out, "x or the result does not fit the weight");
+    run(table_->dense_of_heads, &task, task.dense.in * task.dense.out, kSmall);
   }
 
   // how: (temperature, min_p, top_k, top_p, key) of each row. masks: of each row, or of none.

@@ -32,6 +32,8 @@ NB_MODULE(_native, m) {
            "cap"_a, "sinks"_a.none(), "blocks"_a, "out"_a)
       .def("prefill", &NativeKernels::prefill, "q"_a, "kv"_a, "blocks"_a, "total_len"_a, "scale"_a, "window"_a, "cap"_a,
            "sinks"_a.none(), "out"_a)
+      .def("expanded", &NativeKernels::expanded, "expand"_a, "q"_a, "kv"_a, "blocks"_a, "total_len"_a, "scale"_a,
+           "span"_a, "bytes"_a, "out"_a)
       .def("pack", &NativeKernels::pack, "parts"_a, "inputs"_a, "bias"_a.none())
       .def("pack_into", &NativeKernels::pack_into)
       .def("finish", &NativeKernels::finish)
@@ -40,6 +42,7 @@ NB_MODULE(_native, m) {
       .def("placed", &NativeKernels::placed)
       .def("lookup", &NativeKernels::lookup)
       .def("dense", &NativeKernels::dense)
+      .def("dense_of_heads", &NativeKernels::dense_of_heads)
       .def("draw", &NativeKernels::draw)
       .def("read", &NativeKernels::read)
       .def("multiply", &NativeKernels::multiply);

@@ -16,14 +16,14 @@ struct PackedKV {
         positions((t.total_len - first + kPanel - 1) / kPanel * kPanel) {}
 
   PackedPositions of(int64_t head, int64_t position) const {
-    const int64_t dim = task.kv.dim;
-    return packed_at(task.packed + head * packed_bytes(positions, dim), positions, dim, task.kv.int8)
-        .from(position - first, dim);
+    const HeadDims dims = task.dims;
+    return packed_at(task.packed + head * packed_bytes(positions, dims), positions, dims, task.kv.int8)
+        .from(position - first, dims);
   }
 
   void pack(int64_t head, int64_t position) const {
     const int64_t end = position + kPanel < task.total_len ? position + kPanel : task.total_len;
-    pack_panel(task.kv, head, task.table, position, end, of(head, position));
+    pack_panel(task.kv, task.dims, head, task.table, position, end, of(head, position));
   }
 };
 
@@ -31,20 +31,20 @@ struct PackedKV {
 inline __attribute__((noinline)) void attend_tile(const PackedKV& packed, int64_t head, int64_t begin, int64_t end,
                                                   uint8_t* memory) {
   const PrefillTask& t = packed.task;
-  const int64_t dim = t.kv.dim, group = t.heads / t.kv.heads, rows = (end - begin) * group;
+  const int64_t dim = t.dims.k, group = t.heads / t.kv.heads, rows = (end - begin) * group;
   const int64_t computed = t.total_len - t.query_len, seen = computed + end;
-  const BlockBuffers b(memory, prefill_rows(group), dim);
+  const BlockBuffers b(memory, prefill_rows(group), t.dims);
   for (int64_t token = begin; token < end; ++token)
     copy(b.q + (token - begin) * group * dim,
          static_cast<const bf16*>(t.q) + (token * t.heads + head * group) * dim, group * dim);
-  begin_rows(b, rows, dim, t.scoring, head * group, group);
+  begin_rows(b, rows, t.scoring, head * group, group);
   for (int64_t at = block_first(computed + begin, t.window); at < seen; at += kBlock) {
     const int64_t count = seen - at < kBlock ? seen - at : kBlock, width = (count + kPanel - 1) / kPanel * kPanel;
-    attend_block(b, rows, dim, packed.of(head, at), width, {group, computed + begin + 1 - at, t.window}, t.scoring);
+    attend_block(b, rows, packed.of(head, at), width, {group, computed + begin + 1 - at, t.window}, t.scoring);
   }
   for (int64_t row = 0; row < rows; ++row)
-    end_row(b, row, dim,
-            static_cast<bf16*>(t.out) + ((begin + row / group) * t.heads + head * group + row % group) * dim);
+    end_row(b, row,
+            static_cast<bf16*>(t.out) + ((begin + row / group) * t.heads + head * group + row % group) * t.dims.v);
 }
 
 void run_prefill(void* argument, int member, int, Barrier& barrier) {

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels.h"
+#include "attending.h"
 
 namespace kvferry {
 
@@ -107,7 +107,7 @@ class NativeStep {
     view_.codes = codes_.data();
     const int64_t shared = max_rows_ * (model_.hidden + qkv + model_.inner) + 192;
     scratch_.resize(shared + 64 + kernels_->threads() * view_.local_step);
-    view_.memory_step = token_memory(model_.heads / model_.kv_heads, model_.dim);
+    view_.memory_step = token_memory(model_.heads / model_.kv_heads, {model_.dim, model_.dim});
     memory_.resize(kernels_->threads() * view_.memory_step + 64);
     view_.memory = memory_.data() + (64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64) % 64;
     partial_.resize(decode_floats(max_rows_, model_.heads, model_.dim));

@@ -21,6 +21,11 @@ struct Dense {
 // The widest head that attention takes: a cached vector of DeepSeek's latent attention.
 constexpr int64_t kMaxDim = 576;
 
+// What a head's keys have of dims, and its values.
+struct HeadDims {
+  int64_t k, v;
+};
+
 // One layer of the pool, [block, 2, kv_head, slot, dim]; steps in elements; slots and dims are dense. int8: see cache.h,
 // else the elements are the model's.
 struct KVLayer {
@@ -28,6 +33,7 @@ struct KVLayer {
   int64_t block_step, kv_step, head_step, slot_step;
   int64_t block_size, heads, dim;
   bool int8;
+  HeadDims dims() const { return {dim, dim}; }
 };
 
 // Rows of one query token each, as kernels/plan.py describes them.
@@ -116,6 +122,16 @@ struct DenseTask {
   int64_t rows, x_step;
 };
 
+// y [rows, heads, out] = for each head the dense layer of x [rows, heads, in], rows and heads of it steps apart. dense: of
+// all heads, panels() of them of each.
+struct HeadsTask {
+  Dense dense;
+  const void* x;
+  void* y;
+  int64_t x_step, head_step, rows, heads, out;
+  int64_t panels() const { return (out + kPanel - 1) / kPanel; }
+};
+
 // out [count, in] = rows of the dense layer's weight in bfloat16.
 struct LookupTask {
   Dense dense;
@@ -144,48 +160,6 @@ inline Chunks chunks_of(int64_t total_len, int64_t window) {
 inline int64_t partial_floats(int64_t dim) { return 16 + dim; }
 inline int64_t decode_floats(int64_t rows, int64_t heads, int64_t dim) {
   return rows * heads * kMaxChunks * partial_floats(dim);
-}
-
-// out [query_len, heads, dim] = causal attention of one sequence's query tokens, the last of its total_len positions.
-// packed: prefill_bytes(); memory: prefill_memory() of each thread, memory_step bytes apart.
-struct PrefillTask {
-  const void* q;
-  void* out;
-  uint8_t *packed, *memory;
-  int64_t memory_step, heads, query_len, total_len, window;
-  Scoring scoring;
-  const int32_t* table;
-  KVLayer kv;
-};
-
-constexpr int64_t kPrefillBlock = 128;  // positions
-constexpr int64_t kPrefillRows = 96;
-
-// Query rows of one tile: whole tokens under one K/V head.
-inline int64_t prefill_rows(int64_t group) { return group > kPrefillRows ? group : kPrefillRows / group * group; }
-
-// The first position of the first block that a token at `position`, and those after it, attend to.
-inline int64_t block_first(int64_t position, int64_t window) {
-  const int64_t first = window > 0 && position >= window ? position - window + 1 : 0;
-  return first / kPrefillBlock * kPrefillBlock;
-}
-
-// Bytes of packed K and V of some positions (whole panels) under one head, with the scales of int8.
-inline int64_t packed_bytes(int64_t positions, int64_t dim) { return positions * (dim * 4 + 8); }
-
-inline int64_t prefill_bytes(const PrefillTask& t) {
-  const int64_t seen = t.total_len - block_first(t.total_len - t.query_len, t.window);
-  return t.kv.heads * packed_bytes(seen + kPanel, t.kv.dim);
-}
-
-inline int64_t rows_memory(int64_t rows, int64_t dim) {
-  return (rows * (6 * kPrefillBlock + 6 * dim + 12) + 127) / 64 * 64;
-}
-
-inline int64_t prefill_memory(int64_t group, int64_t dim) { return rows_memory(prefill_rows(group), dim); }
-
-inline int64_t token_memory(int64_t group, int64_t dim) {
-  return packed_bytes(kPrefillBlock, dim) + rows_memory(group, dim);
 }
 
 // How a row's token is drawn: kernels.draw's parameters in float32, and the key of its noise. temperature 0: the most
@@ -267,7 +241,7 @@ struct Kernels {
   const char* name;
   Team::Function rms_norm[2], gate_mul[2], rope_and_cache[2], decode[2];  // float32, bfloat16
   Team::Function dense[2];                                                // the result: float32, bfloat16
-  Team::Function decode_blocks, lookup, prefill, step;                    // bfloat16
+  Team::Function dense_of_heads, decode_blocks, lookup, prefill, expanded, step;  // bfloat16
   Team::Function draw;                                                    // float32
   Team::Function read, multiply;                                          // the machine's limits
   int64_t round_work;  // floating point operations of one round of multiply on one thread

@@ -1,0 +1,100 @@
+// Attention as Python calls it, checked.
+#pragma once
+
+#include "kernels.h"
+#include "prompts.h"
+
+namespace kvferry {
+
+inline void NativeKernels::decode(Array q, Array kv, Array block_table, Array total_len, int64_t rows, float scale,
+                                  int64_t window, float cap, MaybeArray sinks, bool blocks, Array out) {
+  const int kind = kind_of(q);
+  DecodeTask task{};
+  task.kv = kv_layer(kv, kind);
+  task.q = whole(q, kind, 3);
+  task.out = whole(out, kind, 3);
+  task.heads = static_cast<int64_t>(q.shape(1));
+  task.scoring = scoring_of(scale, cap, sinks, task.heads);
+  task.window = window;
+  require(task.heads % task.kv.heads == 0 && static_cast<int64_t>(q.shape(2)) == task.kv.dim, "q does not fit the cache");
+  require(rows <= static_cast<int64_t>(q.shape(0)) && rows <= static_cast<int64_t>(total_len.shape(0)) &&
+              rows <= static_cast<int64_t>(block_table.shape(0)), "more rows than the batch has");
+  task.batch = {rows, nullptr, nullptr, typed<int32_t>(block_table, 2), static_cast<int64_t>(block_table.shape(1)),
+                typed<int32_t>(total_len, 1)};
+  if (blocks) {
+    require(kind == 1 && task.kv.dim % kPanel == 0 && task.kv.dim <= kMaxDim, "q does not fit the cache");
+    task.memory_step = token_memory(task.heads / task.kv.heads, task.kv.dims());
+    task.memory = aligned_bytes(threads() * task.memory_step);
+  } else {
+    partial_.resize(decode_floats(rows, task.heads, task.kv.dim));
+    task.partial = partial_.data();
+  }
+  run(blocks ? table_->decode_blocks : table_->decode[kind], &task, kSmall, 0);
+}
+
+inline void NativeKernels::prefill(Array q, Array kv, Array blocks, int64_t total_len, float scale, int64_t window,
+                                   float cap, MaybeArray sinks, Array out) {
+  PrefillTask task{};
+  task.kv = kv_layer(kv, 1);
+  task.q = whole(q, 1, 3);
+  task.out = whole(out, 1, 3);
+  task.query_len = static_cast<int64_t>(q.shape(0));
+  task.heads = static_cast<int64_t>(q.shape(1));
+  task.total_len = total_len;
+  task.window = window;
+  task.scoring = scoring_of(scale, cap, sinks, task.heads);
+  task.table = typed<int32_t>(blocks, 1);
+  task.dims = task.kv.dims();
+  if (kv.shape(kv.ndim() - 4) == 1) {
+    task.dims.v = static_cast<int64_t>(out.shape(2));
+    task.kv.kv_step = task.dims.k - task.dims.v;
+  }
+  require(task.heads % task.kv.heads == 0 && static_cast<int64_t>(q.shape(2)) == task.kv.dim &&
+              task.kv.dim % kPanel == 0 && task.kv.dim <= kMaxDim, "q does not fit the cache");
+  require(task.dims.v % kPanel == 0 && task.dims.v <= task.dims.k &&
+              elements(out) == task.query_len * task.heads * task.dims.v, "the result does not fit the cache");
+  require(task.query_len <= total_len && total_len <= elements(blocks) * task.kv.block_size,
+          "a sequence is longer than its blocks");
+  task.memory_step = prefill_memory(task.heads / task.kv.heads, task.dims);
+  const int64_t packed = (prefill_bytes(task) + 63) / 64 * 64;
+  task.packed = aligned_bytes(packed + threads() * task.memory_step);
+  task.memory = task.packed + packed;
+  run(table_->prefill, &task, elements(q), kSmall);
+}
+
+inline void NativeKernels::expanded(const Packed& expand, Array q, Array kv, Array blocks, int64_t total_len,
+                                    float scale, int64_t span, int64_t bytes, Array out) {
+  ExpandedTask task{};
+  task.expand = expand.dense;
+  task.kv = kv_layer(kv, 1);
+  task.q = whole(q, 1, 3);
+  task.out = whole(out, 1, 3);
+  task.query_len = static_cast<int64_t>(q.shape(0));
+  task.heads = static_cast<int64_t>(q.shape(1));
+  task.total_len = total_len;
+  task.rotated = task.kv.dim - task.expand.in;
+  task.dims = {static_cast<int64_t>(q.shape(2)), static_cast<int64_t>(out.shape(2))};
+  task.scoring.scale = scale;
+  task.table = typed<int32_t>(blocks, 1);
+  const int64_t plain = task.dims.k - task.rotated;
+  require(!task.expand.quantised && task.expand.bias == nullptr &&
+              task.expand.out == task.heads * (plain + task.dims.v), "the layer does not make K and V of the heads");
+  require(task.kv.heads == 1 && task.kv.dim % kPanel == 0 && task.rotated >= 0 && task.dims.k % kPanel == 0 &&
+              plain % kPanel == 0 && plain >= 0 && task.dims.v % kPanel == 0, "q does not fit the cache");
+  require(elements(out) == task.query_len * task.heads * task.dims.v && task.query_len <= total_len &&
+              total_len <= elements(blocks) * task.kv.block_size, "a sequence is longer than its blocks");
+  const auto blocks_of = [](int64_t positions) { return (positions + kPrefillBlock - 1) / kPrefillBlock; };
+  task.span = std::max<int64_t>(std::min(blocks_of(span), blocks_of(total_len)), 1) * kPrefillBlock;
+  task.together = std::min(std::max<int64_t>(bytes / expanded_bytes(task), 1), task.heads);
+  task.memory_step = expanded_memory(task.dims);
+  const int64_t latents = task.span * task.kv.dim * 2;
+  const int64_t packed = (task.together * packed_bytes(task.span, task.dims) + 63) / 64 * 64;
+  const int64_t carried = (task.together * expanded_bytes(task) + 127) / 64 * 64 - packed;
+  task.latents = aligned_bytes(latents + packed + carried + threads() * task.memory_step);
+  task.packed = task.latents + latents;
+  task.carried = reinterpret_cast<float*>(task.packed + packed);
+  task.memory = task.packed + packed + carried;
+  run(table_->expanded, &task, total_len * task.expand.out, kSmall);
+}
+
+}  // namespace kvferry
