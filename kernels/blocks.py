@@ -8,6 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.codes import Codes
+from kernels.step import StoredRows
+
+_PIECE = 1 << 20
+"""Weights that are taken apart at once: 4 MiB of float32."""
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Of n blocks: codes, float32 [n, groups, inputs of a group], integers of eight bits; scales, float32 [n, groups];
 minima of the same shape, or None."""
@@ -155,3 +160,20 @@ FORMATS = {
     "IQ4_XS": Format(256, 136, _iq4_xs),
 }
 """By their names in GGUF."""
+
+
+def codes_of(rows: StoredRows) -> tuple[Codes, torch.Tensor | None]:
+    """Rows of a block format as codes and minima, float32 [rows, groups], on their device; of the same values."""
+    form, count = FORMATS[rows.kind], len(rows.data)
+    blocks = rows.data.view(-1, form.bytes)
+    values = torch.empty(len(blocks), form.size, dtype=torch.int8, device=blocks.device)
+    scales: list[torch.Tensor] = []
+    minima: list[torch.Tensor] = []
+    step = _PIECE // form.size
+    for at in range(0, len(blocks), step):
+        codes, steps, least = form.apart(blocks[at : at + step])
+        values[at : at + step] = codes.flatten(1)
+        scales.append(steps)
+        minima += [] if least is None else [least]
+    whole = Codes(values.view(count, -1), torch.cat(scales).view(count, -1))
+    return whole, torch.cat(minima).view(count, -1) if minima else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.adjustments import Adjusted
+from kernels.blocks import FORMATS, codes_of
 from kernels.capabilities import Capabilities
 from kernels.codes import Codes
 from kernels.draw import NoiseKeys
@@ -174,4 +175,6 @@ class TritonOps(TorchShared):
 def _form(part: Stored) -> CodedForm | None:
     if isinstance(part, Codes):
         return form_of(part)
+    if part.kind in FORMATS:
+        return form_of(*codes_of(part))
     return form_of(int8_of(part.data.view(torch.bfloat16))) if part.kind == "INT8" else None
