@@ -136,11 +136,11 @@ class TritonOps(TorchShared):
             prefill(q, kv_layer, out, plan, scale, window, cap, sinks, launch.max_rows, launch.prefill_tile)
         return out
 
-    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted]) -> None:
+    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted], drawn: torch.Tensor | None = None) -> None:
         vocab = logits.shape[1]
         if vocab not in self._adjusters:
             self._adjusters[vocab] = Adjuster(logits.device, vocab)
-        self._adjusters[vocab](logits, rows)
+        self._adjusters[vocab](logits, rows, drawn)
 
     def latent_attention(
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, own: Latent

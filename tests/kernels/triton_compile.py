@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.adjustments import Adjustments
+from kernels.adjustments import Adjusted, Adjustments
 from kernels.blocks import FORMATS
 from kernels.codes import Codes
 from kernels.draw import NoiseKeys
@@ -207,7 +207,11 @@ def test_checksums(compiled: dict[str, Any]) -> None:
 
 def test_additions_and_penalties(compiled: dict[str, Any]) -> None:
     params = SamplingParams(repetition_penalty=1.2, logit_bias=((3, 1.0),))
-    TritonOps().adjust(torch.zeros(1, 128_256), [(0, Adjustments(params, [1, 2, 3], 2), 1)])
+    TritonOps().adjust(
+        torch.zeros(1, 128_256),
+        [Adjusted(0, Adjustments(params, [1, 2, 3], 2), 2, 0)],
+        torch.zeros(1, dtype=torch.int64),
+    )
     assert set(compiled) == {"note_kernel", "penalise_kernel"}
     assert "ld.global.v4" in compiled["penalise_kernel"].asm["ptx"]
 
