@@ -30,6 +30,10 @@ class TorchLinear:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
 
+    def part(self, first: int, end: int) -> TorchLinear:
+        """Of outputs [first, end) alone, over the same memory."""
+        return TorchLinear(self.weight[first:end], None if self.bias is None else self.bias[first:end])
+
 
 @dataclass(frozen=True, slots=True)
 class TorchLinearOfHeads:
