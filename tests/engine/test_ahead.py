@@ -125,7 +125,7 @@ class Undecided(ToyModel):
 PENALTIES: list[dict[str, object]] = [
     {"repetition_penalty": 1.3},
     {"frequency_penalty": 0.5, "presence_penalty": 0.25},
-    {"repetition_penalty": 0.8, "presence_penalty": 1.5, "temperature": 1.0, "seed": 3},
+    {"repetition_penalty": 0.8, "presence_penalty": 1.5},
 ]
 
 
