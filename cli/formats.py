@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from model_files.counts import NOWHERE, ON_CPU, ON_GPU
 from model_files.needs import ModelNeeds
-from protocol.layout import CACHE_DTYPES
+from protocol.layout import cache_format
 from protocol.settings import ServeSettings
 
 _FULL_BYTES = {"auto": 2, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -39,7 +39,8 @@ def _quantised(settings: ServeSettings, how: str) -> bool:
 
 
 def kv_dtype(settings: ServeSettings) -> str:
-    """Number format of K and V, as in `KVLayout`."""
-    if settings.kv_cache_dtype in CACHE_DTYPES:
-        return CACHE_DTYPES[settings.kv_cache_dtype]
+    """Number format of K and V, as in `KVLayout`. Raises ConfigError as `cache_format`."""
+    found = cache_format(settings.kv_cache_dtype, batch_invariant=settings.batch_invariant)
+    if found is not None:
+        return found
     return "bfloat16" if settings.dtype == "auto" else settings.dtype

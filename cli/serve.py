@@ -34,6 +34,7 @@ from process.limits import available_cores
 from process.secret import ClusterSecrets
 from protocol.common_settings import CommonSettings
 from protocol.errors import ConfigError
+from protocol.layout import cache_format
 from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def check(settings: ServeSettings) -> Checked:
     from model_files.draft import resolve_draft
     from model_files.refusals import resolve_runnable
 
+    cache_format(settings.kv_cache_dtype, batch_invariant=settings.batch_invariant)
     port = preflight.free_port(settings.host, settings.port)
     preflight.worker_packages()
     for name in ("chat_template", "api_keys", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "cluster_secret_file"):

@@ -3,7 +3,8 @@ between two steps.
 
 A step is launched ahead where it is sure what it computes: the streams of the one that runs, a token further each, all
 plain (what is drawn behind a token needs no look at it on the host), and nobody else to be scheduled. The tokens that
-it begins with stay on the device. It has a row too much for a stream that turns out to have ended; that is dropped.
+it begins with stay on the device, and are counted there for penalties. It has a row too much for a stream that turns
+out to have ended; that is dropped.
 
 While a step is in flight nothing is scheduled, admitted or preempted, and no command is taken: it is collected first.
 So blocks that ended streams leave meanwhile are given to nobody but a later step, which the device computes in its
@@ -16,7 +17,6 @@ import logging
 
 from engine import apart
 from engine.apart import Drawn
-from engine.edits import look_back
 from engine.request import Request
 from engine.runner import Runs
 from engine.scheduler import Scheduler
@@ -131,4 +131,4 @@ def _plain(part: Slice) -> bool:
     if not part.streams or not part.draws or request.transfer is not None or request.prefill_only:
         return False
     params = request.job.params
-    return request.job.grammar is None and params.logprobs is None and not look_back(params)
+    return request.job.grammar is None and params.logprobs is None and not params.bad_words

@@ -131,15 +131,16 @@ class Runner:
     @torch.inference_mode()
     def _launch(self, slices: Sequence[Slice], behind: Flight | None) -> Flight:
         """Have the next token of each slice drawn, and wait for nothing. The slices are decodes of plain streams: rows
-        without masks and scores, whose edits do not look back. behind: the flight, row for row, that draws the tokens
+        without masks, scores and banned words. behind: the flight, row for row, that draws the tokens
         of the slices, which the host does not know yet; one that draws none is followed by what nobody may use."""
         token_ids, plan = self._planner.plan(slices, None if behind is None else behind.rows)
         rows = [_sample_row(part) for part in slices]
         if behind is not None:
             token_ids = behind.tokens[token_ids].clamp_(min=0)
-            rows = [row.ahead(1) for row in rows]
+            rows = [row.ahead(1, place) for row, place in zip(rows, behind.rows, strict=True)]
         logits = self.model.next_logits(token_ids, self.kv, plan).values
-        return Flight(Readback(draw_plain(logits, rows, self.model.ops)), range(len(rows)))
+        drawn = None if behind is None else behind.tokens
+        return Flight(Readback(draw_plain(logits, rows, self.model.ops, drawn)), range(len(rows)))
 
     @torch.inference_mode()
     def look(self, token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted = always) -> torch.Tensor:

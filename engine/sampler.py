@@ -38,6 +38,7 @@ class SampleRow:
     bare: bool = field(init=False)
     _edits: tuple[Edit, ...] | None = field(init=False, default=None)
     _adjustments: Adjustments = field(init=False)
+    _behind: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
         params = self.params if self.mask is None else replace(self.params, min_tokens=0)
@@ -49,11 +50,11 @@ class SampleRow:
         """Its grammar's mask, if it has one, is made."""
         return self.mask is None or (self.mask.ready and self.mask.error is None)
 
-    def ahead(self, count: int) -> SampleRow:
+    def ahead(self, count: int, behind: int = -1) -> SampleRow:
         """Of the token `count` places behind the next one, whatever those before it are: for a row without a mask, and
-        with no edit that looks back."""
+        with no edit that looks back. behind: where among drawn tokens the next one is, for a row with penalties."""
         row = SampleRow(self.params, range(len(self.token_ids) + count), self.prompt_len)
-        row._edits, row._adjustments = self._edits, self._adjustments
+        row._edits, row._adjustments, row._behind = self._edits, self._adjustments, behind
         return row
 
     def edits(self, device: torch.device) -> tuple[Edit, ...]:
@@ -65,7 +66,8 @@ class SampleRow:
     def adjusted(self, row: int) -> Adjusted | None:
         """What is added to its logits, that row of them, and taken from them in this step."""
         output_len = len(self.token_ids) - self.prompt_len
-        return (row, self._adjustments, output_len) if self._adjustments.active(output_len) else None
+        active = self._adjustments.active(output_len)
+        return Adjusted(row, self._adjustments, output_len, self._behind) if active else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +100,12 @@ def sample(
     return [Sampled(token, entries.get(i)) if drawable[i] else None for i, token in enumerate(tokens)]
 
 
-def draw_plain(logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops) -> torch.Tensor:
-    """`sample` of rows without masks that nobody scores: token ids int64 [n] where the logits are, not waited for."""
-    _change(logits, [row.edits(logits.device) for row in rows], _adjusted(rows), ops)
+def draw_plain(
+    logits: torch.Tensor, rows: Sequence[SampleRow], ops: Ops, drawn: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`sample` of rows without masks that nobody scores: token ids int64 [n] where the logits are, not waited for.
+    drawn: int64 [m], the tokens of which rows that are ahead are `behind` one."""
+    _change(logits, [row.edits(logits.device) for row in rows], _adjusted(rows), ops, drawn)
     return ops.draw(logits, [row.params for row in rows], _keys(rows))
 
 
@@ -108,13 +113,19 @@ def _adjusted(rows: Sequence[SampleRow]) -> list[Adjusted]:
     return [found for i, row in enumerate(rows) if (found := row.adjusted(i)) is not None]
 
 
-def _change(logits: torch.Tensor, edits: Sequence[Sequence[Edit]], adjusted: Sequence[Adjusted], ops: Ops) -> None:
+def _change(
+    logits: torch.Tensor,
+    edits: Sequence[Sequence[Edit]],
+    adjusted: Sequence[Adjusted],
+    ops: Ops,
+    drawn: torch.Tensor | None = None,
+) -> None:
     """To each row its own."""
     for i, some in enumerate(edits):
         for edit in some:
             edit.apply(logits[i])
     if adjusted:
-        ops.adjust(logits, adjusted)
+        ops.adjust(logits, adjusted, drawn)
 
 
 def _keys(rows: Sequence[SampleRow]) -> NoiseKeys:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,15 +43,21 @@ class Adjustments:
         ends = self.params.ending_token_ids if output_len < self.params.min_tokens else ()
         return [*((token, -float("inf")) for token in ends if 0 <= token < vocab_size), *self.params.logit_bias]
 
-    def apply(self, logits: torch.Tensor, output_len: int) -> None:
-        """To float32 logits [vocab], in place."""
+    def apply(self, logits: torch.Tensor, output_len: int, last: torch.Tensor | None = None) -> None:
+        """To float32 logits [vocab], in place. last: int64 [1], an output token behind those that the host knows."""
         if self._on_device is None:
             self._on_device = _OnDevice(self, logits.device, len(logits))
-        self._on_device.apply(logits, output_len)
+        self._on_device.apply(logits, output_len, None if last is None else last.clamp(min=0))
 
 
-Adjusted = tuple[int, Adjustments, int]
-"""A row of logits, what is done to it, and the number of its request's output tokens."""
+class Adjusted(NamedTuple):
+    """A row of logits, what is done to it, and the number of its request's output tokens. behind: where among the
+    tokens that a device has drawn the last one of these is, which the host does not know yet; below 0: it knows all."""
+
+    row: int
+    adjustments: Adjustments
+    output_len: int
+    behind: int = -1
 
 
 class _OnDevice:
@@ -67,22 +74,28 @@ class _OnDevice:
         self._seen = Tally(of.token_ids, 0, device)
         self._made = Tally(of.token_ids, of.prompt_len, device)
 
-    def apply(self, logits: torch.Tensor, output_len: int) -> None:
+    def apply(self, logits: torch.Tensor, output_len: int, last: torch.Tensor | None) -> None:
         params = self._of.params
         if output_len < params.min_tokens:
             logits[self._ends] = -torch.inf
         if params.logit_bias:
             logits.index_add_(0, self._biased, self._biases)
         if params.repetition_penalty != 1.0:
-            self._divide(logits, params.repetition_penalty)
+            self._divide(logits, params.repetition_penalty, last)
         if self._of.penalised and output_len:
             ids, counts = self._made.follow()
-            logits.index_add_(0, ids, counts * params.frequency_penalty + params.presence_penalty, alpha=-1)
+            if last is not None:
+                again = ids == last
+                ids, counts = torch.cat((ids, last)), torch.cat((counts + again, ~again.any(0, keepdim=True)))
+            logits.index_add_(
+                0, ids, counts * params.frequency_penalty + (counts > 0) * params.presence_penalty, alpha=-1
+            )
 
-    def _divide(self, logits: torch.Tensor, penalty: float) -> None:
+    def _divide(self, logits: torch.Tensor, penalty: float, last: torch.Tensor | None) -> None:
         """Positive logits are divided, others multiplied (Keskar et al., arXiv 1909.05858), which is the lesser of both
         results for a penalty above 1 and the greater one below."""
         ids, _ = self._seen.follow()
+        ids = ids if last is None else torch.cat((ids, last))
         values = logits.index_select(0, ids)
         either = torch.minimum if penalty > 1 else torch.maximum
         logits.scatter_(0, ids, either(values / penalty, values * penalty))

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """blocks: GGUF's block formats run as they are stored. codes: those of quantised checkpoints do, and dense layers
-    that are quantised to int8 as they are loaded. unit: K and V are kept in 8 bits where head dims are multiples of
-    it."""
+    """codes: those of GGUF's block formats and of quantised checkpoints run as they are stored, and dense layers that
+    are quantised to int8 as they are loaded. unit: K and V are kept in 8 bits where head dims are multiples of it."""
 
-    blocks: bool = False
     codes: bool = False
     unit: int = 1

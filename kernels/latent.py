@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels.step import Latent
+from kernels.step import Latent, Linear
 
 
 def absorbed(q: torch.Tensor, own: Latent) -> torch.Tensor:
@@ -29,11 +29,11 @@ def put_out(summed: torch.Tensor, own: Latent) -> torch.Tensor:
     return own.up_v(summed[..., own.rotated :])
 
 
-def expanded(latents: torch.Tensor, own: Latent) -> tuple[torch.Tensor, torch.Tensor]:
+def expanded(latents: torch.Tensor, own: Latent, expand: Linear | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """K [heads, L, rotated + plain] and V of the same shape, zeros behind its dims, of cached vectors
-    [L, rotated + rank]: fused attention wants equal ones."""
+    [L, rotated + rank]: fused attention wants equal ones. expand: as own's, of some of its heads; None: of all."""
     turned, c = torch.split(latents, [own.rotated, own.rank], -1)
-    made = own.expand(c).view(len(c), -1, own.plain + own.value)
+    made = (expand or own.expand)(c).view(len(c), -1, own.plain + own.value)
     plain, v = torch.split(made, [own.plain, own.value], -1)
     k = torch.cat((turned[:, None].expand(-1, plain.shape[1], -1), plain), -1)
     v = F.pad(v, (0, max(0, k.shape[-1] - own.value)))

@@ -94,10 +94,11 @@ class Ops(DenseOps, Protocol):
         cap * tanh(s / cap); sinks, float32 [heads]: a score of each head that takes its share of the weights and brings
         no value. Returns [T, heads, dim]."""
 
-    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted]) -> None:
+    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted], drawn: torch.Tensor | None = None) -> None:
         """Change rows of float32 logits [n, vocab] in place as their adjustments say, each row named once at most: what
         is added to single tokens, then the repetition penalty of all tokens so far, then frequency and presence
-        penalties of the output (OpenAI API reference)."""
+        penalties of the output (OpenAI API reference). drawn: int64 [m], tokens of which rows are `behind` one; one
+        below 0 is none, and what follows it is nobody's."""
 
     def latent_attention(
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, own: Latent

@@ -30,6 +30,10 @@ class TorchLinear:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
 
+    def part(self, first: int, end: int) -> TorchLinear:
+        """Of outputs [first, end) alone, over the same memory."""
+        return TorchLinear(self.weight[first:end], None if self.bias is None else self.bias[first:end])
+
 
 @dataclass(frozen=True, slots=True)
 class TorchLinearOfHeads:
@@ -61,9 +65,10 @@ class TorchShared:
     def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:
         add_low_rank(y, x, tokens, parts)
 
-    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted]) -> None:
-        for row, adjustments, output_len in rows:
-            adjustments.apply(logits[row], output_len)
+    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted], drawn: torch.Tensor | None = None) -> None:
+        for row, adjustments, output_len, behind in rows:
+            last = None if drawn is None or behind < 0 else drawn[behind : behind + 1]
+            adjustments.apply(logits[row], output_len, last)
 
     def draw(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], keys: NoiseKeys, masks: Masks = ()

@@ -46,6 +46,9 @@ class StoredRows:
     kind: str
     data: torch.Tensor
 
+    def to(self, device: torch.device) -> StoredRows:
+        return StoredRows(self.kind, self.data.to(device))
+
 
 Stored = StoredRows | Codes
 

@@ -57,7 +57,7 @@ def weights_of(entries: Mapping[str, Entry], quantised: Quantisation | None) -> 
             *outer, runs, half = shape
             weights = (*outer, 2 * runs * half)
             count = math.prod(weights)
-            yield Tensor(stack, weights, count * (5 / 8 + 2 / _RUN), count * (1 + 2 / _RUN))
+            yield Tensor(stack, weights, count * (5 / 8 + 2 / _RUN), count * (4 / 8 + 2 / _RUN))
         elif f"{name.removesuffix(_BLOCK_SCALES)}{_BLOCKS}" in entries:
             continue
         elif quantised is None:
@@ -105,7 +105,7 @@ def _coded_bytes(
     narrow, whole = bits < 8, group >= inputs
     if not whole and inputs % group and quantised.block is None:
         return None
-    if group & -group < (_RUN if narrow else _RUN // 2) and (narrow or not whole):
+    if (group & -group < _RUN // 2 and (narrow or not whole)) or (narrow and inputs % _RUN):
         return None
     offsets = 0 if quantised.symmetric or bits in (2, 3) else 2
     return outputs * (inputs * (0.5 if narrow else 1.0) + -(-inputs // group) * (scale + offsets))

@@ -18,6 +18,18 @@ SCALE_BYTES = 4
 """The float32 scale behind each vector of 8 bits."""
 
 
+def cache_format(name: str, *, batch_invariant: bool) -> str | None:
+    """Of K and V by the value of --kv-cache-dtype; None: the model's. Raises ConfigError where a token's bits would
+    depend on its batch, and are not to."""
+    found = CACHE_DTYPES.get(name)
+    if batch_invariant and found == "float8_e4m3fn":
+        raise ConfigError(
+            f"batch_invariant does not go with kv_cache_dtype {name}, which PyTorch reads on a CPU; use int8 or auto",
+            param="kv_cache_dtype",
+        )
+    return found
+
+
 def blocks_for(tokens: int, block_size: int) -> int:
     """Blocks of `block_size` that `tokens` tokens fill, the last perhaps in part."""
     return -(-tokens // block_size)

@@ -34,11 +34,12 @@ class GGUFRows:
                 self._known[tensor.shape].append((tensor, first))
 
     def __call__(self, weight: torch.Tensor) -> StoredRows | None:
-        """The rows that stand for this weight [out, in]."""
+        """The rows that stand for this weight [out, in], on its device."""
+        values = weight.cpu()
         for tensor, first in self._known.get(tuple(weight.shape), ()):
-            if _near(first, weight[:1]) and _near(self._values(tensor), weight):
+            if _near(first, values[:1]) and _near(self._values(tensor), values):
                 raw = self._weights.bytes_of(tensor)
-                return StoredRows(BLOCKS[tensor.type], raw.view(len(weight), -1).clone())
+                return StoredRows(BLOCKS[tensor.type], raw.view(len(weight), -1).clone()).to(weight.device)
         return None
 
     def _values(self, tensor: GGUFTensor) -> torch.Tensor:

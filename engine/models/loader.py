@@ -112,7 +112,7 @@ def _load(
         )  # fmt: skip
         trim_heap()
         return model
-    if dtype != torch.bfloat16 or (source.kind == "gguf" and quantization == "auto" and not ops.capabilities.blocks):
+    if dtype != torch.bfloat16 or not ops.capabilities.codes:
         quantization = "none"
     decoder = _load_decoder(source, opened, device, dtype, ops, quantization, max_model_len, progress, weights_fd, part)
     del opened

@@ -76,11 +76,10 @@ class TensorReader:
         return out
 
     def _placed(self, name: str, stored: Stored) -> Stored:
-        """Its rows in our order; codes on the device."""
+        """Its rows in our order, on the device."""
         if isinstance(stored, StoredRows):
             self._reorder(name, stored.data)
-            return stored
-        if self._moves(name):
+        elif self._moves(name):
             stored = stored.by_output()
             self._reorder(name, stored.values.view(torch.uint8))
             self._reorder(name, stored.scales)

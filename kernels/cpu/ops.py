@@ -41,7 +41,7 @@ class CpuOps(PackedLayers, TorchShared):
     the extension, ValueError for a set that this processor does not run."""
 
     name = "cpu"
-    capabilities = Capabilities(blocks=True, codes=True)
+    capabilities = Capabilities(codes=True)
 
     def __init__(self, threads: int | None = None, name: str | None = None, *, batch_invariant: bool = False) -> None:
         native = extension()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.adjustments import Adjusted
+from kernels.blocks import FORMATS, codes_of
 from kernels.capabilities import Capabilities
 from kernels.codes import Codes
 from kernels.draw import NoiseKeys
@@ -135,11 +136,11 @@ class TritonOps(TorchShared):
             prefill(q, kv_layer, out, plan, scale, window, cap, sinks, launch.max_rows, launch.prefill_tile)
         return out
 
-    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted]) -> None:
+    def adjust(self, logits: torch.Tensor, rows: Sequence[Adjusted], drawn: torch.Tensor | None = None) -> None:
         vocab = logits.shape[1]
         if vocab not in self._adjusters:
             self._adjusters[vocab] = Adjuster(logits.device, vocab)
-        self._adjusters[vocab](logits, rows)
+        self._adjusters[vocab](logits, rows, drawn)
 
     def latent_attention(
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, own: Latent
@@ -174,4 +175,6 @@ class TritonOps(TorchShared):
 def _form(part: Stored) -> CodedForm | None:
     if isinstance(part, Codes):
         return form_of(part)
+    if part.kind in FORMATS:
+        return form_of(*codes_of(part))
     return form_of(int8_of(part.data.view(torch.bfloat16))) if part.kind == "INT8" else None

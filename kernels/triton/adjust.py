@@ -2,7 +2,7 @@
 """Additions and penalties of all rows of a step as two launches: see `Ops.adjust`. Nothing waits for the device.
 
 How often tokens occur is counted on the device: a table has a row of the vocabulary for each request with penalties,
-and a step brings what tokens are new.
+and a step brings what tokens are new, or tells where on the device the one lies that the host does not know yet.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ _BLOCK = 128
 _SEEN = tl.constexpr(-(1 << 31))
 _LEAST = 8
 """Rows of the table at first."""
-COLUMNS = 9
+COLUMNS = 10
 """Of a row that is adjusted, in 32 bits each: which row of the logits; its row of counts, -1: it has none; repetition,
 frequency and presence penalty; where behind these rows its numbers begin; how many tokens are new of the prompt and of
-the output; to how many something is added."""
+the output; to how many something is added; which of the drawn tokens is new, too, -1: none."""
 
 
 @triton.jit(do_not_specialize=["count", "vocab", "stride_row"])
-def note_kernel(logits, counts, table, count, vocab, stride_row, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def note_kernel(logits, counts, table, drawn, count, vocab, stride_row, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """Program (adjusted row): adds to its logits, and counts its new tokens. Behind the table's rows [count, COLUMNS]
     lie its new tokens, the prompt's first, then to which tokens something is added, then what."""
     own = table + tl.program_id(0) * COLUMNS
@@ -42,6 +42,10 @@ def note_kernel(logits, counts, table, count, vocab, stride_row, COLUMNS: tl.con
         mine = counts + place * vocab + token
         tl.atomic_or(mine, tl.full([BLOCK], _SEEN, tl.int32), mask=(at < prompt) & (token < vocab))
         tl.atomic_add(mine, 1, mask=(at >= prompt) & (token < vocab))
+    behind = tl.load(own + 9)
+    if behind >= 0:
+        token = tl.load(drawn + behind)
+        tl.atomic_add(counts + place * vocab + token, 1, mask=(token >= 0) & (token < vocab))
     numbers += prompt + output
     for start in range(0, added, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -91,17 +95,18 @@ class Adjuster:
         self._free = list(range(_LEAST))
         self._places: WeakKeyDictionary[Adjustments, _Place] = WeakKeyDictionary()
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[Adjusted]) -> None:
+    def __call__(self, logits: torch.Tensor, rows: Sequence[Adjusted], drawn: torch.Tensor | None = None) -> None:
         """As `Ops.adjust`."""
-        known = [(self._place(adjustments), len(adjustments.token_ids)) for _, adjustments, _ in rows]
+        counted = [(self._place(each.adjustments), _known(each) + (each.behind >= 0)) for each in rows]
         (table,) = self._staging.put([self._table(rows)])
         count, stride = len(rows), logits.stride(0)
         note_kernel[(count,)](
-            logits, self._counts, table, count, self._vocab, stride, COLUMNS=COLUMNS, BLOCK=_BLOCK, num_warps=4
-        )
-        for place, upto in known:  # now that they are counted: a step that fails before is taken anew
+            logits, self._counts, table, table if drawn is None else drawn,
+            count, self._vocab, stride, COLUMNS=COLUMNS, BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
+        for place, upto in counted:  # now that they are counted: a step that fails before is taken anew
             place.upto = upto
-        if any(adjustments.counting for _, adjustments, _ in rows):
+        if any(each.adjustments.counting for each in rows):
             penalise_kernel[(count, triton.cdiv(self._vocab, _TILE))](
                 logits, self._counts, table, self._vocab, stride, COLUMNS=COLUMNS, TILE=_TILE, num_warps=8
             )
@@ -110,10 +115,13 @@ class Adjuster:
         """int32, flat: see `COLUMNS`."""
         floats = np.zeros((len(rows), COLUMNS), dtype=np.float32)
         table, parts, begin = floats.view(np.int32), [], 0
-        for i, (row, adjustments, output_len) in enumerate(rows):
+        for i, (row, adjustments, output_len, behind) in enumerate(rows):
             place, params = self._place(adjustments), adjustments.params
             prompt = output = 0
+            table[i, 9] = -1
             if place.row >= 0:
+                table[i, 9] = behind
+                self._forget_unknown(place, adjustments)
                 new = adjustments.token_ids[place.upto :]
                 prompt = min(len(new), max(0, adjustments.prompt_len - place.upto))
                 output = len(new) - prompt
@@ -122,7 +130,7 @@ class Adjuster:
             parts.append(added)
             table[i, :2], floats[i, 2] = (row, place.row), params.repetition_penalty
             floats[i, 3:5] = params.frequency_penalty, params.presence_penalty
-            table[i, 5:] = begin, prompt, output, len(added) // 2
+            table[i, 5:9] = begin, prompt, output, len(added) // 2
             begin += prompt + output + len(added)
         return np.concatenate([table.reshape(-1), *parts])
 
@@ -141,11 +149,16 @@ class Adjuster:
         place = self._places.get(adjustments)
         if place is None:
             row = self._take() if adjustments.counting else -1
-            upto = 0 if adjustments.params.repetition_penalty != 1.0 else adjustments.prompt_len
-            place = self._places[adjustments] = _Place(row, upto)
+            place = self._places[adjustments] = _Place(row, _first(adjustments))
             if row >= 0:
                 finalize(adjustments, self._free.append, row)
         return place
+
+    def _forget_unknown(self, place: _Place, adjustments: Adjustments) -> None:
+        """Count anew where a token was counted of a step that did not come to its end."""
+        if place.upto > max(len(adjustments.token_ids), _first(adjustments)):
+            self._counts[place.row].zero_()
+            place.upto = _first(adjustments)
 
     def _take(self) -> int:
         """A row of the counts, all zero."""
@@ -156,3 +169,13 @@ class Adjuster:
         row = self._free.pop()
         self._counts[row].zero_()
         return row
+
+
+def _first(adjustments: Adjustments) -> int:
+    """The first token that is counted."""
+    return 0 if adjustments.params.repetition_penalty != 1.0 else adjustments.prompt_len
+
+
+def _known(adjusted: Adjusted) -> int:
+    """Tokens of its request that the host knows."""
+    return len(adjusted.adjustments.token_ids)

@@ -1,5 +1,5 @@
 """How a batch attends to cached latents: decodes, and chunks of few tokens, token by token in the latents' space; the
-other chunks over keys and values that are made of them."""
+other chunks over keys and values that are made of them, of as many heads at once as a limit has room for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import torch.nn.functional as F
 from kernels.latent import expanded, expands
 from kernels.plan import BatchPlan
 from kernels.quantised_cache import PEAKS, as_bytes, dequantise
+from kernels.shared import TorchLinear
 from kernels.step import Latent
 from kernels.triton.latent import sum_latents
 from kernels.triton.launch import Tile, kv_splits, latent_tile, prefill_tile
 from kernels.triton.prefill import prefill
 from protocol.layout import blocks_for
+
+MOST_BYTES = 512 << 20
+"""Of keys and values at once, or else those of one head; what is made on the way takes up to twice as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +84,33 @@ def _in_their_space(q: torch.Tensor, kv_layer: torch.Tensor, tokens: Tokens, sca
 
 
 def _over_made(q: torch.Tensor, kv_layer: torch.Tensor, chunks: Chunks, scale: float, own: Latent) -> torch.Tensor:
-    heads, slots = q.shape[1], kv_layer.shape[3]
     latents = as_bytes(kv_layer)[chunks.blocks, 0, 0].view(kv_layer.dtype)
     latents = dequantise(latents, q.dtype) if kv_layer.dtype in PEAKS else latents
-    k, v = expanded(latents.flatten(0, 1), own)
+    out = q.new_empty(*q.shape[:2], own.value)
+    at_once = heads_at_once(latents.shape[0] * latents.shape[1], q, own)
+    for first in range(0, q.shape[1], at_once):
+        heads = slice(first, first + at_once)
+        out[:, heads] = _of_heads(q[:, heads], latents, chunks, scale, own, first)
+    return out
+
+
+def heads_at_once(positions: int, q: torch.Tensor, own: Latent) -> int:
+    """Of how many heads keys and values of so many positions are made at once: of all, or of equal parts of them."""
+    heads = q.shape[1]
+    each = positions * 2 * max(own.rotated + own.plain, own.value) * q.element_size()
+    parts = -(-heads // max(1, MOST_BYTES // each))
+    return -(-heads // parts)
+
+
+def _of_heads(
+    q: torch.Tensor, latents: torch.Tensor, chunks: Chunks, scale: float, own: Latent, first: int
+) -> torch.Tensor:
+    """[T, heads, value] of neighbouring heads from the first on. latents: [blocks, slots, rotated + rank]."""
+    (heads, each), slots = (q.shape[1], own.plain + own.value), latents.shape[1]
+    assert isinstance(own.expand, TorchLinear)
+    k, v = expanded(latents.flatten(0, 1), own, own.expand.part(first * each, (first + heads) * each))
     width = max(k.shape[2], v.shape[2])
-    kv = torch.stack([F.pad(each, (0, width - each.shape[2])) for each in (k, v)])
+    kv = torch.stack([F.pad(made, (0, width - made.shape[2])) for made in (k, v)])
     pages = kv.view(2, heads, -1, slots, width).permute(2, 0, 1, 3, 4)
     q = F.pad(q, (0, width - q.shape[2]))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -19,6 +19,8 @@ from kernels.triton.launch import kv_splits, power_of_two, product_tile
 
 ORDERED = LADDER[-1]
 """Rows of the largest batch that is summed in one order with all smaller ones."""
+_SUMS = 32
+"""Sums of inputs that a program makes."""
 _BAND = 8
 """Tiles of rows that go through the outputs side by side, so that what they read stays in the cache."""
 
@@ -30,17 +32,27 @@ def float8(bits):
 
 
 @triton.jit
-def number(code, shift, x, KIND: tl.constexpr, OFFSETS: tl.constexpr):
+def float4(bits):
+    """float32 of uint8 below 16 in e2m1, doubled."""
+    low = bits & 7
+    size = tl.where(low == 0, 0, (2 | low & 1) << (low >> 1) >> 1).to(tl.float32)
+    return tl.where(bits < 8, size, -size)
+
+
+@triton.jit
+def number(code, shift, x, KIND: tl.constexpr, OFFSETS: tl.constexpr, MINIMA: tl.constexpr):
     """Codes [OUTS, ..] in the number format of x. shift: float32 [OUTS], what is added to the codes of each output."""
     if KIND == "FP8":
         value = float8(code)
+    elif KIND == "FP4":
+        value = float4(code)
     elif KIND == "W8A16":
         value = code.to(tl.int8, bitcast=True).to(tl.float32)
     else:
         value = code.to(tl.float32)
     if OFFSETS:
         value += shift[:, None]
-    elif KIND == "W4A16":
+    elif KIND == "W4A16" and not MINIMA:
         value -= 8.0
     return value.to(x.dtype)
 
@@ -51,6 +63,8 @@ def product_kernel(
     codes,  # uint8 [outputs, bytes]
     scales,  # [outputs, groups]
     offsets,  # int16 [outputs, groups], read if OFFSETS
+    minima,  # [outputs, groups], read if MINIMA
+    sums,  # float32 [rows, sums], of UNIT inputs each, read if MINIMA
     bias,  # [outputs], read if BIASED
     out,
     rows,
@@ -68,7 +82,9 @@ def product_kernel(
     GROUP: tl.constexpr,  # inputs of a scale
     WHOLE: tl.constexpr,  # one scale an output
     EVEN: tl.constexpr,  # inputs are whole tiles
+    UNIT: tl.constexpr,  # inputs of a tile that share a scale
     OFFSETS: tl.constexpr,
+    MINIMA: tl.constexpr,
     BIASED: tl.constexpr,
     BAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -83,7 +99,8 @@ def product_kernel(
     output = (within // height).to(tl.int64) * OUTS + tl.arange(0, OUTS)
     there, used = row < rows, output < outputs
 
-    SPAN: tl.constexpr = TILE // 2 if KIND == "W4A16" else TILE
+    HALVES: tl.constexpr = 2 if KIND == "W4A16" or KIND == "FP4" else 1
+    SPAN: tl.constexpr = TILE // HALVES
     span = tl.arange(0, SPAN)
     source = x + row[:, None] * stride_x + span[None, :]
     stored = codes + output[:, None] * (columns * SPAN // TILE) + span[None, :]
@@ -95,30 +112,33 @@ def product_kernel(
             shift = tl.load(offsets + output, mask=used, other=0).to(tl.float32)
     begin = part * share
     for tile in range(begin, tl.minimum(begin + share, tl.cdiv(columns, TILE))):
-        start = tile * TILE
-        seen, kept = there[:, None] & (span >= 0)[None, :], used[:, None] & (span >= 0)[None, :]
+        kept = used[:, None] & (span >= 0)[None, :]
         if not EVEN:
-            seen = seen & (start + span < columns)[None, :]
-            kept = kept & (start + span < columns)[None, :]
-        group = output * groups + start // GROUP
-        if OFFSETS and not WHOLE:
-            shift = tl.load(offsets + group, mask=used, other=0).to(tl.float32)
-        added = acc if WHOLE else tl.zeros([ROWS, OUTS], dtype=tl.float32)
+            kept = kept & (tile * TILE + span < columns)[None, :]
         code = tl.load(stored + tile * SPAN, mask=kept, other=0)
-        part_x = tl.load(source + start, mask=seen, other=0.0)
-        if KIND == "W4A16":
-            low = number(code & 15, shift, part_x, KIND, OFFSETS)
-            added = tl.dot(part_x, tl.trans(low), added, input_precision=PRECISION)
-            part_x = tl.load(source + start + SPAN, mask=seen, other=0.0)
-            high = number(code >> 4, shift, part_x, KIND, OFFSETS)
-            added = tl.dot(part_x, tl.trans(high), added, input_precision=PRECISION)
-        else:
-            value = number(code, shift, part_x, KIND, OFFSETS)
+        added = acc
+        for place in tl.static_range(HALVES):
+            start = tile * TILE + place * SPAN
+            group = output * groups + start // GROUP
+            if place * SPAN % UNIT == 0 and not WHOLE:
+                added = tl.zeros([ROWS, OUTS], dtype=tl.float32)
+                if OFFSETS:
+                    shift = tl.load(offsets + group, mask=used, other=0).to(tl.float32)
+            seen = there[:, None] & (span >= 0)[None, :]
+            if not EVEN:
+                seen = seen & (start + span < columns)[None, :]
+            part_x = tl.load(source + start, mask=seen, other=0.0)
+            bits = code if HALVES == 1 else code >> 4 * place & 15
+            value = number(bits, shift, part_x, KIND, OFFSETS, MINIMA)
             added = tl.dot(part_x, tl.trans(value), added, input_precision=PRECISION)
-        if WHOLE:
-            acc = added
-        else:
-            acc += added * tl.load(scales + group, mask=used, other=0.0).to(tl.float32)[None, :]
+            if (place + 1) * SPAN % UNIT == 0:
+                if WHOLE:
+                    acc = added
+                else:
+                    acc += added * tl.load(scales + group, mask=used, other=0.0).to(tl.float32)[None, :]
+                if MINIMA:
+                    total = tl.load(sums + row * (columns // UNIT) + start // UNIT, mask=there, other=0.0)
+                    acc += total[:, None] * tl.load(minima + group, mask=used, other=0.0).to(tl.float32)[None, :]
     if WHOLE:
         acc *= scale[None, :]
     if BIASED:
@@ -140,6 +160,15 @@ def sum_kernel(parts, bias, out, rows, outputs, splits, stride_out, BIASED: tl.c
     tl.store(out + row * stride_out + output, total.to(out.dtype.element_ty), mask=used)
 
 
+@triton.jit
+def inputs_kernel(x, sums, units, stride_x, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, block of sums): of UNIT neighbouring inputs each. sums: float32 [rows, units]."""
+    row, unit = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, there = unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :], unit < units
+    value = tl.load(x + row * stride_x + at, mask=there[:, None], other=0.0).to(tl.float32)
+    tl.store(sums + row * units + unit, tl.sum(value, 1), mask=there)
+
+
 class CodedLinear:
     """A `StoredLinear` over forms laid under each other, of x [n, in]; bias [out], or None."""
 
@@ -156,6 +185,11 @@ class CodedLinear:
             product(x, form, bias, out[:, first:behind], self._processors)
             first = behind
         return out
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the forms."""
+        return sum(form.memory for form in self._forms)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """In bfloat16."""
@@ -181,13 +215,21 @@ def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: to
     splits = kv_splits(wide, tiles, processors) if ordered else 1
     parts = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device) if splits > 1 else out
     added = out if bias is None else bias
+    unit, offsets, minima, sums = form.unit, form.offsets, form.minima, out
+    if minima is not None:
+        units = columns // unit
+        sums = torch.empty(rows, units, dtype=torch.float32, device=x.device)
+        inputs_kernel[(rows, triton.cdiv(units, _SUMS))](
+            x, sums, units, x.stride(0), UNIT=unit, BLOCK=_SUMS, num_warps=4
+        )
     product_kernel[(triton.cdiv(rows, tile.rows) * wide, splits)](
-        x, form.codes, form.scales, form.codes if form.offsets is None else form.offsets, added, parts,
+        x, form.codes, form.scales, form.codes if offsets is None else offsets,
+        form.scales if minima is None else minima, sums, added, parts,
         rows, outputs, columns, form.scales.shape[1], triton.cdiv(tiles, splits),
         x.stride(0), parts.stride(-2), parts.stride(0) if splits > 1 else 0,
         KIND=form.kind, ROWS=tile.rows, OUTS=tile.keys, TILE=form.tile, GROUP=form.group,
-        WHOLE=form.scales.shape[1] == 1, EVEN=columns % form.tile == 0,
-        OFFSETS=form.offsets is not None, BIASED=bias is not None and splits == 1, BAND=_BAND,
+        WHOLE=form.scales.shape[1] == 1 and minima is None, EVEN=columns % form.tile == 0, UNIT=unit,
+        OFFSETS=offsets is not None, MINIMA=minima is not None, BIASED=bias is not None and splits == 1, BAND=_BAND,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:

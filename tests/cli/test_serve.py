@@ -18,7 +18,8 @@ import pytest
 from waiting import wait_for
 
 from cli.seats import Seat
-from cli.serve import cluster_commands, kvferry_program
+from cli.serve import check, cluster_commands, kvferry_program
+from protocol.errors import ConfigError
 from protocol.settings import ServeSettings
 
 ROOT = Path(__file__).parents[2]
@@ -236,6 +237,11 @@ def test_ready_is_said_when_the_router_sees_every_node(start, tmp_path):
     assert not cluster.stdout
     (tmp_path / "prefill.seen").touch()
     cluster.until_ready()
+
+
+def test_a_cache_that_cannot_be_batch_invariant_is_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match="batch_invariant does not go with kv_cache_dtype fp8"):
+        check(ServeSettings(kv_cache_dtype="fp8", batch_invariant=True))
 
 
 def test_children_get_a_url_with_a_password_where_nobody_sees_it():

@@ -115,4 +115,4 @@ def test_on_a_gpu_the_doctor_tells_of_that_gpu(monkeypatch):
     monkeypatch.setattr("cli.speed.measure", lambda *given: measured.append(given) or LIMITS)
     (result,) = all_checks(ServeSettings(threads=3), [("speed", doctor.speed)])
     assert measured == [("cuda:1", 3)]
-    assert "31.8 GiB of pool" in result.found
+    assert "31.9 GiB of pool" in result.found

@@ -92,6 +92,14 @@ def test_latent_attention_is_told(tmp_path):
     assert f"KV {1000 * 8 * 580 / 2**20:.1f} MiB for 1,000 tokens" in told(model, kv_cache_dtype="fp8").found
 
 
+@pytest.mark.parametrize(("cache", "level"), [("fp8", "fail"), ("fp8_e4m3", "fail"), ("int8", "ok"), ("auto", "ok")])
+def test_a_cache_that_cannot_be_batch_invariant_is_refused_before_anything_is_loaded(cache, level, tmp_path):
+    path = directory(tmp_path, quantization_config=GPTQ)
+    result = told(path, kv_cache_dtype=cache, batch_invariant=True)
+    words = f"batch_invariant does not go with kv_cache_dtype {cache}, which PyTorch reads on a CPU; use int8 or auto"
+    assert (result.level, words in result.found) == (level, level == "fail")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

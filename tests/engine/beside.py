@@ -86,15 +86,16 @@ class Lazy(Eager):
         token_ids, plan = self._planner.plan(slices, None if behind is None else behind.rows)
         ids = token_ids.clone()
         plan = replace(plan, **{f.name: _copy(getattr(plan, f.name)) for f in fields(plan)})
-        ahead = 0 if behind is None else 1
-        rows = [SampleRow(s.request.job.params, s.request.token_ids, s.request.job.prompt_len) for s in slices]
-        rows = [row.ahead(ahead) for row in rows]
+        rows = [SampleRow(s.request.job.params, [*s.request.token_ids], s.request.job.prompt_len) for s in slices]
+        if behind is not None:
+            rows = [row.ahead(1, place) for row, place in zip(rows, behind.rows, strict=True)]
 
         @torch.inference_mode()
         def compute() -> torch.Tensor:
             known = ids if behind is None else behind.tokens[ids].clamp(min=0)
             assert POISON not in known.tolist()
-            return draw_plain(self.model.next_logits(known, self.kv, plan).values, rows, self.model.ops)
+            drawn = None if behind is None else behind.tokens
+            return draw_plain(self.model.next_logits(known, self.kv, plan).values, rows, self.model.ops, drawn)
 
         return Flight(Late(len(slices), self.stream, compute), range(len(slices)))
 

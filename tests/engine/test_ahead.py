@@ -99,7 +99,7 @@ def test_once_all_have_ended_nothing_is_in_flight() -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [{"logprobs": 2}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.5}, {"bad_words": ((1, 2),)}],
+    [{"logprobs": 2}, {"bad_words": ((1, 2),)}],
     ids=str,
 )
 def test_what_a_stream_is_to_draw_may_need_its_last_token(asked: dict[str, object]) -> None:
@@ -112,6 +112,43 @@ def test_what_a_stream_is_to_draw_may_need_its_last_token(asked: dict[str, objec
     alone.add(make_job("a", [1, 2, 3], 12, **asked))
     finish(alone)
     assert tokens_of(engine, "a") == tokens_of(alone, "a")
+
+
+class Undecided(ToyModel):
+    """Its tokens are few, and their logits near each other."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        favoured = hidden[:, 0].long()[:, None]
+        return 1.0 + 0.1 * ((favoured + torch.arange(VOCAB)) % 5) - 0.05 * torch.arange(VOCAB)
+
+
+PENALTIES: list[dict[str, object]] = [
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.5, "presence_penalty": 0.25},
+    {"repetition_penalty": 0.8, "presence_penalty": 1.5},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("asked", PENALTIES, ids=str)
+def test_penalties_count_the_token_that_the_host_does_not_know(kind: type[Eager], asked: dict[str, object]) -> None:
+    """With logits near enough for a penalty to decide."""
+    engine, alone = make_engine(runs=kind), make_engine()
+    for each in (engine, alone):
+        each.runner.model = Undecided()  # type: ignore[misc]
+        each.add(make_job("a", [1, 2, 3], 30, **asked))
+        each.add(make_job("plain", [4, 5, 6], 30))
+        finish(each)
+    assert isinstance(engine.runner, kind)
+    assert engine.runner.behind >= 25
+    made = tokens_of(alone, "a")
+    assert tokens_of(engine, "a") == made
+    assert tokens_of(engine, "plain") == tokens_of(alone, "plain")
+    without = make_engine()
+    without.runner.model = Undecided()  # type: ignore[misc]
+    without.add(make_job("a", [1, 2, 3], 30))
+    finish(without)
+    assert tokens_of(without, "a") != made
 
 
 def test_drafts_need_the_last_token() -> None:
@@ -317,6 +354,7 @@ PARAMS: list[dict[str, object]] = [
     {"temperature": 1.0, "seed": 7, "logit_bias": ((3, 2.0),), "stop_token_ids": tuple(range(0, VOCAB, 7))},
     {"frequency_penalty": 0.7},
     {"logprobs": 1},
+    {"repetition_penalty": 1.4, "presence_penalty": 0.5},
 ]
 
 

@@ -177,8 +177,7 @@ def test_memory_is_known_beforehand(name, plain, tmp_path):
         if tensor.dim() == 2 and (codes := weights.stored(name, tuple(tensor.shape))) is not None:
             stored += rows_of(codes).data.numel()
             if (form := form_of(codes)) is not None:
-                parts = [form.codes, form.scales, *([] if form.offsets is None else [form.offsets])]
-                coded += sum(part.nbytes for part in parts)
+                coded += form.memory
     assert stored > 0
     assert needs.dense.stored_bytes == stored
     assert needs.dense.coded_bytes == coded

@@ -52,8 +52,8 @@ class Request:
     def draw(self, count: int = 1) -> None:
         self.tokens += [self.random.randrange(20) for _ in range(count)]
 
-    def row(self, at: int, adjustments: Adjustments) -> Adjusted:
-        return at, adjustments, len(self.tokens) - self.prompt
+    def row(self, at: int, adjustments: Adjustments, behind: int = -1) -> Adjusted:
+        return Adjusted(at, adjustments, len(self.tokens) - self.prompt + (behind >= 0), behind)
 
 
 def logits_of(rows: int, seed: int) -> torch.Tensor:
@@ -115,6 +115,32 @@ def test_a_step_that_failed_before_its_tokens_were_counted_is_taken_anew(monkeyp
             adjuster(logits_of(1, 0), [request.row(0, request.ours)])
     compare(adjuster, [request], [0], 1)
     compare(adjuster, [request], [0], 2)
+
+
+@pytest.mark.parametrize("ops", ["triton", "reference"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_token_that_the_host_does_not_know_counts_as_one_that_it_knows(form: str, ops: str) -> None:
+    """Step after step, new ones and ones that were there, after a step that is taken anew, and one that drew none."""
+    request, adjuster = Request(form, 40, 5), Adjuster(CPU, VOCAB)
+    adjust = adjuster if ops == "triton" else ReferenceOps().adjust
+    for step, token in enumerate((7, 7, 4998, request.tokens[0], 7)):
+        request.draw(0 if step else 1)
+        drawn, logits = torch.tensor([5, 12, token]), logits_of(2, step)
+        ours = [logits.clone() for _ in range(2 + (step == 2))]
+        for each in ours[1:]:  # launched, and again as if that had failed
+            adjust(each, [request.row(1, request.ours, 2)], drawn)
+        if step == 3:  # given up: the host draws it once more
+            adjust(ours[0], [request.row(1, request.ours)])
+        request.tokens.append(token)
+        plain = logits.clone()
+        ReferenceOps().adjust(plain, [request.row(1, request.plain)])
+        for each in ours[1:]:
+            torch.testing.assert_close(each, plain, atol=1e-5, rtol=1e-6)
+        if step == 3:
+            adjust(again := logits.clone(), [request.row(1, request.ours)])
+            torch.testing.assert_close(again, plain, atol=1e-5, rtol=1e-6)
+    adjust(logits_of(2, 9), [request.row(1, request.ours, 0)], torch.tensor([-1]))
+    compare(adjuster, [request], [0], 10)
 
 
 def test_what_is_no_number_and_what_is_forbidden_stay_so() -> None:

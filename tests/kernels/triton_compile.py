@@ -15,10 +15,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.adjustments import Adjustments
+from kernels.adjustments import Adjusted, Adjustments
+from kernels.blocks import FORMATS
 from kernels.codes import Codes
 from kernels.draw import NoiseKeys
 from kernels.quantised_cache import FP8, PEAKS
+from kernels.step import Stored, StoredRows
 from kernels.triton import TritonOps
 from kernels.triton.checksum import digests
 from kernels.triton.product import ORDERED
@@ -171,6 +173,26 @@ def test_products_with_codes_use_tensor_cores_and_wide_copies(
         assert kernel.metadata.shared <= HOPPER_SHARED_BYTES
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1", "Q4_K", "Q2_K", "MXFP4"])
+def test_products_with_short_groups(compiled: dict[str, Any], kind: str) -> None:
+    """Tiles are of one group or two."""
+    part: Stored = Codes(torch.tensor([-12, 0, 1, 6], dtype=torch.int8).repeat(256, 1024), torch.rand(256, 128))
+    if kind != "MXFP4":
+        row = 4096 // FORMATS[kind].size * FORMATS[kind].bytes
+        part = StoredRows(kind, torch.randint(1, 60, (256, row), dtype=torch.uint8))
+    linear = TritonOps(132).packed([part], 4096)
+    assert linear is not None
+    sums = {"inputs_kernel"} if kind in ("Q4_1", "Q4_K", "Q2_K") else set()
+    for rows, product in ((1, "mma.sync"), (ORDERED, "mma.sync"), (ORDERED + 1, "wgmma")):
+        compiled.clear()
+        linear(torch.zeros(rows, 4096, dtype=torch.bfloat16))
+        assert set(compiled) - {"sum_kernel"} == {"product_kernel"} | sums
+        kernel = compiled["product_kernel"]
+        assert product in kernel.asm["ptx"]
+        assert "cp.async" in kernel.asm["ptx"]
+        assert kernel.metadata.shared <= HOPPER_SHARED_BYTES
+
+
 def test_products_with_codes_in_float32(compiled: dict[str, Any]) -> None:
     linear = TritonOps(132).packed([Codes(torch.ones(64, 256, dtype=torch.int8), torch.ones(64, 8))], 256)
     assert linear is not None
@@ -185,7 +207,11 @@ def test_checksums(compiled: dict[str, Any]) -> None:
 
 def test_additions_and_penalties(compiled: dict[str, Any]) -> None:
     params = SamplingParams(repetition_penalty=1.2, logit_bias=((3, 1.0),))
-    TritonOps().adjust(torch.zeros(1, 128_256), [(0, Adjustments(params, [1, 2, 3], 2), 1)])
+    TritonOps().adjust(
+        torch.zeros(1, 128_256),
+        [Adjusted(0, Adjustments(params, [1, 2, 3], 2), 2, 0)],
+        torch.zeros(1, dtype=torch.int64),
+    )
     assert set(compiled) == {"note_kernel", "penalise_kernel"}
     assert "ld.global.v4" in compiled["penalise_kernel"].asm["ptx"]
 

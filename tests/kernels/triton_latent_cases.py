@@ -55,6 +55,27 @@ def test_both_forms_of_chunks_are_the_same(expanded: bool, monkeypatch: pytest.M
     close(attend(case, torch.float32, 4), wanted, torch.float32)
 
 
+@pytest.mark.parametrize(("heads", "most"), [((3,), 10**9), ((2, 1), 300_000), ((1, 1, 1), 200_000), ((1, 1, 1), 1)])
+def test_keys_and_values_are_made_of_as_many_heads_as_have_room(
+    heads: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts of four and two blocks in float32, 147,456 bytes a head."""
+    made_of, room = [], most
+    original = latent_batch.prefill
+
+    def seen(q: torch.Tensor, pages: torch.Tensor, *rest: object) -> None:
+        made_of.append(pages.shape[2])
+        assert pages.numel() * pages.element_size() <= room or pages.shape[2] == 1
+        original(q, pages, *rest)
+
+    monkeypatch.setattr(latent_batch, "MOST_BYTES", most)
+    monkeypatch.setattr(latent_batch, "prefill", seen)
+    case = Case("prompts", torch.float32)
+    wanted = case.wanted(torch.float32)
+    close(attend(case, torch.float32, 4), wanted, torch.float32)
+    assert tuple(made_of) == heads
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("processors", [4, 16])
 def test_contexts_are_split_and_heads_are_tiles(dtype: torch.dtype, processors: int) -> None:

@@ -13,11 +13,13 @@ from tape import Taping
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 
 from quantised_files import awq, fp8, gptq, packed, quantise
+from test_models_gguf import Kind, write_gguf
 from test_models_quantised import AWQ, FP8, GPTQ, INT4, compressed
 from tiny_models import COHERE, chunked_logits, family, save_tiny, tokens_for
 
 from engine.models import load_model
 from engine.models.base import Model
+from kernels.cpu import CpuOps, instruction_set
 from kernels.reference import ReferenceOps
 from kernels.triton import TritonOps
 from model_files.source import resolve
@@ -28,7 +30,8 @@ CASES = {
     "awq": (awq(32), AWQ, "W4A16"),
     "int4": (packed(4, 32, True), compressed("pack-quantized", **INT4), "W4A16"),
     "fp8-block": (fp8("block", "weight_scale_inv"), FP8 | {"weight_block_size": [32, 64]}, "FP8"),
-    "gptq-16": (gptq(4, 16, True), GPTQ | {"group_size": 16}, ""),
+    "gptq-16": (gptq(4, 16, True), GPTQ | {"group_size": 16}, "W4A16"),
+    "gptq-8": (gptq(4, 8, True), GPTQ | {"group_size": 8}, ""),
 }
 PAIRS = [("llama", name) for name in CASES] + [("cohere", "fp8-block"), ("cohere", "awq")]
 FAMILIES = {"llama": ("LlamaConfig", {}), "cohere": ("CohereConfig", COHERE)}
@@ -58,6 +61,31 @@ def test_models_run_as_they_are_stored(form: str, name: str, tmp_path: Path) -> 
     dequantised = load(tmp_path / "quantised", torch.bfloat16, ops=ReferenceOps(), quantization="none")
     assert stored.info.revision == "+".join((dequantised.info.revision, *([kind] if kind else [])))
     assert correlation(stored, exact) > 0.995
+
+
+@pytest.mark.parametrize(
+    ("kind", "forms"), [("Q8_0", "W8A16"), ("Q4_0", "W4A16"), ("Q4_1", "W4A16"), ("Q5_0", "W8A16"), ("Q5_1", "W8A16")]
+)
+def test_a_gguf_runs_as_it_is_stored(kind: str, forms: str, tmp_path: Path) -> None:
+    """Of a family whose files have rows of q and k in another order."""
+    save_tiny(family("LlamaConfig", num_hidden_layers=1, head_dim=32, intermediate_size=128), tmp_path / "plain")
+    path = write_gguf(tmp_path / "a.gguf", tmp_path / "plain", "llama", kind=Kind[kind])
+    exact = load(path, torch.float32, ops=ReferenceOps())
+    stored = load(path, torch.bfloat16, ops=TritonOps(4, Taping()))
+    assert stored.info.revision == f"{exact.info.revision}+{forms}"
+    assert correlation(stored, exact) > 0.995
+    if instruction_set() is not None:
+        assert correlation(stored, load(path, torch.bfloat16, ops=CpuOps(1))) > 0.995
+
+
+def test_experts_of_a_gguf_run_as_they_are_stored(tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    save_tiny(family("MixtralConfig", num_hidden_layers=1, **experts), tmp_path / "plain")
+    fields = {"expert_count": 4, "expert_used_count": 2}
+    path = write_gguf(tmp_path / "a.gguf", tmp_path / "plain", "llama", kind=Kind.Q4_1, fields=fields)
+    stored = load(path, torch.bfloat16, ops=TritonOps(4))
+    assert stored.info.revision.endswith("+W4A16")
+    assert correlation(stored, load(path, torch.float32, ops=ReferenceOps())) > 0.99
 
 
 def test_int8_of_any_model_is_near(tmp_path: Path) -> None:

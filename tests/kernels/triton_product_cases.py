@@ -3,6 +3,8 @@ by test_triton.py."""
 
 from __future__ import annotations
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from interpreted import DEVICE, bfloat16_products  # noqa: F401
@@ -13,6 +15,7 @@ from kernels.form import form_of, laid_together
 from kernels.step import StoredRows
 from kernels.triton import TritonOps
 from kernels.triton.product import ORDERED, CodedLinear
+from model_files.needs import _CODED
 
 OUT = 70
 WIDER = [torch.float32, torch.float16]
@@ -30,6 +33,13 @@ def floats(columns: int, seed: int = 0) -> torch.Tensor:
     found = torch.randint(0, 127, (OUT, columns), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     signs = torch.randint(0, 2, found.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.uint8)
     return (found | signs << 7).view(torch.float8_e4m3fn)
+
+
+def doubled(columns: int) -> torch.Tensor:
+    """Twice the numbers of e2m1."""
+    return torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12])[integers(0, 14, columns).long()].to(
+        torch.int8
+    )
 
 
 def scales_of(rows: int, groups: int, seed: int = 9, half: bool = True) -> torch.Tensor:
@@ -59,11 +69,44 @@ CASES = {
     "int8-group": (Codes(integers(-128, 127, 160), scales_of(OUT, 5, half=False)), "W8A16"),
     "int8-channel": (Codes(integers(-128, 127, 201), scales_of(OUT, 1, half=False)), "W8A16"),
     "int8-zeros": (Codes(integers(-250, -10, 128), scales_of(OUT, 4)), "W8A16"),
-    "mxfp4": (Codes(integers(-12, 12, 96), scales_of(OUT, 3)), "W8A16"),
+    "int4-16": (Codes(integers(-8, 7, 96), scales_of(OUT, 6)), "W4A16"),
+    "int4-48": (Codes(integers(-8, 7, 96), scales_of(OUT, 2)), "W4A16"),
+    "int4-zeros-16": (apart(Codes(integers(0, 15, 160), scales_of(OUT, 10)), 16, 160), "W4A16"),
+    "int5": (Codes(integers(-12, 12, 96), scales_of(OUT, 3)), "W8A16"),
+    "mxfp4": (Codes(doubled(96), scales_of(OUT, 3)), "FP4"),
+    "mxfp4-whole": (Codes(doubled(96), scales_of(OUT, 1)), "FP4"),
     "fp8-tensor": (Codes(floats(200), scales_of(1, 1)), "FP8"),
     "fp8-channel": (Codes(floats(384), scales_of(OUT, 1)), "FP8"),
     "fp8-block": (Codes(floats(300), scales_of(2, 5), block=(48, 64)), "FP8"),
 }
+
+
+BLOCKS = {
+    "Q4_0": ([0], "W4A16"),
+    "Q4_1": ([0, 2], "W4A16"),
+    "Q5_0": ([0], "W8A16"),
+    "Q5_1": ([0, 2], "W8A16"),
+    "Q8_0": ([0], "W8A16"),
+    "Q2_K": ([80, 82], "W4A16"),
+    "Q3_K": ([108], "W4A16"),
+    "Q4_K": ([0, 2], "W4A16"),
+    "Q5_K": ([0, 2], "W8A16"),
+    "Q6_K": ([208], "W8A16"),
+    "IQ4_NL": ([0], "W8A16"),
+    "IQ4_XS": ([0], "W8A16"),
+}
+"""Of each block format where its float16 are, and in which form it runs."""
+
+
+def blocks(kind: str, columns: int) -> tuple[StoredRows, torch.Tensor]:
+    """Rows of every bit pattern, and their values in float64, as gguf itself reads them."""
+    rng, which = np.random.default_rng(11), gguf.GGMLQuantizationType[kind]
+    size, block_bytes = gguf.GGML_QUANT_SIZES[which]
+    raw = rng.integers(0, 256, (OUT * columns // size, block_bytes), dtype=np.uint8)
+    for at in BLOCKS[kind][0]:
+        raw[:, at : at + 2] = (0.01 * rng.standard_normal((len(raw), 1))).astype(np.float16).view(np.uint8)
+    values = torch.from_numpy(gguf.dequantize(raw, which)).view(OUT, columns).double()
+    return StoredRows(kind, torch.from_numpy(raw).view(OUT, -1).to(DEVICE)), values
 
 
 def weight_of(codes: Codes) -> torch.Tensor:
@@ -165,6 +208,43 @@ def test_rows_are_the_weights(name: str) -> None:
     assert torch.equal(form.rows(torch.arange(OUT)), weight_of(codes).float())
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("rows", [3, 17])
+def test_blocks_of_a_gguf_run_in_forms_of_the_same_values(kind: str, rows: int) -> None:
+    stored, weight = blocks(kind, 512)
+    linear = TritonOps(64).packed([stored], 512)
+    assert linear is not None
+    assert linear.kinds == {BLOCKS[kind][1]}
+    assert linear.memory == _CODED[gguf.GGMLQuantizationType[kind]] * weight.numel()
+    assert torch.equal(linear.rows(torch.arange(OUT, device=DEVICE)).cpu(), weight.bfloat16())
+    expect(linear, weight, inputs(rows, 512, torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "Q8_0"])
+def test_layers_of_one_block_are_whole(kind: str) -> None:
+    stored, weight = blocks(kind, 32)
+    linear = TritonOps(4).packed([stored], 32)
+    assert linear is not None
+    expect(linear, weight, inputs(3, 32, torch.float32))
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q2_K"])
+def test_with_minima_too_a_row_has_the_same_bits_in_every_batch_of_the_ladder(kind: str) -> None:
+    linear, x = TritonOps(64).packed([blocks(kind, 512)[0]], 512), inputs(ORDERED, 512, torch.bfloat16)
+    assert linear is not None
+    whole = linear(x, torch.float32)
+    for rows in ([5], [1, 5, *range(20, 37)]):
+        assert torch.equal(linear(x[rows], torch.float32), whole[rows])
+
+
+def test_a_gguf_may_mix_its_formats_in_a_layer() -> None:
+    """As those that keep v more precisely than q and k."""
+    found = [blocks(kind, 256) for kind in ("Q4_K", "Q4_K", "Q6_K", "Q4_0", "Q4_1")]
+    linear, weight = TritonOps(4).packed([rows for rows, _ in found], 256), torch.cat([each for _, each in found])
+    assert linear is not None
+    expect(linear, weight, inputs(3, 256, torch.bfloat16), None)
+
+
 def test_what_is_no_number_stays_in_its_row_and_its_output() -> None:
     codes, _ = CASES["fp8-channel"]
     values = codes.values.view(torch.uint8).clone()
@@ -192,7 +272,7 @@ def test_inputs_and_outputs_that_are_parts_of_larger_ones() -> None:
     "codes",
     [
         Codes(integers(-8, 7, 48), scales_of(OUT, 1)),
-        Codes(integers(-8, 7, 96), scales_of(OUT, 6)),
+        Codes(integers(-8, 7, 96), scales_of(OUT, 12)),
         Codes(integers(-300, 300, 64), scales_of(OUT, 2)),
         Codes(floats(64).float().to(torch.float8_e5m2), scales_of(OUT, 1)),
         Codes(integers(-8, 7, 64), scales_of(OUT, 2), order=torch.arange(64) // 40),
@@ -200,7 +280,6 @@ def test_inputs_and_outputs_that_are_parts_of_larger_ones() -> None:
 )
 def test_what_fits_no_form_is_left_to_be_dequantised(codes: Codes) -> None:
     assert TritonOps(4).packed([codes], codes.values.shape[1]) is None
-    assert TritonOps(4).packed([StoredRows("Q4_0", torch.zeros(32, 18, dtype=torch.uint8))], 32) is None
 
 
 def test_a_layer_in_int8_is_the_nearest() -> None:
