@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kv_transfer.checksum import Checksums, InlineChecksums, ThreadedChecksums
+from kv_transfer.ports import BlockMemory
 from node.device_copies import DeviceCopies
 from process.limits import available_memory
 from protocol.errors import ConfigError
@@ -23,8 +24,8 @@ MEMORY_MARGIN = 0.95
 """Share of the available memory that the pool may take."""
 
 
-class PoolMemory:
-    """The KV pool as the link sees it: implements kv_transfer.ports.BlockMemory."""
+class PoolMemory(BlockMemory):
+    """The KV pool as the link sees it."""
 
     def __init__(self, kv: torch.Tensor) -> None:
         self._bytes = kv.view(torch.uint8).flatten(1)
