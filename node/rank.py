@@ -16,9 +16,9 @@ import torch
 
 from engine.models.decoder import Decoder
 from engine.ranks.calls import follow
-from engine.ranks.group import Group
-from engine.ranks.led import own_heads
+from engine.ranks.own import Own
 from engine.ranks.part import Part
+from engine.ranks.shared_group import SharedGroup
 from kernels.ops import select
 from model_files.refusals import resolve_runnable
 from node.model import load
@@ -43,7 +43,7 @@ def compute(rank: int, line: Line, memory_fd: int, pool_fd: int) -> None:
     set_up_log(settings.log_level, settings.log_format)
     memory = RankMemory(memory_fd, settings.tensor_parallel_size)
     try:
-        group = Group(rank, memory.places, line.meet)
+        group = SharedGroup(rank, memory.places, line.meet)
         decoder = _decoder(settings, Part(group, settings.enable_expert_parallel))
     except ConfigError as error:
         line.say(error.message.encode())
@@ -52,7 +52,7 @@ def compute(rank: int, line: Line, memory_fd: int, pool_fd: int) -> None:
     line.say(b"")
     layout, blocks = _pool_of(line)
     kv = make_pool(layout, blocks, CPU, partial(shared_pool, pool_fd))
-    follow(decoder, own_heads(kv, decoder, rank), line.hear)
+    follow(Own(decoder, group), kv, line.hear)
 
 
 def _decoder(settings: WorkerSettings, part: Part) -> Decoder:

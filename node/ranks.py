@@ -16,10 +16,10 @@ import torch
 
 from engine.models.base import Model
 from engine.models.decoder import Decoder
-from engine.ranks.group import Group
 from engine.ranks.led import Led
 from engine.ranks.part import Part
 from engine.ranks.shard import BY_EXPERT, FLAG
+from engine.ranks.shared_group import SharedGroup
 from node.pool_memory import make_pool
 from node.rank_memory import RankMemory, make_memory, shared_pool
 from process.lines import Lines
@@ -57,7 +57,7 @@ class Ranks:
         ranks = settings.tensor_parallel_size
         memory_fd, self._pool_fd = make_memory(ranks)
         memory, self._lines = RankMemory(memory_fd, ranks), Lines(ranks - 1)
-        self.part = Part(Group(0, memory.places, self._lines.meet), settings.enable_expert_parallel)
+        self.part = Part(SharedGroup(0, memory.places, self._lines.meet), settings.enable_expert_parallel)
         self._signs = memory.signs
         self._processes = [self._started(rank, memory_fd) for rank in range(1, ranks)]
         os.close(memory_fd)
