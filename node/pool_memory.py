@@ -61,10 +61,12 @@ def available_bytes(device: torch.device) -> int:
     return available_memory()
 
 
-def pool_blocks(settings: WorkerSettings, block_bytes: int, device: torch.device) -> int:
-    """Blocks of the pool, of which one takes so much, with what the draft model has of the same tokens. Raises
-    ConfigError when they do not fit into memory."""
-    available = available_bytes(device)
+def pool_blocks(
+    settings: WorkerSettings, block_bytes: int, device: torch.device, available: float | None = None
+) -> int:
+    """Blocks of the pool, of which one takes so much, with what the draft model has of the same tokens. available:
+    bytes; None: those of the device. Raises ConfigError when they do not fit into memory."""
+    available = available_bytes(device) if available is None else available
     if settings.kv_blocks:
         blocks, flag = settings.kv_blocks, "kv_blocks"
     else:

@@ -22,6 +22,11 @@ PATIENCE = timedelta(seconds=120)
 LOOPBACK = "127.0.0.1"
 
 
+def device_of(rank: int, first: torch.device) -> torch.device:
+    """A rank's own: GPUs beside each other, from that of the first one on."""
+    return torch.device("cuda", (first.index or 0) + rank) if first.type == "cuda" else first
+
+
 class DeviceGroup:
     """Implements `engine.ranks.group.Group` of tensors on `device`, once it is connected. A sum is the same on all
     ranks, for each number is added up in one place; in which order, depends on that place."""
