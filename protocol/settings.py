@@ -138,7 +138,7 @@ class WorkerSettings(CommonSettings):
     threads: int = setting(0, "compute threads on the CPU, of each rank; 0: all cores, in equal parts", least=0)
     tensor_parallel_size: int = setting(
         1,
-        "ranks of a node on a CPU: processes that each hold a part of every layer and of every KV block",
+        "ranks of a node: processes, each with a GPU where there are any, that hold a part of every layer and KV block",
         least=1,
         most=64,
         short="-tp",
