@@ -18,8 +18,8 @@ from node.segments import Move, Segments
 from process.lines import Line, Lines
 from protocol.errors import reason
 
-GROWTH = 64 << 20
-"""Bytes by which rows for the link grow: as many are kept as blocks ever were on their way at once."""
+GROWTH, MOST = 64 << 20, 256
+"""Bytes, and rows at most, by which those for the link grow: as many stay as blocks ever were on their way at once."""
 
 
 class ApartPool(BlockMemory):
@@ -46,7 +46,7 @@ class ApartPool(BlockMemory):
 
     def to_fill(self, block_id: int) -> np.ndarray:
         if not self._spare:
-            self._spare += self.room(max(1, GROWTH // self._block_bytes))
+            self._spare += self.room(max(1, min(GROWTH // self._block_bytes, MOST)))
         return self._spare.pop()
 
     def to_send(self, block_id: int) -> np.ndarray:

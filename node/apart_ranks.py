@@ -37,7 +37,6 @@ class ApartRanks(Ranks):
     def lead(self, model: Model) -> Led:
         led = super().lead(model)
         self._joined.connect()
-        os.close(self._meeting_fd)
         return led
 
     def available(self, layout: KVLayout, beside: int) -> float:
@@ -58,6 +57,7 @@ class ApartRanks(Ranks):
     def close(self) -> None:
         super().close()
         self._moves.close()
+        os.close(self._meeting_fd)
 
     def _group(self, memory: RankMemory) -> Group:
         return self._joined

@@ -34,7 +34,8 @@ class DeviceGroup:
     apart = True
 
     def __init__(self, rank: int, ranks: int, device: torch.device, meeting_fd: int) -> None:
-        """meeting_fd: of a file that all ranks have open, empty before the first one connects."""
+        """meeting_fd: of a file that all ranks have open for as long as they are a group, empty before the first one
+        connects."""
         self.rank, self.ranks = rank, ranks
         self._device, self._meeting_fd = device, meeting_fd
         self._backend: Any = None

@@ -79,12 +79,12 @@ def test_each_gpu_of_a_workers_ranks_has_its_part_of_weights_and_pool():
     assert shared == again
     assert shared.kv_cache_gib == pytest.approx(2 * 0.8 * (80 / 2 - WEIGHTS_GIB / 2))
     asked = {"prefill": 1, "decode": 0, "tensor_parallel_size": 2}
-    assert seated([4, 4], kv_cache_gib=3.0, **asked) == [Seat("cuda:0", 3.0)]
-    with pytest.raises(ConfigError, match="do not fit the 4.0 GiB of cuda:0"):
+    assert seated([4, 4], kv_cache_gib=3.4, **asked) == [Seat("cuda:0", 3.4)]
+    with pytest.raises(ConfigError, match=r"do not fit the 4\.0 GiB of cuda:0"):
         seated([4, 4], kv_cache_gib=8.0, **asked)
     latent = dataclasses.replace(NEEDS, planes=1)
-    with pytest.raises(ConfigError, match="do not fit the 4.0 GiB of cuda:0"):
-        take_seats(ServeSettings(kv_cache_gib=3.0, **asked), [latent], [4 * GIB] * 2)
+    with pytest.raises(ConfigError, match=r"do not fit the 4\.0 GiB of cuda:0"):
+        take_seats(ServeSettings(kv_cache_gib=3.4, **asked), [latent], [4 * GIB] * 2)
 
 
 def test_those_that_share_a_gpu_have_equal_parts_less_their_weights():

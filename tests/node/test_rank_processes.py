@@ -31,7 +31,6 @@ from model_files.needs import has_experts
 from model_files.source import resolve
 from node import vitals
 from node.assembly import Assembled, assemble
-from node.ranks import start_ranks
 from protocol.adapters import ChangeAdapter
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
@@ -222,11 +221,6 @@ def test_a_node_that_cannot_start_leaves_no_rank_behind(path: Path) -> None:
     gc.collect()
     (rank,) = set(psutil.Process().children()) - set(before)
     wait_for(lambda: rank.status() == psutil.STATUS_ZOMBIE, 60.0)
-
-
-def test_ranks_on_a_gpu_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 is for CPUs; on cuda:0 use 1"):
-        start_ranks(WorkerSettings(tensor_parallel_size=2), torch.device("cuda:0"))
 
 
 def test_a_rank_that_cannot_load_its_part_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
