@@ -138,7 +138,7 @@ def test_rows_of_tiers_and_rows_that_are_lent_are_never_the_same(layout: KVLayou
     assert memory.to_fill(1) is lent[0]
 
 
-def test_a_rank_that_does_not_bring_its_part_is_a_lost_device(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_bring_its_part_is_a_lost_device(joined: Joined) -> None:
     memory = joined.memory
     row = memory.to_fill(0)
     with pytest.raises(DeviceLost, match="IndexError"):
@@ -148,22 +148,13 @@ def test_a_rank_that_does_not_bring_its_part_is_a_lost_device(joined: Joined, mo
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
-async def test_nodes_of_different_degree_ship_to_each_other(
-    path: Path, first: int, second: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    apart(monkeypatch)
-    await expect_shipped_and_reused(path, first, second)
+async def test_nodes_of_different_degree_ship_to_each_other(path: Path, first: int, second: int) -> None:
+    await expect_shipped_and_reused(path, first, second, pools_apart=True)
 
 
-async def test_so_do_latents_which_every_rank_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    apart(monkeypatch)
+async def test_so_do_latents_which_every_rank_has(tmp_path: Path) -> None:
     saved(tmp_path, "DeepseekV3Config", num_attention_heads=4, **DEEPSEEK_GROUPS)
-    await expect_shipped_and_reused(tmp_path, 2, 1)
-
-
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks have pools of their own."""
-    monkeypatch.setattr(WorkerSettings, "pools_apart", True)
+    await expect_shipped_and_reused(tmp_path, 2, 1, pools_apart=True)
 
 
 async def test_what_left_the_pools_is_read_back_from_the_hosts_memory(path: Path) -> None:
@@ -193,9 +184,9 @@ async def tiered(path: Path, **kept: Any) -> AsyncIterator[Router]:
         yield router
 
 
-async def test_a_rank_that_dies_takes_its_node_with_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    apart(monkeypatch)
-    async with two_ranks(path) as (router, other):
+async def test_a_rank_that_dies_takes_its_node_with_it(path: Path) -> None:
+    async with two_ranks(path, pools_apart=True) as (router, other):
+        assert router.decode.loaded.parts.apart is not None
         await router.generate(make_job("a", prompt(100), 100))
         await until(lambda: router.tokens("a"))
         other.kill()
