@@ -161,9 +161,10 @@ async def test_what_left_the_pools_is_read_back_from_the_hosts_memory(path: Path
     async with tiered(path, kv_host_gib=0.01) as router:
         tokens = prompt(100)
         made, _ = await answer(router, "a", tokens)
-        await until(lambda: count("host", router.prefill, "written") >= 12)
         for seed in range(1, 5):
+            await until(lambda seed=seed: count("host", router.prefill, "written") == 12 * seed)  # type: ignore[misc]
             await answer(router, f"other-{seed}", prompt(100, seed))
+        await until(lambda: count("host", router.prefill, "written") == 12 * 5)
         again, reuse = await answer(router, "b", tokens)
         assert count("host", router.prefill, "read") >= 12
         assert (reuse.reused_prefill, again) == (96, made)
