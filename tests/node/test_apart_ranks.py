@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from test_rank_processes import (
@@ -26,12 +29,13 @@ from test_rank_processes import (
 )
 from tiered import count
 from toy import make_job
-from waiting import until
+from waiting import until, wait_for
 from worker_pair import Router, routed, worker
 
 from engine.apart import DeviceLost
 from node import apart_pool
 from node.apart_pool import ApartPool
+from node.apart_ranks import ApartRanks
 from node.pool_memory import PoolMemory, make_pool
 from node.ranks import start_ranks
 from node.rows import Rows
@@ -204,6 +208,40 @@ async def test_a_node_of_ranks_tells_of_the_whole_of_its_blocks(path: Path) -> N
         assert node.loaded.lease().block_bytes == parts.layout.block_bytes == 2 * parts.kv[0].nbytes
         assert len(others(node)) == 1
     assert parts.fingerprint == assembled(path, 1).fingerprint
+
+
+def test_the_rank_with_least_memory_decides_how_many_blocks_there_are(path: Path) -> None:
+    parts = assembled(path, 2, pools_apart=True)
+    assert isinstance(parts.ranks, ApartRanks)
+    block = parts.layout.block_bytes
+    parts.ranks._available = [10 * block]
+    assert parts.ranks.available(parts.layout, 0) == 20 * block, "it has half of each"
+    assert parts.ranks.available(parts.layout, block) == pytest.approx(10 * block * 2 / 1.5), "and room for drafts"
+    parts.ranks.close()
+
+
+FIRST = """
+import subprocess, sys
+other = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+other.stdout.readline()
+print(other.pid, flush=True)
+"""
+OTHER = """
+import threading, time, numpy
+from node.rank import _live
+signs = numpy.zeros(2, int)
+threading.Thread(target=_live, args=(signs, 1)).start()
+while not signs[1]:
+    time.sleep(0.01)
+print("lives", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_ends_with_its_first_one_whatever_it_waits_for() -> None:
+    ran = subprocess.run([sys.executable, "-c", FIRST, OTHER], stdout=subprocess.PIPE, check=True, timeout=60.0)
+    other = int(ran.stdout)
+    wait_for(lambda: not psutil.pid_exists(other) or psutil.Process(other).status() == psutil.STATUS_ZOMBIE, 10.0)
 
 
 def test_ranks_want_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
