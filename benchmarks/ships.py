@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.dock import Dock
+from kv_transfer.ports import BlockMemory
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.ucx import UcxLink
@@ -33,7 +34,7 @@ BLOCK_BYTES = (48 << 10, 360 << 10, 1 << 20)
 LIMIT_S = 60.0
 
 
-class Memory:
+class Memory(BlockMemory):
     """Blocks with random bytes, all of them touched."""
 
     def __init__(self, blocks: int, size: int):

@@ -107,7 +107,7 @@ def memory(settings: ServeSettings) -> Result:
     known = _needs(settings)
     needs = [each or UNKNOWN for each in known]
     seats = take_seats(settings, needs, gpus())
-    preflight.ranks(settings, needs, [seat.device for seat in seats])
+    preflight.ranks(settings, needs)
     found = require_memory(settings, needs, seats)
     if None in known:
         return Result("warn", "memory", f"{found}, before weights of unknown size", "see what is said of the model")

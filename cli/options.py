@@ -29,6 +29,7 @@ SERVE_FIXED = {
     "status_fd": -1,
     "cores_fd": -1,
     "weights_fd": -1,
+    "pools_apart": False,
     "respawned": False,
     "worker": -1,
     "workers_dir": "",

@@ -94,11 +94,9 @@ def redis_answers(settings: CommonSettings) -> str:
         raise ConfigError(f"no Redis for --redis-url: {error}; {remedy}", param="redis_url") from error
 
 
-def ranks(settings: ServeSettings, needs: Sequence[ModelNeeds], devices: Sequence[str]) -> None:
-    """Raises ConfigError unless the ranks of a node can divide each model where its workers compute."""
+def ranks(settings: ServeSettings, needs: Sequence[ModelNeeds]) -> None:
+    """Raises ConfigError unless the ranks of a node can divide each model."""
     count = settings.tensor_parallel_size
-    if count > 1 and any(device.startswith("cuda") for device in devices):
-        raise ConfigError(f"--tensor-parallel-size {count} is for CPUs; add --device cpu", param="tensor_parallel_size")
     if settings.enable_expert_parallel and count == 1:
         raise ConfigError(
             "--enable-expert-parallel needs --tensor-parallel-size 2 or more", param="enable_expert_parallel"

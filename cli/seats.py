@@ -34,8 +34,8 @@ UNKNOWN = ModelNeeds(Count(), Count(), Count(), layers=0, kv_heads=0, head_dim=0
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One worker's place. kv_cache_gib: size of its pool; 0: what the worker itself takes of a device that it has
-    alone."""
+    """One worker's place, the first of its GPUs where its ranks have several. kv_cache_gib: size of its pool; 0: what
+    the worker itself takes of devices that it has alone."""
 
     device: str
     kv_cache_gib: float = 0.0
@@ -72,10 +72,11 @@ def needs_of(source: ModelSource) -> ModelNeeds:
 
 def take_seats(settings: ServeSettings, needs: Sequence[ModelNeeds], found: Sequence[int]) -> list[Seat]:
     """For each model in `needs` a seat of each prefill worker, then of each decode worker; `found`: bytes of each GPU.
-    Workers go round the GPUs. The pools of those that share one have equal parts of what all their weights leave.
+    Workers go round the GPUs, each with as many as it has ranks. The pools of those that share some have equal parts of
+    what all their weights leave.
     Raises ConfigError when weights and pools do not fit together."""
     models = [each for each in needs for _ in range(settings.prefill + settings.decode)]
-    devices = [_device(settings.device, index, len(found)) for index in range(len(models))]
+    devices = [_device(settings, index, len(found)) for index in range(len(models))]
     sharing = {
         device: [model for model, other in zip(models, devices, strict=True) if other == device] for device in devices
     }
@@ -133,15 +134,18 @@ def shares_weights(settings: ServeSettings, needs: ModelNeeds) -> bool:
     return settings.share_weights and hasattr(os, "memfd_create") and packed and alike
 
 
-def _device(wanted: str, index: int, count: int) -> str:
-    if wanted == "auto":
-        return f"cuda:{index % count}" if count else "cpu"
-    if wanted == "cuda" and count:
-        return f"cuda:{index % count}"
-    number = re.fullmatch(r"cuda(?::(\d+))?", wanted)
-    if number is not None and int(number[1] or 0) >= count:
+def _device(settings: ServeSettings, index: int, count: int) -> str:
+    """Of one of the workers: the first GPU of as many as it has ranks."""
+    wanted, ranks = settings.device, settings.tensor_parallel_size
+    if wanted == "auto" and not count:
+        return "cpu"
+    if wanted in ("auto", "cuda") and count >= ranks:
+        return f"cuda:{index % (count // ranks) * ranks}"
+    number = re.fullmatch(r"auto|cuda(?::(\d+))?", wanted)
+    if number is not None and int(number[1] or 0) + ranks > count:
         there = f"there are {count}" if count > 1 else "there is one" if count else "there is none"
-        raise ConfigError(f"--device {wanted}: no such GPU, {there}; use another, or --device cpu", param="device")
+        lacking = "no such GPU" if ranks == 1 else f"its {ranks} ranks need a GPU each"
+        raise ConfigError(f"--device {wanted}: {lacking}, {there}; use another, or --device cpu", param="device")
     return wanted
 
 
@@ -153,13 +157,15 @@ def _gpu_seat(
     found: Sequence[int],
     draft_gib: float,
 ) -> Seat:
-    """Of a worker on a GPU that workers of the models `sharing` use, its own among them. Each leaves room for the model
-    that drafts, which those have that decode."""
-    total = found[int(device.partition(":")[2])] / GIB
-    weights = [weight_bytes(settings, model, device) / GIB for model in sharing]
+    """Of a worker on a GPU, or several, that workers of the models `sharing` use, its own among them. Each leaves room
+    for the model that drafts, which those have that decode."""
+    first, ranks = int(device.partition(":")[2]), settings.tensor_parallel_size
+    total = min(found[first : first + ranks]) / GIB
+    weights = [weight_bytes(settings, model, device) / ranks / GIB for model in sharing]
     left = (total - sum(weights)) / len(sharing) - draft_gib
-    given = _pool_gib(settings, needs)
-    if (given and sum(_pool_gib(settings, model) for model in sharing) > MARGIN * left * len(sharing)) or left <= 0:
+    pools = [_pool_gib(settings, model) / _parts(settings, model) for model in sharing]
+    given = _pool_gib(settings, needs) / _parts(settings, needs)
+    if (given and sum(pools) > MARGIN * left * len(sharing)) or left <= 0:
         pool = f" and {given:.4g} GiB of KV pool" if given else ""
         asked = ", ".join(
             f"{f'{count} times ' if count > 1 else ''}{weight:.2f} GiB of weights{pool}"
@@ -172,7 +178,12 @@ def _gpu_seat(
         )
     if given or len(sharing) == 1:
         return Seat(device, settings.kv_cache_gib)
-    return Seat(device, round(GPU_SHARE * left, 3))
+    return Seat(device, round(GPU_SHARE * left * _parts(settings, needs), 3))
+
+
+def _parts(settings: ServeSettings, needs: ModelNeeds) -> int:
+    """In which a worker's pool is divided on its GPUs: each has the whole of latents."""
+    return settings.tensor_parallel_size if needs.planes > 1 else 1
 
 
 def _drafting(settings: ServeSettings) -> int:

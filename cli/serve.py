@@ -80,7 +80,7 @@ def check(settings: ServeSettings) -> Checked:
         resolve_draft(settings, source)
     needs = [needs_of(source) for source in sources]
     seats = take_seats(settings, needs, gpus())
-    preflight.ranks(settings, needs, [seat.device for seat in seats])
+    preflight.ranks(settings, needs)
     require_memory(settings, needs, seats)
     secret = settings.cluster_secret
     if not ClusterSecrets(settings):

@@ -75,9 +75,10 @@ class Runner:
         self.kv = kv
         self.masks = masks or Masks.none("this node reads no grammars")
         self._pooler, self._shift = pooler or Pooler(), shift or Shift()
-        self.beside = model.device.type == "cuda"
+        inputs = torch.device("cpu") if model.fed_by_host else model.device
+        self.beside = inputs.type == "cuda"
         self._block_size = block_size
-        self._staging = Staging(model.device)
+        self._staging = Staging(inputs)
         self._planner = Planner(block_size, self._staging)
 
     @property
@@ -90,7 +91,7 @@ class Runner:
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
         """All of a block's K/V, before whatever the next step writes."""
-        self.kv[target].copy_(self.kv[source])
+        self.model.copy_block(self.kv, source, target)
 
     @torch.inference_mode()
     def run(self, slices: Sequence[Slice], wanted: Wanted = always, halfway: Halfway | None = None) -> Sequence[Found]:

@@ -101,14 +101,17 @@ class Sums:
         self.by_index: dict[int, int] = {}
         self.pending = 0
 
-    def take(self, index: int, buffer: Any) -> None:
-        value = self._checksums.take(buffer, lambda value: self._taken(index, value))
+    def take(self, index: int, buffer: Any, done: Callable[[], None]) -> None:
+        """done: called once the buffer is not looked at any more."""
+        value = self._checksums.take(buffer, lambda value: self._taken(index, value, done))
         if value is None:
             self.pending += 1
         else:
             self.by_index[index] = value
+            done()
 
-    def _taken(self, index: int, value: int) -> None:
+    def _taken(self, index: int, value: int, done: Callable[[], None]) -> None:
         self.by_index[index] = value
         self.pending -= 1
+        done()
         self._ended()

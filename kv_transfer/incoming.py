@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kv_transfer.block_path import BlockPath
@@ -34,6 +35,8 @@ class Incoming:
         self._moved, self._broken = moved, broken
         self._unposted = deque(enumerate(block_ids, grant.first_block))
         self._sums = Sums(path.checksums, moved)
+        self._lent: dict[int, Any] = {}
+        """By prompt block, what is being filled of the memory's."""
         self._given_up = False
         self.in_flight = grant.block_count
 
@@ -56,14 +59,19 @@ class Incoming:
         transfer = self._grant.transfer
         for _ in range(min(most, len(self._unposted))):
             index, block_id = self._unposted.popleft()
-            buffer = self._path.memory.block(block_id)
+            buffer = self._lent[index] = self._path.memory.to_fill(block_id)
             tag = block_tag(self._grant.nonce, transfer, index)
-            sampled = is_sampled(transfer, index, self._path.verify)
-            self._path.link.receive_block(self._peer, tag, buffer, self._landing(index, buffer if sampled else None))
+            self._path.link.receive_block(self._peer, tag, buffer, self._landing(index, block_id))
 
     def give_up(self) -> None:
-        """Take no more checksums: what lands now may be filler."""
+        """Take no more checksums, and no more blocks: what lands now may be filler."""
         self._given_up = True
+
+    def closed(self) -> None:
+        """The connection is closed: no receive touches memory any more."""
+        self.in_flight = 0
+        while self._lent:
+            self._path.memory.give_back(self._lent.popitem()[1])
 
     def wrong(self, theirs: Sequence[int]) -> int | None:
         """The first prompt block whose checksum is not the sender's, if any; `theirs` is empty where it took none."""
@@ -71,14 +79,22 @@ class Incoming:
         differing = (i for i, ours in self._sums.by_index.items() if known.get(i, UNVERIFIED) not in (UNVERIFIED, ours))
         return next(differing, None)
 
-    def _landing(self, index: int, sampled: Any) -> Done:
+    def _landing(self, index: int, block_id: int) -> Done:
+        sampled = is_sampled(self._grant.transfer, index, self._path.verify)
+
         def landed(error: Exception | None) -> None:
             if error is not None:
                 self._broken(error)
                 return
+            buffer, memory = self._lent.pop(index), self._path.memory
+            give_back = partial(memory.give_back, buffer)
+            if not self._given_up:
+                memory.landed(block_id, buffer)
+            if sampled and not self._given_up:
+                self._sums.take(index, buffer, give_back)
+            else:
+                give_back()
             self.in_flight -= 1
-            if sampled is not None and not self._given_up:
-                self._sums.take(index, sampled)
             self._moved()
 
         return landed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kv_transfer.block_path import BlockPath
@@ -38,7 +39,10 @@ class Outgoing:
         self._moved, self._broken = moved, broken
         self._sums = Sums(path.checksums, self._summed)
         """Of every block that was posted; UNVERIFIED until its own is known, and where none is taken."""
-        self._waiting: deque[tuple[int, Any]] = deque()
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._lent: dict[int, Any] = {}
+        """By prompt block, what is being sent of the memory's."""
+        self._block_bytes = path.memory.block_bytes
         self._unsummed = 0
         self._began_at = self._sending_s = 0.0
         self.in_flight = self.bytes = 0
@@ -75,7 +79,7 @@ class Outgoing:
                 if not self._is_wanted(index):
                     raise TransferFailed(f"prompt block {index} was not granted, or was shipped before")
                 self._sums.by_index[index] = UNVERIFIED
-                self._waiting.append((index, self._path.memory.block(block_id)))
+                self._waiting.append((index, block_id))
         finally:
             self._send()
 
@@ -100,6 +104,8 @@ class Outgoing:
     def closed(self) -> None:
         """The connection is closed: no send is in flight any more."""
         self.in_flight = self._unsummed = 0
+        while self._lent:
+            self._path.memory.give_back(self._lent.popitem()[1])
         self.stop()
 
     def checksums(self) -> tuple[int, ...] | None:
@@ -120,36 +126,38 @@ class Outgoing:
         waits for both."""
         if self._waiting:
             self._path.window.enter(self)
-        while self._waiting and max(self.in_flight, self._sums.pending) < self._path.window.share(
-            self._waiting[0][1].nbytes
-        ):
+        while self._waiting and max(self.in_flight, self._sums.pending) < self._path.window.share(self._block_bytes):
             self._send_one(*self._waiting.popleft())
         if not self.under_way:
             self._path.window.leave(self)
 
-    def _send_one(self, index: int, buffer: Any) -> None:
+    def _send_one(self, index: int, block_id: int) -> None:
         if not self.in_flight:
             self._began_at = self._path.clock()
+        buffer = self._lent[index] = self._path.memory.to_send(block_id)
         self.in_flight += 1
-        self.bytes += buffer.nbytes
+        self.bytes += self._block_bytes
         sampled = is_sampled(self._grant.transfer, index, self._path.verify)
         self._unsummed += sampled
-        sent = self._sending(index, buffer if sampled else None)
-        self._path.link.send_block(self._peer, self._tag(index), buffer, sent)
+        self._path.link.send_block(self._peer, self._tag(index), buffer, self._sending(index, sampled))
 
     def _tag(self, index: int) -> int:
         return block_tag(self._grant.nonce, self._grant.transfer, index)
 
-    def _sending(self, index: int, sampled: Any) -> Done:
+    def _sending(self, index: int, sampled: bool) -> Done:
         """What is called once a block was sent, and so is still in the caches."""
 
         def sent(error: Exception | None) -> None:
             if error is not None:
                 self._broken(error)
                 return
-            if sampled is not None:
+            buffer = self._lent.pop(index)
+            give_back = partial(self._path.memory.give_back, buffer)
+            if sampled:
                 self._unsummed -= 1
-                self._sums.take(index, sampled)
+                self._sums.take(index, buffer, give_back)
+            else:
+                give_back()
             self.in_flight -= 1
             if not self.in_flight:
                 self._sending_s += self._path.clock() - self._began_at

@@ -11,10 +11,32 @@ from protocol.link_messages import Asked, Commit
 
 
 class BlockMemory(Protocol):
-    """The KV pool as the link sees it."""
+    """The KV pool as the link sees it, on its thread. Blocks leave from where they lie, and land there, unless a memory
+    says otherwise: it lends bytes then, which are given back once neither the link nor a checksum touches them."""
 
     def block(self, block_id: int) -> Any:
         """The block's contiguous bytes: a writable uint8 numpy view on a CPU."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of each block."""
+        return int(self.block(0).nbytes)
+
+    def to_send(self, block_id: int) -> Any:
+        """Bytes that hold what the block does."""
+        return self.block(block_id)
+
+    def to_fill(self, block_id: int) -> Any:
+        """Writable bytes for what the block is to hold."""
+        return self.block(block_id)
+
+    def landed(self, block_id: int, buffer: Any) -> None:
+        """What `to_fill` gave is filled: on return the block holds it."""
+        return
+
+    def give_back(self, buffer: Any) -> None:
+        """Of what `to_send` or `to_fill` gave."""
+        return
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ class Receiver:
 
     def closed(self, grant: OpenGrant) -> None:
         if grant.blocks is not None:
-            grant.blocks.in_flight = 0
+            grant.blocks.closed()
         self._settle(grant)
 
     def overdue(self, grant: OpenGrant) -> None:

@@ -26,6 +26,7 @@ from model_files.draft import resolve_draft
 from model_files.refusals import resolve_runnable
 from model_files.task import read_task
 from node.adapters import read_first
+from node.apart_pool import ApartPool
 from node.drafting import draft_layout, make_draft
 from node.grammar_masks import make_masks
 from node.invariance import require_batch_invariance
@@ -55,6 +56,11 @@ class Assembled:
     adapters: tuple[AdapterName, ...] = ()
     ranks: Ranks | None = None
 
+    @property
+    def apart(self) -> ApartPool | None:
+        """The pool as link and tiers reach it, where kv is the first rank's alone."""
+        return self.ranks.pool if self.ranks is not None else None
+
 
 def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None = None) -> Assembled:
     """Load the model and make the pool. Raises ConfigError naming the flag to change."""
@@ -69,7 +75,8 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         from node.encoder import assemble_encoder  # which builds on this module
 
         return assemble_encoder(settings, source, task, device, progress)
-    ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant, graphs=not settings.enforce_eager)
+    graphs = not settings.enforce_eager and settings.tensor_parallel_size == 1
+    ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant, graphs=graphs)
     decodes = settings.role == "decode" or settings.elastic
     drafting = resolve_draft(settings, source) if decodes else None
     ranks = start_ranks(settings, device)
@@ -85,8 +92,9 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     dtype = kv_dtype or model.dtype
     layout = model.info.layout(dtype, settings.block_size)
     small_layout = draft_layout(small, settings.block_size, kv_dtype)
-    block_bytes = layout.block_bytes + (small_layout.block_bytes if small_layout is not None else 0)
-    num_blocks = pool_blocks(settings, block_bytes, device)
+    beside = small_layout.block_bytes if small_layout is not None else 0
+    available = ranks.available(layout, beside) if ranks is not None else None
+    num_blocks = pool_blocks(settings, layout.block_bytes + beside, device, available)
     kv = ranks.make_pool(layout, num_blocks) if ranks is not None else make_pool(layout, num_blocks, device)
     max_model_len = longest_sequence(settings, model.info, num_blocks)
     fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops))
@@ -131,14 +139,15 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
 
 
 def describe(parts: Assembled) -> dict[str, str]:
-    """Where the node computes and how large its pool is, for a person."""
+    """Where the node computes and how large its pool is, for a person. Ranks on GPUs have those from the first on."""
     ops, pool = parts.engine.runner.model.ops, parts.engine.pool
     threads = ops.threads if isinstance(ops, CpuOps) else torch.get_num_threads()
     on_cpu, ranks = parts.kv.device.type == "cpu", parts.ranks.part.group.ranks if parts.ranks is not None else 1
+    times = f"{ranks} x " if ranks > 1 else ""
     gib, tokens = pool.num_blocks * parts.layout.block_bytes / GIB, pool.num_blocks * parts.layout.block_size
     return {
         "model": parts.info.name,
-        "device": f"cpu, threads: {f'{ranks} x ' if ranks > 1 else ''}{threads}" if on_cpu else str(parts.kv.device),
+        "device": f"cpu, threads: {times}{threads}" if on_cpu else f"{times}{parts.kv.device}",
         "kv_pool": "none" if parts.engine.config.limits.whole else f"{gib:.2f} GiB, {tokens} tokens",
     }
 

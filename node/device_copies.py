@@ -11,14 +11,35 @@ import numpy as np
 import torch
 
 
+class Beside:
+    """A thread that copies has a stream of its own, where the device is a GPU. It waits for no other one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own = threading.local()
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """All that was begun within has ended at its end."""
+        if self._device.type != "cuda":
+            yield
+            return
+        if not hasattr(self._own, "stream"):
+            self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.stream(self._own.stream):
+                yield
+        finally:
+            self._own.stream.synchronize()
+
+
 class DeviceCopies:
-    """Implements kv_transfer.tiers.staging.Copies; blocks are uint8 tensors [bytes of a block] of the device. A thread
-    that copies has a stream of its own. It waits for no other one: the blocks that a tier is told of were computed by
-    steps that have ended, and those that it fills no step has yet."""
+    """Implements kv_transfer.tiers.staging.Copies; blocks are uint8 tensors [bytes of a block] of the device. Those
+    that a tier is told of were computed by steps that have ended, and those that it fills no step has yet."""
 
     def __init__(self, device: torch.device, block_bytes: int) -> None:
         self._device, self._block_bytes = device, block_bytes
-        self._own = threading.local()
+        self._beside = Beside(device)
 
     def room(self, blocks: int) -> Sequence[np.ndarray]:
         """Where the device is a GPU, pages that stay in memory: it copies from and to them by itself."""
@@ -36,20 +57,6 @@ class DeviceCopies:
         self._copy([torch.from_numpy(row) for row in rows], blocks)
 
     def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        with self._stream():
+        with self._beside():
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)
-
-    @contextlib.contextmanager
-    def _stream(self) -> Iterator[None]:
-        """All that was begun within has ended at its end."""
-        if self._device.type != "cuda":
-            yield
-            return
-        if not hasattr(self._own, "stream"):
-            self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        try:
-            with torch.cuda.stream(self._own.stream):
-                yield
-        finally:
-            self._own.stream.synchronize()

@@ -10,6 +10,7 @@ from kv_transfer.checksum import ALGORITHM
 from kv_transfer.dock import Dock
 from kv_transfer.greeting import Terms
 from kv_transfer.ucx import UcxLink
+from node.apart_pool import ApartPool
 from node.face import Face
 from node.pool_memory import PoolMemory
 from process.priority import give_way
@@ -20,10 +21,11 @@ LINK_NICENESS = 10
 
 
 class Linking:
-    """Makes both. Of kv: the node's KV pool."""
+    """Makes both. Of kv: the node's KV pool; apart: what stands for it where that is the first rank's alone."""
 
-    def __init__(self, settings: WorkerSettings, face: Face, kv: torch.Tensor) -> None:
+    def __init__(self, settings: WorkerSettings, face: Face, kv: torch.Tensor, apart: ApartPool | None = None) -> None:
         self._settings, self._face, self._kv = settings, face, kv
+        self._memory = apart or PoolMemory(kv)
 
     def link(self, on_fault: Callable[[], None]) -> UcxLink:
         """on_fault: the link thread has ended; on it."""
@@ -41,7 +43,7 @@ class Linking:
         )
 
     def dock(self, link: UcxLink, epoch: int) -> Dock:
-        memory = PoolMemory(self._kv)
+        memory = self._memory
         checksums = memory.checksums(link.submit, self._enter_link)
         name = (self._face.node_id, epoch)
         return Dock(link, memory, name=name, verify=self._settings.verify_checksums, checksums=checksums)

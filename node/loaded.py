@@ -66,7 +66,7 @@ class Loaded:
         self._settings, self._face, self._metrics, self.parts = settings, face, metrics, parts
         self._loop = asyncio.get_running_loop()
         self._rates, self._outflow = RateMeter(seed), Outflow()
-        self._clock, linking = LoopClock(), Linking(settings, face, parts.kv)
+        self._clock, linking = LoopClock(), Linking(settings, face, parts.kv, parts.apart)
         self.engine = EngineLoop(
             parts.engine,
             lambda events: news.take(events),

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kv_transfer.checksum import Checksums, InlineChecksums, ThreadedChecksums
+from kv_transfer.ports import BlockMemory
 from node.device_copies import DeviceCopies
 from process.limits import available_memory
 from protocol.errors import ConfigError
@@ -23,8 +24,8 @@ MEMORY_MARGIN = 0.95
 """Share of the available memory that the pool may take."""
 
 
-class PoolMemory:
-    """The KV pool as the link sees it: implements kv_transfer.ports.BlockMemory."""
+class PoolMemory(BlockMemory):
+    """The KV pool as the link sees it."""
 
     def __init__(self, kv: torch.Tensor) -> None:
         self._bytes = kv.view(torch.uint8).flatten(1)
@@ -60,10 +61,12 @@ def available_bytes(device: torch.device) -> int:
     return available_memory()
 
 
-def pool_blocks(settings: WorkerSettings, block_bytes: int, device: torch.device) -> int:
-    """Blocks of the pool, of which one takes so much, with what the draft model has of the same tokens. Raises
-    ConfigError when they do not fit into memory."""
-    available = available_bytes(device)
+def pool_blocks(
+    settings: WorkerSettings, block_bytes: int, device: torch.device, available: float | None = None
+) -> int:
+    """Blocks of the pool, of which one takes so much, with what the draft model has of the same tokens. available:
+    bytes; None: those of the device. Raises ConfigError when they do not fit into memory."""
+    available = available_bytes(device) if available is None else available
     if settings.kv_blocks:
         blocks, flag = settings.kv_blocks, "kv_blocks"
     else:

@@ -1,5 +1,6 @@
 """A rank of a node but its first: a process that loads its part of the model and computes what the first one says,
-until that one is gone. Arguments: its number, and descriptors of its line, of the ranks' memory and of their pool."""
+until that one is gone. Arguments: its number, and descriptors of its line, of the ranks' memory and of that of blocks;
+where each rank has its own pool, of a second line and of the file over which they meet."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pickle
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -16,14 +18,18 @@ import torch
 
 from engine.models.decoder import Decoder
 from engine.ranks.calls import follow
-from engine.ranks.group import Group
-from engine.ranks.led import own_heads
+from engine.ranks.device_group import DeviceGroup, device_of
+from engine.ranks.own import Own
 from engine.ranks.part import Part
+from engine.ranks.shared_group import SharedGroup
 from kernels.ops import select
 from model_files.refusals import resolve_runnable
+from node import apart_pool
 from node.model import load
-from node.pool_memory import make_pool
+from node.pool_memory import available_bytes, make_pool
 from node.rank_memory import RankMemory, shared_pool
+from node.rows import Rows
+from node.segments import Segments
 from process.lines import Line
 from process.log import set_up_log
 from protocol.errors import ConfigError
@@ -34,32 +40,49 @@ log = logging.getLogger("kvferry.node")
 
 SIGN_S = 0.1
 """Between two signs of life."""
-CPU = torch.device("cpu")
 
 
-def compute(rank: int, line: Line, memory_fd: int, pool_fd: int) -> None:
-    """Ends by what is raised where the first rank is gone: OSError or EOFError."""
+def compute(
+    rank: int, line: Line, memory_fd: int, pool_fd: int, moves: Line | None = None, meeting_fd: int = -1
+) -> None:
+    """moves, meeting_fd: where each rank has a pool of its own. Ends by what is raised where the first rank is gone:
+    OSError or EOFError."""
     settings: WorkerSettings = pickle.loads(line.hear())
     set_up_log(settings.log_level, settings.log_format)
-    memory = RankMemory(memory_fd, settings.tensor_parallel_size)
+    ranks, device = settings.tensor_parallel_size, device_of(rank, torch.device(settings.device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    memory = RankMemory(memory_fd, ranks)
+    group = DeviceGroup(rank, ranks, device, meeting_fd) if moves else SharedGroup(rank, memory.places, line.meet)
     try:
-        group = Group(rank, memory.places, line.meet)
-        decoder = _decoder(settings, Part(group, settings.enable_expert_parallel))
+        decoder = _decoder(settings, device, Part(group, settings.enable_expert_parallel))
     except ConfigError as error:
-        line.say(error.message.encode())
+        line.say(pickle.dumps((error.message, 0)))
         return
     threading.Thread(target=_live, args=(memory.signs, rank), daemon=True).start()
-    line.say(b"")
+    line.say(pickle.dumps(("", available_bytes(device))))
+    if isinstance(group, DeviceGroup):
+        group.connect()
     layout, blocks = _pool_of(line)
-    kv = make_pool(layout, blocks, CPU, partial(shared_pool, pool_fd))
-    follow(decoder, own_heads(kv, decoder, rank), line.hear)
+    if moves is None:
+        kv = make_pool(layout, blocks, device, partial(shared_pool, pool_fd))
+    else:
+        kv = make_pool(layout.of_rank(ranks), blocks, device)
+        rows = Rows(pool_fd, layout.block_bytes)
+        threading.Thread(target=_move, args=(moves, Segments(kv, layout, rank, ranks, rows), rows), daemon=True).start()
+    follow(Own(decoder, group), kv, line.hear)
 
 
-def _decoder(settings: WorkerSettings, part: Part) -> Decoder:
+def _decoder(settings: WorkerSettings, device: torch.device, part: Part) -> Decoder:
     source = resolve_runnable(settings.model, settings.load_format)
-    decoder = load(settings, source, CPU, select(settings.kernels, CPU), part=part)
+    decoder = load(settings, source, device, select(settings.kernels, device, graphs=False), part=part)
     assert isinstance(decoder, Decoder)
     return decoder
+
+
+def _move(line: Line, own: Segments, rows: Rows) -> None:
+    with suppress(OSError, EOFError):
+        apart_pool.follow(line, own, rows)
 
 
 def _pool_of(line: Line) -> tuple[KVLayout, int]:
@@ -68,17 +91,20 @@ def _pool_of(line: Line) -> tuple[KVLayout, int]:
 
 
 def _live(signs: np.ndarray, rank: int) -> None:
-    while True:
+    """Ends the process without its first one: what a device waits for in a meeting does not come."""
+    first = os.getppid()
+    while os.getppid() == first:
         signs[rank] += 1
         time.sleep(SIGN_S)
+    os._exit(0)
 
 
 def main() -> None:
     """It is ended without taking an interpreter with torch apart."""
-    rank, descriptor, *shared = map(int, sys.argv[1:])
+    rank, descriptor, memory_fd, pool_fd, *apart = map(int, sys.argv[1:])
     status = 0
     try:
-        compute(rank, Line(descriptor), *shared)
+        compute(rank, Line(descriptor), memory_fd, pool_fd, *((Line(apart[0]), apart[1]) if apart else ()))
     except (OSError, EOFError):
         log.debug("the first rank is gone")
     except Exception:

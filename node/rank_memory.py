@@ -8,7 +8,7 @@ import os
 import numpy as np
 import torch
 
-from engine.ranks.group import ROOM, TURNS
+from engine.ranks.shared_group import ROOM, TURNS
 
 _SIGNS_BYTES = 4096
 
@@ -23,7 +23,7 @@ def make_memory(ranks: int) -> tuple[int, int]:
 
 class RankMemory:
     """One process's view of it. signs: int64 [ranks], which the other ranks count up while they live; places: see
-    `engine.ranks.group.Group`."""
+    `engine.ranks.shared_group.SharedGroup`."""
 
     def __init__(self, descriptor: int, ranks: int) -> None:
         pages = mmap.mmap(descriptor, 0)

@@ -1,7 +1,7 @@
-"""The ranks of a node on a CPU: this process is the first one, and starts the others.
+"""The ranks of a node: this process is the first one, and starts the others.
 
-They share the pool of KV blocks. Each writes its heads' bytes of a block, so this process, which has the link, finds
-blocks that are whole and lie as those of any other node do.
+On a CPU they share the pool of KV blocks. Each writes its heads' bytes of a block, so this process, which has the link,
+finds blocks that are whole and lie as those of any other node do. On GPUs each has its own: see `apart_ranks`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,7 +21,9 @@ from engine.ranks.group import Group
 from engine.ranks.led import Led
 from engine.ranks.part import Part
 from engine.ranks.shard import BY_EXPERT, FLAG
-from node.pool_memory import make_pool
+from engine.ranks.shared_group import SharedGroup
+from node.apart_pool import ApartPool
+from node.pool_memory import available_bytes, make_pool
 from node.rank_memory import RankMemory, make_memory, shared_pool
 from process.lines import Lines
 from protocol.errors import ConfigError
@@ -35,8 +38,6 @@ def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:
             raise ConfigError("--enable-expert-parallel needs --tensor-parallel-size 2 or more", param=BY_EXPERT)
         return None
     asked = f"--tensor-parallel-size {settings.tensor_parallel_size}"
-    if device.type != "cpu":
-        raise ConfigError(f"{asked} is for CPUs; on {device} use 1", param=FLAG)
     for flag, refused in (
         ("batch-invariant", settings.batch_invariant),
         ("lora", bool(settings.lora)),
@@ -44,47 +45,64 @@ def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:
     ):
         if refused:
             raise ConfigError(f"{asked} does not go with --{flag}", param=FLAG)
+    from node.apart_ranks import ApartRanks, require_gpus  # which builds on this module
+
+    require_gpus(settings, device)
     try:
-        return Ranks(settings)
+        return (ApartRanks if device.type == "cuda" or settings.pools_apart else Ranks)(settings, device)
     except (OSError, AttributeError) as error:
         raise ConfigError(f"{asked}: the other ranks cannot be started: {error}", param=FLAG) from error
 
 
 class Ranks:
-    """The other ranks. part: what this one has of the model. Raises OSError."""
+    """The other ranks. device: this one's; part: what it has of the model; pool: all ranks' pools as one, once they are
+    made, where each has its own. Raises OSError."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    pool: ApartPool | None = None
+
+    def __init__(self, settings: WorkerSettings, device: torch.device) -> None:
         ranks = settings.tensor_parallel_size
         memory_fd, self._pool_fd = make_memory(ranks)
         memory, self._lines = RankMemory(memory_fd, ranks), Lines(ranks - 1)
-        self.part = Part(Group(0, memory.places, self._lines.meet), settings.enable_expert_parallel)
+        self.device, self.part = device, Part(self._group(memory), settings.enable_expert_parallel)
+        self._available: list[int] = []
         self._signs = memory.signs
         self._processes = [self._started(rank, memory_fd) for rank in range(1, ranks)]
         os.close(memory_fd)
         self._lines.given()
-        self._lines.tell(pickle.dumps(settings))
+        self._lines.tell(pickle.dumps(replace(settings, device=str(device))))
 
     def lead(self, model: Model) -> Led:
         """What the engine computes with, once all have loaded their parts; model: this rank's. Raises ConfigError."""
         assert isinstance(model, Decoder)
         for rank, _ in enumerate(self._processes, 1):
             try:
-                wrong = self._lines.hear(rank - 1).decode()
+                wrong, available = pickle.loads(self._lines.hear(rank - 1))
             except (OSError, EOFError):
-                wrong = f"rank {rank} ended while it loaded its part of the model"
+                wrong, available = f"rank {rank} ended while it loaded its part of the model", 0
             if wrong:
                 raise ConfigError(wrong, param=FLAG)
+            self._available.append(available)
         return Led(model, self.part.group, self._lines.tell)
 
+    def available(self, layout: KVLayout, beside: int) -> float:
+        """Bytes that blocks of the layout, with so many beside each on this rank's device, could take if all of them
+        lay there. Once all ranks have loaded their parts."""
+        return available_bytes(self.device)
+
     def make_pool(self, layout: KVLayout, blocks: int) -> torch.Tensor:
-        """As `pool_memory.make_pool`, of memory that all ranks have; once. Raises ConfigError."""
-        kv = make_pool(layout, blocks, torch.device("cpu"), partial(shared_pool, self._pool_fd))
+        """As `pool_memory.make_pool`, what this rank computes with: memory that all ranks have; once. Raises
+        ConfigError."""
+        kv = make_pool(layout, blocks, self.device, partial(shared_pool, self._pool_fd))
+        self._tell_pool(layout, blocks)
+        os.close(self._pool_fd)
+        return kv
+
+    def _tell_pool(self, layout: KVLayout, blocks: int) -> None:
         try:
             self._lines.tell(pickle.dumps((layout, blocks)))
         except OSError as error:
             raise ConfigError(f"the other ranks ended: {error}", param=FLAG) from error
-        os.close(self._pool_fd)
-        return kv
 
     @property
     def signs(self) -> list[int]:
@@ -106,8 +124,16 @@ class Ranks:
             process.kill()
             process.wait()
 
+    def _group(self, memory: RankMemory) -> Group:
+        return SharedGroup(0, memory.places, self._lines.meet)
+
+    def _given(self, rank: int) -> tuple[int, ...]:
+        """Descriptors that it inherits: of its line, of the memory of blocks, and what else it needs of that."""
+        return self._lines.give(rank - 1), self._pool_fd
+
     def _started(self, rank: int, memory_fd: int) -> subprocess.Popen[bytes]:
         """In a process group of its own: what a terminal sends to all at once is for this process."""
-        descriptors = (self._lines.give(rank - 1), memory_fd, self._pool_fd)
+        line, *others = self._given(rank)
+        descriptors = (line, memory_fd, *others)
         command = (sys.executable, "-m", "node.rank", str(rank), *map(str, descriptors))
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors, process_group=0)

@@ -69,7 +69,7 @@ def open_tiers(settings: WorkerSettings, parts: Assembled) -> OpenTiers:
     for name in ("kv_host_gib", "kv_disk_path", "kv_remote_url"):
         if getattr(settings, name):
             _require_cached(settings, parts, name)
-    memory = PoolMemory(parts.kv)
+    memory = parts.apart or PoolMemory(parts.kv)
     copies = memory.copies()
     host = _open_host(settings, parts, copies) if settings.kv_host_gib else None
     remote = _open_remote(settings, parts, copies) if settings.kv_remote_url else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.errors import ConfigError
 
@@ -66,6 +66,11 @@ class KVLayout:
     @property
     def block_bytes(self) -> int:
         return math.prod(self.block_shape) * DTYPE_BYTES[self.dtype]
+
+    def of_rank(self, ranks: int) -> KVLayout:
+        """What each of so many ranks has in a pool of its own: of each layer and plane the next few heads; all of a
+        latent, which heads share."""
+        return self if self.planes == 1 else replace(self, num_kv_heads=self.num_kv_heads // ranks)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks needed to hold `tokens` tokens."""

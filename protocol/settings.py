@@ -138,7 +138,7 @@ class WorkerSettings(CommonSettings):
     threads: int = setting(0, "compute threads on the CPU, of each rank; 0: all cores, in equal parts", least=0)
     tensor_parallel_size: int = setting(
         1,
-        "ranks of a node on a CPU: processes that each hold a part of every layer and of every KV block",
+        "ranks of a node: processes, each with a GPU where there are any, that hold a part of every layer and KV block",
         least=1,
         most=64,
         short="-tp",
@@ -207,6 +207,7 @@ class WorkerSettings(CommonSettings):
     max_loras: int = setting(8, "adapters that a node holds at most", least=1)
     max_lora_rank: int = setting(64, "largest rank of an adapter", least=1)
     respawned: bool = setting(False, "whether another process follows when this one has ended", hidden=True)
+    pools_apart: bool = setting(False, "have ranks on a CPU keep pools of their own, as on GPUs", hidden=True)
     cores_fd: int = setting(-1, "descriptor of what processes on the same cores share (process/cores.py)", hidden=True)
     weights_fd: int = setting(-1, "descriptor of the weights' one copy (process/written_once.py)", hidden=True)
     verify_checksums: float = setting(

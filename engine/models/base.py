@@ -65,9 +65,11 @@ class ModelInfo:
 
 class Computing(Protocol):
     """Any model on one device. ops: what it computes with, on the same device; resumable: what is given up can be taken
-    up again where it was."""
+    up again where it was; fed_by_host: it takes token ids and plans in the host's memory, wherever it computes, for it
+    tells them to others."""
 
     resumable: bool = False
+    fed_by_host: bool = False
     info: ModelInfo
     dtype: torch.dtype
     device: torch.device
@@ -96,3 +98,7 @@ class Model(Computing, Protocol):
     def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
         """`logits` of `forward`, of every token. Good until the next call of either."""
         return NextLogits(self.logits(self.forward(token_ids, kv, plan)))
+
+    def copy_block(self, kv: torch.Tensor, source: int, target: int) -> None:
+        """All of a block's K/V, before whatever the next call writes."""
+        kv[target].copy_(kv[source])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine.models.base import Halfway, Unwanted, Wanted, always
-from engine.models.decoder import Decoder
+from engine.ranks.own import Own
 from kernels.plan import BatchPlan
 
 Hear = Callable[[], bytes]
@@ -30,14 +30,12 @@ class Forward:
     asks: bool
     draws: bool
 
-    def run(self, decoder: Decoder, kv: torch.Tensor, hear: Hear) -> None:
+    def run(self, part: Own, kv: torch.Tensor, hear: Hear) -> None:
         wanted: Wanted = (lambda: hear() == GO_ON) if self.asks else always
-        plan = self.plan
-        if decoder.config.latent is not None:  # the first rank writes for all
-            plan = replace(plan, slots=torch.full_like(plan.slots, -1))
-        hidden = decoder.forward(self.token_ids, kv, plan, wanted, self.halfway)
+        token_ids, plan = part.inputs(self.token_ids, self.plan)
+        hidden = part.decoder.forward(token_ids, kv, plan, wanted, self.halfway and part.brought(self.halfway))
         if self.draws:
-            decoder.logits(hidden)
+            part.decoder.logits(hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +44,39 @@ class Logits:
 
     hidden: torch.Tensor
 
-    def run(self, decoder: Decoder, kv: torch.Tensor, hear: Hear) -> None:
-        decoder.logits(self.hidden)
+    def run(self, part: Own, kv: torch.Tensor, hear: Hear) -> None:
+        part.decoder.logits(self.hidden.to(part.decoder.device))
 
 
-def packed(call: Forward | Logits) -> bytes:
+@dataclass(frozen=True, slots=True)
+class CopyBlock:
+    """`Decoder.copy_block`."""
+
+    source: int
+    target: int
+
+    def run(self, part: Own, kv: torch.Tensor, hear: Hear) -> None:
+        part.decoder.copy_block(kv, self.source, self.target)
+
+
+Call = Forward | Logits | CopyBlock
+
+
+def packed(call: Call) -> bytes:
     out = io.BytesIO()
     _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(call)
     return out.getvalue()
 
 
 @torch.inference_mode()
-def follow(decoder: Decoder, kv: torch.Tensor, hear: Hear) -> None:
-    """Do what the first rank says, to this rank's part `kv` of the pool. Ends by what `hear` raises."""
+def follow(part: Own, kv: torch.Tensor, hear: Hear) -> None:
+    """Do what the first rank says, to the pool `kv`: all of it where it is shared, or this rank's own. Ends by what
+    `hear` raises."""
+    kv = part.of_pool(kv)
     while True:
-        call: Forward | Logits = pickle.loads(hear())
+        call: Call = pickle.loads(hear())
         try:
-            call.run(decoder, kv, hear)
+            call.run(part, kv, hear)
         except Unwanted:
             continue
 
@@ -72,7 +86,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(each, torch.Tensor):
             return NotImplemented
         return _tensor, (
-            each.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy(),
+            each.cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy(),
             each.dtype,
             tuple(each.shape),
         )

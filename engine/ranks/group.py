@@ -1,55 +1,34 @@
-"""What ranks bring together, through memory that all of them share.
+"""What ranks bring together: the seam between how a part of a model computes and how it reaches the others.
 
-A rank lays down what it brings, waits until all have done so, and reads what lies there. Places are used in turn: who
-lays something down in one of them was at the meeting behind its last use, to which nobody comes before it has read.
+Implementations: `shared_group` (memory that all ranks share, as they do their pool), `device_group` (torch.distributed;
+each rank has a device, and a pool, of its own).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
-TURNS = 2
-ROOM = 1 << 18
-"""Numbers that are brought at once: 1 MiB. More go in pieces."""
 
+class Group(Protocol):
+    """One rank's way to the others. All ranks call the same operations, with as many numbers, in the same order. Raises
+    where another rank is gone; after that the group is of no use.
 
-class Group:
-    """One rank's way to the others. All ranks call the same operations, with as many numbers, in the same order.
-
-    rank    which one this is
-    places  float32 [TURNS, ranks, room], shared by all
-    meet    returns once every rank has called it; what was written to shared memory before is seen after
+    rank   which one this is, of `ranks`
+    apart  each rank has a pool of its own, of its heads; otherwise all share one, which is whole
     """
 
-    def __init__(self, rank: int, places: torch.Tensor, meet: Callable[[], None]) -> None:
-        self.rank, self.ranks = rank, places.shape[1]
-        self.meet, self._places, self._turn = meet, places, 0
+    rank: int
+    ranks: int
+    apart: bool
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x, float32 and contiguous, plus what the others bring, in place: added in the order of the ranks, so that all
-        have the same bits, and a number's depend on no other one."""
-        for piece, parts in self._exchanged(x):
-            torch.add(parts[0], parts[1], out=piece)
-            for part in parts[2:]:
-                piece.add_(part)
-        return x
+        """x, float32 and contiguous, plus what the others bring, in place; the same bits on all ranks."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """What all bring, float32 [ranks, *x.shape]."""
-        out = x.new_empty(self.ranks, x.numel())
-        start = 0
-        for piece, parts in self._exchanged(x):
-            out[:, start : start + len(piece)] = parts
-            start += len(piece)
-        return out.view(self.ranks, *x.shape)
+        """What all bring, of float32 x: [ranks, *x.shape]."""
 
-    def _exchanged(self, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each piece [n] of x, and the same of all ranks [ranks, n]."""
-        for piece in torch.split(x.view(-1), self._places.shape[2]):
-            self._turn = (self._turn + 1) % TURNS
-            parts = self._places[self._turn, :, : len(piece)]
-            parts[self.rank] = piece
-            self.meet()
-            yield piece, parts
+    def written(self) -> None:
+        """Returns once what all heads share of a layer can be read: where the pool is shared, the first rank alone
+        writes it."""

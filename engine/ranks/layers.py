@@ -88,10 +88,10 @@ def joined(parameters: Parameters, group: Group, config: DecoderConfig) -> Param
 
 
 def _joined_heads(attention: Gqa | Latent, group: Group, config: DecoderConfig) -> Gqa | Latent:
-    """What all heads cache of a token in latent attention is written by the first rank, and read by all."""
+    """What all heads cache of a token in latent attention may be another rank's to write."""
     o = Summed(attention.o, group)
     if isinstance(attention, Latent):
-        return replace(attention, o=o, awaited=group.meet)
+        return replace(attention, o=o, awaited=group.written)
     q_norm, k_norm = attention.q_norm, attention.k_norm
     if not config.family.wide_qk_norm or q_norm is None or k_norm is None:
         return replace(attention, o=o)

@@ -52,6 +52,41 @@ def test_workers_go_round_the_gpus(device, gpu_count, expected):
     assert [seat.device for seat in seated([80] * gpu_count, device=device, prefill=1, decode=2)] == expected
 
 
+@pytest.mark.parametrize(
+    ("device", "gpu_count", "expected"),
+    [
+        ("auto", 0, ["cpu"] * 3),
+        ("auto", 2, ["cuda:0"] * 3),
+        ("auto", 5, ["cuda:0", "cuda:2", "cuda:0"]),
+        ("cuda:1", 3, ["cuda:1"] * 3),
+        ("cpu", 2, ["cpu"] * 3),
+    ],
+)
+def test_a_worker_of_two_ranks_has_two_gpus_beside_each_other(device, gpu_count, expected):
+    found = seated([80] * gpu_count, device=device, prefill=1, decode=2, tensor_parallel_size=2)
+    assert [seat.device for seat in found] == expected
+
+
+@pytest.mark.parametrize(("device", "there"), [("auto", "one"), ("cuda", "one"), ("cuda:1", "are 2")])
+def test_ranks_without_a_gpu_each_are_refused(device, there):
+    count = 2 if there == "are 2" else 1
+    with pytest.raises(ConfigError, match=f"--device {device}: its 2 ranks need a GPU each, there (is )?{there}"):
+        seated([80] * count, device=device, tensor_parallel_size=2)
+
+
+def test_each_gpu_of_a_workers_ranks_has_its_part_of_weights_and_pool():
+    shared, again = seated([90, 80], prefill=1, decode=1, tensor_parallel_size=2)
+    assert shared == again
+    assert shared.kv_cache_gib == pytest.approx(2 * 0.8 * (80 / 2 - WEIGHTS_GIB / 2))
+    asked = {"prefill": 1, "decode": 0, "tensor_parallel_size": 2}
+    assert seated([4, 4], kv_cache_gib=3.4, **asked) == [Seat("cuda:0", 3.4)]
+    with pytest.raises(ConfigError, match=r"do not fit the 4\.0 GiB of cuda:0"):
+        seated([4, 4], kv_cache_gib=8.0, **asked)
+    latent = dataclasses.replace(NEEDS, planes=1)
+    with pytest.raises(ConfigError, match=r"do not fit the 4\.0 GiB of cuda:0"):
+        take_seats(ServeSettings(kv_cache_gib=3.4, **asked), [latent], [4 * GIB] * 2)
+
+
 def test_those_that_share_a_gpu_have_equal_parts_less_their_weights():
     shared, alone, again = seated([80, 80], prefill=1, decode=2)
     assert shared == again

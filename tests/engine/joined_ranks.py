@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,12 @@ from tiny_models import Cache, tokens_for
 from engine.models import load_model
 from engine.models.base import Model
 from engine.ranks.calls import follow
-from engine.ranks.group import TURNS, Group
-from engine.ranks.led import Led, own_heads
+from engine.ranks.device_group import DeviceGroup
+from engine.ranks.group import Group
+from engine.ranks.led import Led
+from engine.ranks.own import Own
 from engine.ranks.part import Part
+from engine.ranks.shared_group import TURNS, SharedGroup
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from model_files.source import resolve
@@ -26,9 +31,19 @@ CPU = torch.device("cpu")
 PATIENCE_S = 30.0
 
 
+def connected(ranks: int) -> list[Group]:
+    """Groups over gloo."""
+    meeting = os.memfd_create("meeting")
+    groups = [DeviceGroup(rank, ranks, CPU, meeting) for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as threads:
+        list(threads.map(DeviceGroup.connect, groups))
+    os.close(meeting)
+    return list(groups)
+
+
 class Threads:
-    """The ranks' memory, meetings and messages. `kv` is set before the first step. A rank that ends has all others
-    fail at their next meeting."""
+    """The ranks' memory, meetings and messages. `pools` are set before the first step: of each rank its own where they
+    are apart, as on GPUs, or the one that all share. A rank that ends has all others fail at their next meeting."""
 
     def __init__(
         self,
@@ -38,15 +53,16 @@ class Threads:
         room: int = 1 << 12,
         ops: type[Ops] = ReferenceOps,
         whole_experts: bool = False,
+        apart: bool = False,
         **load: Any,
     ):
         self._barrier = threading.Barrier(ranks)
-        places = torch.zeros(TURNS, ranks, room)
         self._inboxes: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(ranks - 1)]
         self.said: list[bytes] = []
         self.errors: list[BaseException] = []
-        self.kv = torch.empty(0)
-        groups = [Group(rank, places, lambda: self._barrier.wait(PATIENCE_S) and None) for rank in range(ranks)]
+        self.pools: list[torch.Tensor] = []
+        self.apart = apart
+        self.groups = groups = connected(ranks) if apart else self._sharing(ranks, room)
         source = resolve(str(path))
         options: dict[str, Any] = {"dtype": torch.float32, "impl": "kvferry"} | load
         self.decoders: list[Any] = [
@@ -54,6 +70,10 @@ class Threads:
         ]
         self.model = Led(self.decoders[0], groups[0], self._tell)
         self._threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, ranks)]
+
+    def _sharing(self, ranks: int, room: int) -> list[Group]:
+        places = torch.zeros(TURNS, ranks, room)
+        return [SharedGroup(rank, places, lambda: self._barrier.wait(PATIENCE_S) and None) for rank in range(ranks)]
 
     def _tell(self, message: bytes) -> None:
         self.said.append(message)
@@ -68,7 +88,7 @@ class Threads:
             return waiting.pop() if waiting else self._hear(rank)
 
         try:
-            follow(self.decoders[rank], own_heads(self.kv, self.decoders[rank], rank), hear)
+            follow(Own(self.decoders[rank], self.groups[rank]), self.pools[rank], hear)
         except EOFError:
             return
         except BaseException as error:
@@ -111,11 +131,26 @@ def whole(path: Path, ops: type[Ops] = ReferenceOps, **options: Any) -> Model:
 
 
 class Pooled(Cache):
-    """A cache whose pool the ranks of a model have."""
+    """A cache whose pool the ranks of a model have; `kv` is the first rank's."""
 
     def __init__(self, ranks: Threads) -> None:
         super().__init__(ranks.model)
-        ranks.kv = self.kv
+        count = ranks.model.ranks
+        own = ranks.model.info.layout(self.kv.dtype, self.kv.shape[-2]).of_rank(count).block_shape
+        self.pools = ranks.pools = [self.kv] * count
+        if ranks.apart:
+            self.pools[:] = [torch.full((len(self.kv), *own), 1e4, dtype=self.kv.dtype) for _ in range(count)]
+            self.kv = self.pools[0]
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """What a node of one rank has."""
+        if self.pools[-1] is self.kv:
+            return self.kv
+        if self.kv.shape[2] == 1:
+            assert all(torch.equal(each, self.kv) for each in self.pools), "each rank has what all heads share"
+            return self.kv
+        return torch.cat(self.pools, 3)
 
 
 def expect_equal(ranks: Threads, model: Model, tolerance: float = 1e-4) -> Pooled:
@@ -127,5 +162,5 @@ def expect_equal(ranks: Threads, model: Model, tolerance: float = 1e-4) -> Poole
         tokens, other = tokens[first:], other[second:]
         for found, wanted in zip(ours.step(batch), theirs.step(batch), strict=True):
             torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(ours.kv, theirs.kv, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours.whole, theirs.kv, rtol=tolerance, atol=tolerance)
     return ours

@@ -12,6 +12,7 @@ from engine.ports import GRANT, QUIESCE, REQUEST, SHIP
 from kv_transfer.dock import Dock
 from kv_transfer.faulty import Faults, FaultyLink
 from kv_transfer.loopback import LoopbackNetwork
+from kv_transfer.ports import BlockMemory
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from protocol.errors import GrantRefused
@@ -34,7 +35,7 @@ def delta(token: int = 5) -> TokenDelta:
     return TokenDelta("r", 1, 0, (token,))
 
 
-class Pool:
+class Pool(BlockMemory):
     """A BlockMemory whose free blocks carry a canary: nobody may write to a block without a hold."""
 
     CANARY = 0x5A
@@ -68,6 +69,42 @@ class Pool:
         assert len(self.free) + self.ledger.num_held == self.ledger.num_blocks
         for block_id in self.free:
             assert (self.memory[block_id] == self.CANARY).all(), f"free block {block_id} was written to"
+
+
+class Lending(Pool):
+    """Whose blocks leave from rows that are lent, and land in them. Rows that were given back carry the canary, too."""
+
+    def __init__(self, *size: int):
+        super().__init__(*size)
+        self.lent: dict[int, int] = {}
+        """The block for which a row was lent, by its address."""
+        self.spare: list[np.ndarray] = []
+
+    def id_of(self, buffer: np.ndarray) -> int:
+        return self.lent[buffer.ctypes.data]
+
+    def to_fill(self, block_id: int) -> np.ndarray:
+        row = self.spare.pop(0) if self.spare else np.empty_like(self.memory[0])
+        self.lent[row.ctypes.data] = block_id
+        return row
+
+    def to_send(self, block_id: int) -> np.ndarray:
+        row = self.to_fill(block_id)
+        row[:] = self.memory[block_id]
+        return row
+
+    def landed(self, block_id: int, buffer: np.ndarray) -> None:
+        assert self.id_of(buffer) == block_id
+        self.memory[block_id] = buffer
+
+    def give_back(self, buffer: np.ndarray) -> None:
+        del self.lent[buffer.ctypes.data]
+        buffer[:] = self.CANARY
+        self.spare.append(buffer)
+
+    def check(self) -> None:
+        super().check()
+        assert all((row == self.CANARY).all() for row in self.spare), "a row that was given back was written to"
 
 
 class Watched:
@@ -115,7 +152,8 @@ class Process:
     def __init__(self, network: LoopbackNetwork, address: str, faults: Faults | None, blocks: int, options: dict):
         self.inner = network.link(address)
         self.link = FaultyLink(self.inner, faults) if faults else self.inner
-        self.pool = Pool(options.pop("blocks", blocks), options.pop("block_bytes", BLOCK_BYTES))
+        kind = options.pop("pool", Pool)
+        self.pool = kind(options.pop("blocks", blocks), options.pop("block_bytes", BLOCK_BYTES))
         self.watched = Watched(self.inner, self.pool)
         own = {name: options.pop(name) for name in ("verify", "window") if name in options}
         checksums = LaterChecksums(self.link.submit)

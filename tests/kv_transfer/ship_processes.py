@@ -8,6 +8,7 @@ import numpy as np
 from link_processes import pattern
 
 from kv_transfer.dock import Dock
+from kv_transfer.ports import BlockMemory
 from kv_transfer.sender import Sender
 from kv_transfer.ucx import UcxLink
 from protocol.messages import Job, TokenDelta
@@ -15,7 +16,7 @@ from protocol.sampling import SamplingParams
 from protocol.work import Generate
 
 
-class Memory:
+class Memory(BlockMemory):
     def __init__(self, blocks: int, size: int):
         self.blocks = np.zeros((blocks, size), dtype=np.uint8)
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from ship_kit import BLOCK_BYTES, DecodeSide, PrefillSide, delta
+from ship_kit import BLOCK_BYTES, DecodeSide, Lending, Pool, PrefillSide, delta
 
 from kv_transfer.faulty import Faults
 from kv_transfer.loopback import LoopbackNetwork
@@ -19,6 +19,8 @@ from protocol.errors import Cancelled, NodeLost
 
 class Ships(RuleBasedStateMachine):
     """One prefill process and one decode process at a time; a killed one is started again at another address."""
+
+    kind: type[Pool] = Pool
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +39,7 @@ class Ships(RuleBasedStateMachine):
 
     def start(self, side):
         self.starts += 1
-        options = {"window": Window(2 * BLOCK_BYTES)}
+        options = {"window": Window(2 * BLOCK_BYTES), "pool": self.kind}
         return side(self.network, f"{side.__name__}:{self.starts}", self.faults, **options)
 
     def live(self) -> list[int]:
@@ -170,3 +172,18 @@ class Ships(RuleBasedStateMachine):
 
 Ships.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 TestShips = Ships.TestCase
+
+
+class LentShips(Ships):
+    """Of memory that lends what blocks leave from and land in: every row comes back."""
+
+    kind = Lending
+
+    def teardown(self):
+        super().teardown()
+        assert not self.prefill.pool.lent
+        assert not self.decode.pool.lent
+
+
+LentShips.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestLentShips = LentShips.TestCase

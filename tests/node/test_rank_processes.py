@@ -31,7 +31,6 @@ from model_files.needs import has_experts
 from model_files.source import resolve
 from node import vitals
 from node.assembly import Assembled, assemble
-from node.ranks import start_ranks
 from protocol.adapters import ChangeAdapter
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
@@ -79,9 +78,11 @@ def expect_likeliest(path: Path, tokens: list[int], made: list[int]) -> None:
 
 
 @asynccontextmanager
-async def degrees(path: Path, first: int, second: int) -> AsyncIterator[Router]:
+async def degrees(path: Path, first: int, second: int, **settings: Any) -> AsyncIterator[Router]:
     """A prefill node of the first degree and a decode node of the second one."""
-    ours, theirs = await asyncio.gather(*(asyncio.to_thread(assembled, path, ranks) for ranks in (first, second)))
+    ours, theirs = await asyncio.gather(
+        *(asyncio.to_thread(assembled, path, ranks, **settings) for ranks in (first, second))
+    )
     assert ours.fingerprint == theirs.fingerprint
     async with (
         worker("prefill", ours) as prefill,
@@ -125,8 +126,8 @@ async def test_so_do_those_that_divide_experts_and_those_whose_ranks_have_one_ca
     await expect_shipped_and_reused(saved(tmp_path, name, **settings), first, second)
 
 
-async def expect_shipped_and_reused(path: Path, first: int, second: int) -> None:
-    async with degrees(path, first, second) as router:
+async def expect_shipped_and_reused(path: Path, first: int, second: int, **settings: Any) -> None:
+    async with degrees(path, first, second, **settings) as router:
         tokens = prompt(100)
         made, reuse = await answer(router, "a", tokens)
         expect_likeliest(path, tokens, made)
@@ -149,9 +150,9 @@ async def expect_shipped_and_reused(path: Path, first: int, second: int) -> None
 
 
 @asynccontextmanager
-async def two_ranks(path: Path) -> AsyncIterator[tuple[Router, psutil.Process]]:
+async def two_ranks(path: Path, **settings: Any) -> AsyncIterator[tuple[Router, psutil.Process]]:
     """A decode node of two ranks, and the other one's process, which is ended in any case."""
-    parts = await asyncio.to_thread(assembled, path, 2)
+    parts = await asyncio.to_thread(assembled, path, 2, **settings)
     async with worker("decode", parts, tensor_parallel_size=2) as node:
         (other,) = others(node)
         router = Router(node, node, "router")
@@ -222,11 +223,6 @@ def test_a_node_that_cannot_start_leaves_no_rank_behind(path: Path) -> None:
     gc.collect()
     (rank,) = set(psutil.Process().children()) - set(before)
     wait_for(lambda: rank.status() == psutil.STATUS_ZOMBIE, 60.0)
-
-
-def test_ranks_on_a_gpu_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 is for CPUs; on cuda:0 use 1"):
-        start_ranks(WorkerSettings(tensor_parallel_size=2), torch.device("cuda:0"))
 
 
 def test_a_rank_that_cannot_load_its_part_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

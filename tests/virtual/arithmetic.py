@@ -19,6 +19,7 @@ from engine.masks import Masks
 from engine.models.base import ModelInfo
 from engine.sampler import Sampled
 from engine.slices import Slice
+from kv_transfer.ports import BlockMemory
 
 VOCAB = 211
 BLOCK_SIZE = 4
@@ -47,7 +48,7 @@ def expected(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :])
 
 
-class Arithmetic:
+class Arithmetic(BlockMemory):
     """An engine's runner (`engine.runner.Runs`), and its blocks as a link sees them. left: attempts that were
     cancelled, by request; blame: told of what must not be."""
 

@@ -1,0 +1,45 @@
+"""What a rank computes with: its part of the decoder, its part of the pool, and a step's inputs where they are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from engine.models.base import Halfway
+from engine.models.decoder import Decoder
+from engine.ranks.group import Group
+from kernels.plan import BatchPlan
+from kernels.staging import Staging
+
+
+class Own:
+    """One rank's. decoder: the part of `group.rank`."""
+
+    def __init__(self, decoder: Decoder, group: Group) -> None:
+        self.decoder, self.group = decoder, group
+        self._staging = Staging(decoder.device)
+
+    def of_pool(self, kv: torch.Tensor) -> torch.Tensor:
+        """Its part of the pool [block, layer, plane, kv_head, slot, dim]: of each block its heads' bytes; all of it
+        where the heads share what is cached, or where it is the rank's own."""
+        config = self.decoder.config
+        if self.group.apart or config.latent is not None:
+            return kv
+        return kv.narrow(3, self.group.rank * config.num_kv_heads, config.num_kv_heads)
+
+    def inputs(self, token_ids: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, BatchPlan]:
+        """Of a step, from the host's memory to the rank's device, good until the next call. Where all heads share what
+        is cached, and the ranks their pool, the first rank writes for all."""
+        slots = plan.slots
+        if self.group.rank and not self.group.apart and self.decoder.config.latent is not None:
+            slots = torch.full_like(slots, -1)
+        small = (token_ids, plan.positions, slots, plan.block_table, plan.query_start, plan.total_len)
+        ids, positions, slots, table, query_start, total_len = self._staging.put([each.numpy() for each in small])
+        return ids, replace(
+            plan, positions=positions, slots=slots, block_table=table, query_start=query_start, total_len=total_len
+        )
+
+    def brought(self, halfway: Halfway) -> Halfway:
+        """To the rank's device."""
+        return Halfway(halfway.layer, *(each.to(self.decoder.device) for each in (halfway.x, halfway.residual)))

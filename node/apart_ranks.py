@@ -1,0 +1,75 @@
+"""The ranks of a node whose GPUs compute its model together: each has one, and on it a pool of its own of its heads."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from engine.models.base import Model
+from engine.ranks.device_group import DeviceGroup
+from engine.ranks.group import Group
+from engine.ranks.led import Led
+from engine.ranks.shard import FLAG
+from node.apart_pool import ApartPool
+from node.pool_memory import available_bytes, make_pool
+from node.rank_memory import RankMemory
+from node.ranks import Ranks
+from node.rows import Rows
+from node.segments import Segments
+from process.lines import Lines
+from protocol.errors import ConfigError
+from protocol.layout import KVLayout
+from protocol.settings import WorkerSettings
+
+
+class ApartRanks(Ranks):
+    """device: of the first one; the others have those behind it. Raises OSError, ConfigError."""
+
+    def __init__(self, settings: WorkerSettings, device: torch.device) -> None:
+        ranks = settings.tensor_parallel_size
+        self._moves = Lines(ranks - 1)
+        self._meeting_fd = os.memfd_create("meeting", os.MFD_CLOEXEC)
+        self._joined = DeviceGroup(0, ranks, device, self._meeting_fd)
+        super().__init__(settings, device)
+        self._moves.given()
+
+    def lead(self, model: Model) -> Led:
+        led = super().lead(model)
+        self._joined.connect()
+        return led
+
+    def available(self, layout: KVLayout, beside: int) -> float:
+        own = layout.of_rank(self._joined.ranks).block_bytes + beside
+        least = min(available_bytes(self.device), *self._available)
+        return least * (layout.block_bytes + beside) / own
+
+    def make_pool(self, layout: KVLayout, blocks: int) -> torch.Tensor:
+        """This rank's own."""
+        ranks = self._joined.ranks
+        kv = make_pool(layout.of_rank(ranks), blocks, self.device)
+        self._tell_pool(layout, blocks)
+        rows = Rows(self._pool_fd, layout.block_bytes)
+        own = Segments(kv, layout, 0, ranks, rows)
+        self.pool = ApartPool(own, rows, self._moves, ranks - 1, layout.block_bytes)
+        return kv
+
+    def close(self) -> None:
+        super().close()
+        self._moves.close()
+        os.close(self._meeting_fd)
+
+    def _group(self, memory: RankMemory) -> Group:
+        return self._joined
+
+    def _given(self, rank: int) -> tuple[int, ...]:
+        return (*super()._given(rank), self._moves.give(rank - 1), self._meeting_fd)
+
+
+def require_gpus(settings: WorkerSettings, first: torch.device) -> None:
+    """Raises ConfigError unless there is one for each rank."""
+    ranks, count = settings.tensor_parallel_size, torch.cuda.device_count()
+    index = first.index or 0
+    if first.type == "cuda" and index + ranks > count:
+        found = f"there are {count}" if count else "there is none"
+        raise ConfigError(f"--tensor-parallel-size {ranks} needs GPUs from {first} on, one a rank; {found}", param=FLAG)

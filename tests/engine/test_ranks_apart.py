@@ -1,0 +1,106 @@
+"""Ranks that have a device and a pool each, as on GPUs: here over gloo, on CPUs."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from joined_ranks import CPU, Pooled, connected, expect_equal, joined_ranks, whole
+from tiny_models import OURS, family, oracle_logits, save_tiny, tokens_for
+
+from engine.apart import DeviceLost
+from engine.models.base import Unwanted
+from engine.ranks import device_group
+from engine.ranks.device_group import DeviceGroup
+from kernels.cpu import CpuOps, instruction_set
+from protocol.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name != "gemma"])
+def test_two_ranks_compute_what_one_process_does_and_each_keeps_its_heads(name: str, tmp_path: Path) -> None:
+    save_tiny(OURS[name](), tmp_path)
+    with joined_ranks(tmp_path, 2, apart=True) as ranks:
+        expect_equal(ranks, whole(tmp_path))
+
+
+def test_four_ranks_do(tmp_path: Path) -> None:
+    save_tiny(family("LlamaConfig", **FOUR), tmp_path)
+    tokens = tokens_for(40, 3)
+    with joined_ranks(tmp_path, 4, apart=True) as ranks:
+        cache = expect_equal(ranks, whole(tmp_path))
+        assert cache.kv.shape[3] == 1
+        torch.testing.assert_close(cache.step({"c": tokens})[0], oracle_logits(tmp_path, tokens), rtol=2e-4, atol=2e-4)
+
+
+def test_experts_are_divided_whole(tmp_path: Path) -> None:
+    save_tiny(OURS["qwen3-moe"](), tmp_path)
+    with joined_ranks(tmp_path, 2, apart=True, whole_experts=True) as ranks:
+        expect_equal(ranks, whole(tmp_path))
+
+
+@pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension")
+def test_compiled_kernels_do(tmp_path: Path) -> None:
+    save_tiny(family("LlamaConfig", head_dim=32), tmp_path)
+    with joined_ranks(tmp_path, 2, apart=True, ops=CpuOps) as ranks:
+        expect_equal(ranks, whole(tmp_path, CpuOps))
+
+
+def test_what_is_given_up_goes_on_at_its_layer(tmp_path: Path) -> None:
+    save_tiny(family("LlamaConfig"), tmp_path)
+    tokens = tokens_for(20, 1)
+    with joined_ranks(tmp_path, 2, apart=True) as ranks:
+        cache = Pooled(ranks)
+        with pytest.raises(Unwanted) as given_up:
+            cache.step({"a": tokens}, lambda: False)
+        cache.computed["a"] = 0
+        (found,) = cache.step({"a": tokens}, lambda: True, given_up.value.halfway)
+    torch.testing.assert_close(found, oracle_logits(tmp_path, tokens), rtol=2e-4, atol=2e-4)
+
+
+def test_a_block_is_copied_in_all_pools(tmp_path: Path) -> None:
+    save_tiny(family("LlamaConfig"), tmp_path)
+    with joined_ranks(tmp_path, 2, apart=True) as ranks:
+        cache = Pooled(ranks)
+        cache.step({"a": tokens_for(9)})
+        source, target = cache.blocks["a"][0], cache.free[0]
+        with torch.inference_mode():
+            ranks.model.copy_block(cache.kv, source, target)
+        cache.step({"b": tokens_for(3, 1)})  # behind which the others have done it
+    assert all(torch.equal(pool[source], pool[target]) for pool in cache.pools)
+    assert not torch.equal(cache.pools[0][target], cache.pools[1][target])
+
+
+def test_a_rank_that_is_gone_is_a_lost_device(tmp_path: Path) -> None:
+    save_tiny(family("LlamaConfig"), tmp_path)
+    with joined_ranks(tmp_path, 2, apart=True) as ranks:
+        cache = Pooled(ranks)
+        cache.step({"a": tokens_for(9)})
+        ranks.end()
+        ranks.groups[1]._backend = None  # its connections end, as with its process
+        for name in "bc":
+            with pytest.raises(DeviceLost, match="2 ranks do not compute together any more"):
+                cache.step({name: tokens_for(9)})
+
+
+def test_sums_and_gathers_are_of_all_ranks_and_of_any_shape() -> None:
+    groups = connected(3)
+    brought = [torch.arange(6.0).view(2, 3) + 10 * rank for rank in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        gathered = list(threads.map(lambda each: each[0].gather(each[1]), zip(groups, brought, strict=True)))
+        summed = list(threads.map(lambda each: each[0].sum(each[1].clone()), zip(groups, brought, strict=True)))
+    assert all(torch.equal(each, torch.stack(brought)) for each in gathered)
+    assert all(torch.equal(each, sum(brought)) for each in summed)
+
+
+def test_ranks_that_do_not_come_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_group, "PATIENCE", device_group.PATIENCE * 0.005)
+    meeting = os.memfd_create("meeting")
+    with pytest.raises(ConfigError, match="the 2 ranks do not reach each other"):
+        DeviceGroup(0, 2, CPU, meeting).connect()
+    os.close(meeting)
