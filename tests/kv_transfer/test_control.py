@@ -30,7 +30,7 @@ from protocol.link_messages import (
 from protocol.messages import DecodeTarget, Job, TokenDelta, TokenLogprobs
 from protocol.reuse import Reuse
 from protocol.sampling import SamplingParams
-from protocol.wire import WireError, pack, unpack
+from protocol.wire import WireError, pack
 from protocol.work import Embed, Generate
 
 PARAMS = SamplingParams(temperature=1, logit_bias=((3, 1.5), (4, -2)), logprobs=2, stop_token_ids=(1, 2))
