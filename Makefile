@@ -88,13 +88,13 @@ serve: $(VENV)/worker.done $(VENV)/model.done
 	@exec $(BIN)/kvferry serve $(ARGS)
 
 # All of them: those that start no clusters in three processes, for with two of them two cores are idle two fifths of the
-# time; then the others, which want the whole machine.
+# time, the longest files first (tests/longest.py); then the others, which want the whole machine.
 CLUSTERS := $(addprefix tests/,cluster chaos clients)
 test: lint $(VENV)/model.done
 ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(addprefix --ignore=,$(CLUSTERS))
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(CLUSTERS))
 	$(BIN)/python -m pytest $(CLUSTERS)
 endif
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from longest import LONGEST
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,3 +75,7 @@ def test_tests_that_are_named_are_there(tmp_path: Path) -> None:
     named = {*re.findall(r"\btests/[\w./]+", done.stdout)}
     assert "tests/kernels/test_cpu.py" in named
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_files_that_begin_first_are_there() -> None:
+    assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= LONGEST
