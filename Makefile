@@ -63,7 +63,7 @@ WORKER   = $(or $(EXTRA),$(shell $(BIN)/python -c '$(FITTING)'))
 TESTED   = '.[$(WORKER),test]'
 BENCHED  = '.[$(WORKER),bench]'
 EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.py kernels/test_cpu_quantised.py kernels/test_cpu_amx.py \
-  kernels/test_cpu_step.py kernels/test_int8_cache.py kernels/test_batch_invariance.py kernels/test_draw.py engine/test_models_packed.py)
+  kernels/test_cpu_step.py kernels/test_quantised_cache.py kernels/test_batch_invariance.py kernels/test_draw.py engine/test_models_packed.py)
 NATIVE_TESTS := $(filter-out tests/kernels/test_batch_invariance.py tests/engine/%,$(EMULATED_TESTS))
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
@@ -88,13 +88,13 @@ serve: $(VENV)/worker.done $(VENV)/model.done
 	@exec $(BIN)/kvferry serve $(ARGS)
 
 # All of them: those that start no clusters in three processes, for with two of them two cores are idle two fifths of the
-# time; then the others, which want the whole machine.
+# time, the longest files first (tests/longest.py); then the others, which want the whole machine.
 CLUSTERS := $(addprefix tests/,cluster chaos clients)
 test: lint $(VENV)/model.done
 ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(addprefix --ignore=,$(CLUSTERS))
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(CLUSTERS))
 	$(BIN)/python -m pytest $(CLUSTERS)
 endif
 

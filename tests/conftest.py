@@ -9,6 +9,7 @@ import os
 import pytest
 from crowded import SecondTries
 from hypothesis import HealthCheck, settings
+from longest import begin_first
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.register_profile("kvferry", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -16,6 +17,7 @@ settings.load_profile("kvferry")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    begin_first(items)
     tries = SecondTries()
     for item in items:
         item.add_marker(pytest.mark.flaky(reruns=2, condition=tries.allowed))

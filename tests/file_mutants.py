@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gguf_files import finish, gguf_name
 from hostile_templates import TEMPLATES
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
@@ -100,29 +101,14 @@ def write_gguf(path: Path, tokenizer: dict[str, Any]) -> Path:
             writer.add_string(name, value)
         else:
             writer.add_uint32(name, value)
-    parts = {
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    }  # fmt: skip
     for name, tensor in tensors(len(tokenizer["tokenizer.ggml.tokens"])).items():
-        stem = name.removesuffix(".weight")
-        if stem.startswith("model.layers."):
-            _, _, layer, rest = stem.split(".", 3)
-            called = f"blk.{layer}.{parts[rest]}.weight"
-        else:
-            called = f"{parts[stem]}.weight"
         values = tensor.numpy().astype(np.float32)
         if values.ndim == 2:
             kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(called, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(called, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            writer.add_tensor(gguf_name(name), values)
+    finish(writer)
     return path
 
 

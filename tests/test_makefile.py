@@ -1,4 +1,4 @@
-"""What make installs fits together: the link's CUDA is that of torch's build."""
+"""What make installs fits together, the link's CUDA with torch's build, and the tests that it names are there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from longest import LONGEST
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,3 +64,18 @@ def test_a_gpu_is_measured_by_the_python_that_has_torch(tmp_path: Path) -> None:
     assert made.startswith("made")
     assert made.endswith("venv/test.done")
     assert run == "venv/bin/python -m benchmarks.gpu --tiny"
+
+
+def test_tests_that_are_named_are_there(tmp_path: Path) -> None:
+    """pytest runs none at all where it misses one."""
+    targets = re.findall(r"^((?:test|fuzz)[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"test", "test-avx512", "test-arm", "fuzz-api"} <= {*targets}
+    command = ["make", "-n", "EXTRA=worker", f"VENV={tmp_path}", *targets]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    named = {*re.findall(r"\btests/[\w./]+", done.stdout)}
+    assert "tests/kernels/test_cpu.py" in named
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_files_that_begin_first_are_there() -> None:
+    assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= LONGEST

@@ -8,37 +8,9 @@ import triton.language as tl
 from kernels.plan import BatchPlan
 from kernels.quantised_cache import PEAKS
 from kernels.triton.eight_bits import pool_words
-from kernels.triton.launch import Tile, power_of_two
-from kernels.triton.softmax import attend, part_of
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def store_mean(
-    acc,  # float32 [ROWS, BLOCK_D], with top and total what `attend` left
-    top,
-    total,
-    out,
-    partial,
-    partial_log,
-    row,  # int64 [ROWS], of `out`
-    part,
-    splits,
-    dims,
-    there,  # which of the rows are heads
-    DIM: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """What a part attends to: into `out`, or for `merge_kernel`."""
-    mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    live = there[:, None] & (dims < DIM)[None, :]
-    if SPLIT:
-        row = row * splits + part
-        tl.store(partial + row[:, None] * DIM + dims[None, :], mean, mask=live)
-        tl.store(partial_log + row, top + tl.log2(total), mask=there)
-    else:
-        tl.store(out + row[:, None] * DIM + dims[None, :], mean.to(out.dtype.element_ty), mask=live)
+from kernels.triton.launch import Tile
+from kernels.triton.parts import Parts, part_of, store_mean
+from kernels.triton.softmax import LOG2_E, attend
 
 
 @triton.jit(do_not_specialize=["stride_table", "splits"])
@@ -46,8 +18,8 @@ def decode_kernel(
     q,  # [num_seqs, heads, DIM]
     kv,
     out,  # [num_seqs, heads, DIM], contiguous; written if not SPLIT
-    partial,  # float32 [num_seqs, heads, splits, DIM], written if SPLIT
-    partial_log,  # float32 [num_seqs, heads, splits]: log2 of the sum of weights, -inf of an empty part
+    partial,  # `Parts.mean`, written if SPLIT
+    partial_log,  # `Parts.log`, likewise
     sinks,  # float32 [heads], read if SINKS
     table,
     total_len,
@@ -113,20 +85,6 @@ def decode_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def merge_kernel(partial, partial_log, out, SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Program (sequence * heads + head): the parts' means weighted by their sums of weights. The first part is never
-    empty, so the largest logarithm is finite."""
-    row = tl.program_id(0).to(tl.int64)
-    parts, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-    log = tl.load(partial_log + row * SPLITS + parts)
-    weight = tl.exp2(log - tl.max(log, 0))
-    live = (parts >= 0)[:, None] & (dims < DIM)[None, :]
-    mean = tl.load(partial + (row * SPLITS + parts)[:, None] * DIM + dims[None, :], mask=live, other=0.0)
-    merged = tl.sum(mean * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out + row * DIM + dims, merged.to(out.dtype.element_ty), mask=dims < DIM)
-
-
 def decode(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
@@ -144,12 +102,9 @@ def decode(
     heads, dim = q.shape[1:]
     _, _, kv_heads, slots, _ = kv_layer.shape
     words = pool_words(kv_layer)
-    count = plan.num_decodes
-    parts = (count, heads, splits) if splits > 1 else (0, 0, 0)
-    partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
-    partial_log = torch.empty(parts, dtype=torch.float32, device=q.device)
-    decode_kernel[(count, kv_heads, splits)](
-        q, words, out, partial, partial_log, out if sinks is None else sinks, plan.block_table, plan.total_len,
+    parts = Parts(out[: plan.num_decodes], splits)
+    decode_kernel[(plan.num_decodes, kv_heads, splits)](
+        q, words, out, parts.mean, parts.log, out if sinks is None else sinks, plan.block_table, plan.total_len,
         q.stride(0), q.stride(1), *kv_layer.stride()[:4], plan.block_table.stride(0), heads, splits,
         scale * LOG2_E.value, cap * LOG2_E.value,
         GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
@@ -157,7 +112,4 @@ def decode(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", PEAK=PEAKS.get(kv_layer.dtype, 0),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if splits > 1:
-        merge_kernel[(count * heads,)](
-            partial, partial_log, out, SPLITS=splits, DIM=dim, BLOCK_D=power_of_two(dim), num_warps=4
-        )
+    parts.merge()

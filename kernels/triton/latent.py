@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_cache import PEAKS
-from kernels.triton.decode import LOG2_E, merge_kernel, store_mean
 from kernels.triton.eight_bits import number, pool_words, scales_of
 from kernels.triton.launch import Tile, power_of_two
-from kernels.triton.softmax import part_of, slots_of, weigh
+from kernels.triton.parts import Parts, part_of, store_mean
+from kernels.triton.softmax import LOG2_E, slots_of, weigh
 
 
 @triton.jit
@@ -71,8 +71,8 @@ def latent_kernel(
     plain,  # [rows, heads, RANK], last dimension dense
     kv,
     out,  # [rows, heads, RANK], contiguous; written if not SPLIT
-    partial,  # as `decode_kernel` has them
-    partial_log,
+    partial,  # `Parts.mean`, written if SPLIT
+    partial_log,  # `Parts.log`, likewise
     table,  # a row's block ids
     total_len,  # positions that it sees
     stride_turned,
@@ -138,11 +138,9 @@ def sum_latents(
     count, heads, rank = plain.shape
     rotated, slots = turned.shape[2], kv_layer.shape[3]
     out = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)
-    parts = (count, heads, splits) if splits > 1 else (0, 0, 0)
-    partial = torch.empty((*parts, rank), dtype=torch.float32, device=plain.device)
-    partial_log = torch.empty(parts, dtype=torch.float32, device=plain.device)
+    parts = Parts(out, splits)
     latent_kernel[(count, triton.cdiv(heads, tile.rows), splits)](
-        turned, plain, pool_words(kv_layer), out, partial, partial_log, table, total_len,
+        turned, plain, pool_words(kv_layer), out, parts.mean, parts.log, table, total_len,
         *turned.stride()[:2], *plain.stride()[:2], kv_layer.stride(0), kv_layer.stride(3), table.stride(0),
         heads, splits, scale * LOG2_E.value,
         ROTATED=rotated, RANK=rank, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys,
@@ -150,8 +148,5 @@ def sum_latents(
         PRECISION="ieee" if plain.dtype == torch.float32 else "tf32", PEAK=PEAKS.get(kv_layer.dtype, 0),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if splits > 1:
-        merge_kernel[(count * heads,)](
-            partial, partial_log, out, SPLITS=splits, DIM=rank, BLOCK_D=power_of_two(rank), num_warps=4
-        )
+    parts.merge()
     return out

@@ -7,10 +7,9 @@ import triton.language as tl
 
 from kernels.plan import BatchPlan
 from kernels.quantised_cache import PEAKS
-from kernels.triton.decode import LOG2_E
 from kernels.triton.eight_bits import pool_words
 from kernels.triton.launch import Tile
-from kernels.triton.softmax import attend
+from kernels.triton.softmax import LOG2_E, attend
 
 
 @triton.jit(do_not_specialize=["stride_table", "first_seq"])

@@ -9,6 +9,8 @@ import triton.language as tl
 
 from kernels.triton.eight_bits import number, scales_of
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def slots_of(table, start, end, stride_block, WIDTH, SLOTS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
@@ -31,15 +33,6 @@ def weigh(score, top, total):
     weight = tl.exp2(score - pivot[:, None])
     decay = tl.exp2(top - pivot)
     return weight, decay, new_top, total * decay + tl.sum(weight, 1)
-
-
-@triton.jit
-def part_of(first, length, part, splits, KEYS: tl.constexpr):
-    """Where a part of the positions [first, length) begins, the last of its whole tiles ends, and it does."""
-    share = tl.cdiv(tl.cdiv(length - first, KEYS), splits) * KEYS
-    begin = tl.minimum(first + part * share, length)
-    end = tl.minimum(begin + share, length)
-    return begin, begin + (end - begin) // KEYS * KEYS, end
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quants
+from gguf_files import finish
 from safetensors.torch import save_file
 
 from cli import doctor
@@ -138,10 +139,7 @@ def test_formats_of_a_gguf(kind, level, tmp_path):
     blocks = np.zeros(quants.quant_shape_to_byte_shape((128, 256), stored), dtype=np.uint8)
     writer.add_tensor("token_embd.weight", blocks, raw_dtype=stored)
     writer.add_tensor("blk.0.ffn_down.weight", np.zeros((256, 256), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     found = told(str(path))
     assert found.level == level
     words = "our own decoder, GGUF of float32 and Q4_0" if level == "ok" else "GGUF tensor type IQ2_XS is not supported"
@@ -171,10 +169,7 @@ def test_a_gguf_that_transformers_reads_needs_accelerate(installed, tmp_path, mo
     for add in (writer.add_block_count, writer.add_context_length, writer.add_embedding_length, writer.add_head_count):
         add(32)
     writer.add_tensor("token_embd.weight", np.zeros((32, 32), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     find = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec",

@@ -37,8 +37,9 @@ def test_nodes_of_two_ranks_and_their_ends(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "tiny", "Qwen3MoeConfig", head_dim=16, **EXPERTS)
     prompts = [random.Random(count).choices(range(3, VOCAB), k=count) for count in (21, 150, 400)]
     wanted = greedy(path, prompts)
-    drafts = ("--num-speculative-tokens", "4")
-    with local_cluster("--model", str(path), "-tp", "2", "--enable-expert-parallel", *FLAGS, *drafts) as cluster:
+    drafts, patient = ("--num-speculative-tokens", "4"), ("--queue-timeout", "100")
+    flags = (*FLAGS, *drafts, *patient)  # the only decode node starts anew: on busy cores that takes its time
+    with local_cluster("--model", str(path), "-tp", "2", "--enable-expert-parallel", *flags) as cluster:
         with streams_running(cluster, "tiny", 8):
             for answer in wanted:
                 expect(cluster, answer, "disaggregated")
@@ -47,16 +48,16 @@ def test_nodes_of_two_ranks_and_their_ends(tmp_path: Path) -> None:
 
         (rank,), node = other_ranks(cluster, "decode-0"), cluster.worker("decode-0")
         rank.kill()
-        wait_for(lambda: not node.is_running(), 5.0)
+        wait_for(lambda: not node.is_running(), 30.0)
         expect(cluster, wanted[1], "after a rank died")
         (rank,), node = other_ranks(cluster, "decode-0"), cluster.worker("decode-0")
         node.kill()
-        wait_for(lambda: not rank.is_running(), 2.0)
+        wait_for(lambda: not rank.is_running(), 30.0)
         expect(cluster, wanted[2], "after a node was killed")
         cluster.settle(30.0)
         left = [*other_ranks(cluster, "prefill-0"), *other_ranks(cluster, "decode-0")]
     assert len(left) == 2
-    wait_for(lambda: not any(each.is_running() for each in left), 2.0)
+    wait_for(lambda: not any(each.is_running() for each in left), 30.0)
 
 
 def test_what_ranks_cannot_divide_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from gguf_files import finish
 
 from model_files.gguf import read_gguf
 from tests.deploy.binaries import ROOT
@@ -117,10 +118,7 @@ def test_a_router_s_demo_model_ends_where_its_weights_begin(site: Path) -> None:
     writer = GGUFWriter(str(copy), "llama")
     for name in ("first", "second"):
         writer.add_tensor(name, np.ones((64, 4), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     whole = read_gguf(copy)
     assert copy.stat().st_size >= whole.tensors["first"].offset + 2 * 64 * 4 * 4
     slim(site, "--headers-of-models")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import defaultdict
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_files import finish, gguf_name
 from quantised_files import awq, fp8, gptq, int8, packed, quantise
 from safetensors.torch import load_file, save_file
 from test_hf import OTHERS
@@ -264,21 +264,6 @@ def test_codes_that_are_no_layers_are_named(plain, tmp_path):
         load(tmp_path / "quantised")
 
 
-STARCODER2 = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
-
-
 def write_starcoder2(path, directory, kind):
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config, writer = model.config, gguf.GGUFWriter(str(path), "starcoder2")
@@ -293,15 +278,10 @@ def write_starcoder2(path, directory, kind):
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([str(token) for token in range(config.vocab_size)])
     for name, value in model.state_dict().items():
-        stem, part = name.rsplit(".", 1)
-        found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
-        stem = f"blk.{found[1]}.{STARCODER2[found[2]]}" if found else STARCODER2[stem]
         stored = kind if value.ndim > 1 else Kind.F32
-        writer.add_tensor(f"{stem}.{part}", gguf.quantize(value.numpy(), stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        called = gguf_name(name, {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"})
+        writer.add_tensor(called, gguf.quantize(value.numpy(), stored), raw_dtype=stored)
+    finish(writer)
     return path
 
 

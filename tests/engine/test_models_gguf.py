@@ -4,6 +4,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_files import finish, gguf_name
 from tiny_models import BLOCK, LLAMA3, OURS, Cache, chunked_logits, family, save_tiny, tokens_for, transformers
 
 from engine.models import load_model
@@ -29,24 +30,6 @@ HALVES = {
     Kind.IQ4_NL: [0],
     Kind.IQ4_XS: [0],
 }
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-}
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,14 +48,6 @@ def experts_of(config) -> dict[str, int | bool]:
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     """The order in which llama.cpp's converter stores q and k of the llama architecture."""
     return rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def gguf_name(name: str) -> str:
-    stem, kind = name.rsplit(".", 1)
-    if stem.startswith("model.layers."):
-        _, _, layer, rest = stem.split(".", 3)
-        return f"blk.{layer}.{NAMES[rest]}.{kind}"
-    return f"{NAMES[stem]}.{kind}"
 
 
 def gguf_tensors(model) -> dict[str, np.ndarray]:
@@ -124,10 +99,7 @@ def write_gguf(path, directory, architecture, *, kind=Kind.F32, extra=None, fiel
         writer.add_tensor(name, gguf.quantize(data, stored), raw_dtype=stored)
     for name, data in (extra or {}).items():
         writer.add_tensor(name, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

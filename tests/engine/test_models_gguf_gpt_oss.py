@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_files import finish, gguf_name
 from safetensors.torch import load_file
 from test_models_gguf import CPU, Kind, load, same_logits
 from test_models_packed import correlation
@@ -25,12 +26,7 @@ from model_files.source import read_facts, resolve
 from protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-LAYER = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "mlp.router": "ffn_gate_inp",
-}  # fmt: skip
+OWN_NAMES = {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
 TOKENS = ["a", "<|return|>", "b", "<|end|>", "<|call|>", "<|endoftext|>"]
 
 
@@ -38,22 +34,17 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     """Plain tensors by their names in a GGUF, where gate and up of experts lie apart and outputs come first."""
     found: dict[str, np.ndarray] = {}
     for name, value in load_file(folder / "model.safetensors").items():
-        if not name.startswith("model.layers."):
-            stem, kind = name.rsplit(".", 1)
-            found[f"{TOP[stem]}.{kind}"] = value.numpy()
-            continue
-        layer, rest = name.removeprefix("model.layers.").split(".", 1)
-        if rest == "self_attn.sinks":
-            found[f"blk.{layer}.attn_sinks.weight"] = value.numpy()
-        elif not rest.startswith("mlp.experts."):
-            stem, kind = rest.rsplit(".", 1)
-            found[f"blk.{layer}.{LAYER[stem]}.{kind}"] = value.numpy()
+        front, _, rest = name.partition(".mlp.experts.")
+        if name.endswith(".sinks"):
+            found[f"blk.{name.split('.')[2]}.attn_sinks.weight"] = value.numpy()
+        elif not rest:
+            found[gguf_name(name, OWN_NAMES)] = value.numpy()
         else:
             kind = "bias" if rest.endswith("_bias") else "weight"
             rows = value if kind == "bias" else value.transpose(1, 2)
             parts = {"gate": rows[:, 0::2], "up": rows[:, 1::2]} if "gate_up" in rest else {"down": rows}
             for part, each in parts.items():
-                found[f"blk.{layer}.ffn_{part}_exps.{kind}"] = each.contiguous().numpy()
+                found[f"blk.{front.rsplit('.', 1)[1]}.ffn_{part}_exps.{kind}"] = each.contiguous().numpy()
     return found
 
 
@@ -84,10 +75,7 @@ def write(path: Path, folder: Path, *, experts: Kind = Kind.F32, eos: int = 1, w
         kind = experts if name.endswith("_exps.weight") else Kind.F32
         if name != without:
             writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

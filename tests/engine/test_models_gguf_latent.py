@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_files import finish, gguf_name
 from safetensors.torch import load_file
 from test_models_gguf import CPU, Kind, load, same_logits
 from test_models_packed import correlation
@@ -37,13 +38,10 @@ MODELS: dict[str, Any] = {
     "v3": lambda: family("DeepseekV3Config", q_lora_rank=20, **ALONE | {"n_group": 4, "topk_group": 2}),
     "v3-one-group": lambda: family("DeepseekV3Config", q_lora_rank=20, norm_topk_prob=False, **ALONE),
 }
-TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-LAYER = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+OWN_NAMES = {
     "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b", "self_attn.o_proj": "attn_output", "mlp.gate": "ffn_gate_inp",
-    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    "self_attn.kv_b_proj": "attn_kv_b",
     **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }  # fmt: skip
 
@@ -55,7 +53,7 @@ def tensors_of(folder: Path, config: dict[str, Any], *, newer: bool) -> dict[str
     for name in sorted(named, key=lambda each: [int(part) if part.isdigit() else part for part in each.split(".")]):
         value, (stem, kind) = named[name], name.rsplit(".", 1)
         if not stem.startswith("model.layers."):
-            found[f"{TOP[stem]}.{kind}"] = value.numpy()
+            found[gguf_name(name)] = value.numpy()
             continue
         layer, rest = stem.removeprefix("model.layers.").split(".", 1)
         if rest.startswith("mlp.experts."):
@@ -69,7 +67,7 @@ def tensors_of(folder: Path, config: dict[str, Any], *, newer: bool) -> dict[str
             found[f"blk.{layer}.attn_k_b.weight"] = made[:, :plain].transpose(1, 2).contiguous().numpy()
             found[f"blk.{layer}.attn_v_b.weight"] = made[:, plain:].contiguous().numpy()
         else:
-            found[f"blk.{layer}.{LAYER[rest]}.{kind}"] = value.numpy()
+            found[gguf_name(name, OWN_NAMES)] = value.numpy()
     return found | {name: torch.stack(parts).numpy() for name, parts in stacks.items()}
 
 
@@ -117,10 +115,7 @@ def write(path: Path, folder: Path, *, newer: bool = True, kind: Kind = Kind.F32
         stored = kind if blocks and "ffn_gate_inp" not in name else Kind.F32
         if name != without:
             writer.add_tensor(name, gguf.quantize(data, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

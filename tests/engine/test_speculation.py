@@ -25,9 +25,10 @@ Oracle = Callable[..., None]
 
 
 def make_oracle(patch: pytest.MonkeyPatch) -> Oracle:
-    """Makes drafts what the toy model will say, but for those places of a text that `right` denies."""
+    """Makes drafts what the toy model will say, but for those places of a text that `right` denies, and a step's
+    further rows cost so much of the first one: how many drafts are worth their rows depends on no clock."""
 
-    def install(right: Guess, share: float = SURE) -> None:
+    def install(right: Guess, share: float = SURE, further: float = ROW) -> None:
         def look(drafts: Drafts, most: int) -> None:
             known = list(drafts._token_ids)
             for _ in range(most):
@@ -37,6 +38,8 @@ def make_oracle(patch: pytest.MonkeyPatch) -> Oracle:
             drafts._shares = [share] * len(AT_FIRST)
 
         patch.setattr(Drafts, "look", look)
+        saw = StepCost.saw
+        patch.setattr(StepCost, "saw", lambda cost, rows, _: saw(cost, rows, 0.01 * (1 + further * (rows - 1))))
 
     return install
 
@@ -233,11 +236,8 @@ def test_a_further_row_costs_what_steps_with_more_rows_took_longer() -> None:
 
 
 def test_where_a_row_costs_as_much_as_a_step_nothing_is_drafted(oracle: Oracle) -> None:
-    oracle(lambda place: True, share=0.6)
+    oracle(lambda place: True, share=0.6, further=1.0)
     engine = make_engine(drafts=4)
-    speculation = engine.stepper._speculation
-    saw = speculation._cost.saw
-    speculation._cost.saw = lambda rows, seconds: saw(rows, 0.010 * rows)  # type: ignore[method-assign]
     for number in range(8):
         engine.add(make_job(str(number), prompt(9), 200))
         finish(engine)

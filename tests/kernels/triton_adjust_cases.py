@@ -1,5 +1,5 @@
 """Additions and penalties by the Triton kernels against those in PyTorch, over the interpreter. Collected by
-test_triton.py."""
+test_triton_steps.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """K and V in 8 bits by the Triton kernels: written as by the reference, read as by dense attention. Collected by
-test_triton.py."""
+test_triton_attention.py."""
 
 from __future__ import annotations
 

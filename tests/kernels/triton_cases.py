@@ -1,5 +1,5 @@
-"""Each Triton operation against the reference. Collected by test_triton.py in a process of its own, because Triton
-decides at its import whether it interprets; on a machine with a CUDA device the kernels run for real."""
+"""Each Triton operation against the reference. Collected by test_triton_attention.py in a process of its own, because
+Triton decides at its import whether it interprets; on a machine with a CUDA device the kernels run for real."""
 
 from __future__ import annotations
 

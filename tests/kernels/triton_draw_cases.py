@@ -1,5 +1,5 @@
 """Tokens drawn by the Triton kernel against those of the reference, over the interpreter. Collected by
-test_triton.py."""
+test_triton_steps.py."""
 
 from __future__ import annotations
 

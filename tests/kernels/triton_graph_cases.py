@@ -1,4 +1,4 @@
-"""Decode steps that are captured and replayed, over Triton's interpreter. Collected by test_triton.py."""
+"""Decode steps that are captured and replayed, over Triton's interpreter. Collected by test_triton_steps.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention by the Triton kernels, against keys and values written out. Collected by test_triton.py."""
+"""Latent attention by the Triton kernels, against keys and values written out. Collected by test_triton_latent.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models whose layers run as they are stored, over Triton's interpreter. Collected by test_triton.py."""
+"""Whole models whose layers run as they are stored, over Triton's interpreter. Collected by test_triton_products.py."""
 
 from __future__ import annotations
 

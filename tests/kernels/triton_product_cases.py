@@ -1,5 +1,5 @@
 """Products with weights in codes against the dequantised ones in float64, over Triton's interpreter or a GPU. Collected
-by test_triton.py."""
+by test_triton_products.py."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from gguf_files import finish
 
 from model_files.refusals import require_runnable, resolve_runnable
 from model_files.source import resolve
@@ -49,10 +50,7 @@ def latent_gguf(path, architecture):
     writer = GGUFWriter(str(path), architecture)
     writer.add_uint32(f"{architecture}.attention.kv_lora_rank", 512)
     writer.add_tensor("token_embd.weight", np.zeros((3, 4), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return resolve(str(path))
 
 

@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from gguf_files import finish
 
 from model_files import source as model_source
 from model_files.gguf import read_gguf
@@ -28,10 +29,7 @@ def write_gguf(path, tokens=("a", "b", "é"), fill=0.0, **numbers):
     for key, value in numbers.items():
         writer.add_uint32(f"tokenizer.ggml.{key}", value)
     writer.add_tensor("token_embd.weight", np.full((3, 4), fill, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -134,10 +132,7 @@ def test_broken_gguf_is_one_line(tmp_path, keep):
 def test_a_part_of_a_gguf_under_another_name_is_refused(tmp_path):
     writer = GGUFWriter(str(tmp_path / "a.gguf"), "llama")
     writer.add_uint16("split.count", 2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ConfigError, match="one of 2 parts of a split GGUF"):
         resolve(str(tmp_path / "a.gguf"))
 

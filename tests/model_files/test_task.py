@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from gguf_files import finish
 
 from model_files.refusals import require_runnable
 from model_files.source import read_facts, resolve
@@ -128,8 +129,5 @@ def test_gguf(number: int, pooling: str, tmp_path: Path) -> None:
     writer.add_embedding_length(24)
     writer.add_uint32("llama.pooling_type", number)
     writer.add_tensor("token_embd.weight", np.zeros((4, 24), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     assert read_task(resolve(str(tmp_path / "m.gguf"), weights=False)) == Task("generate", False, pooling, True, 24)

@@ -18,7 +18,7 @@ MUTANTS = {
 }
 FOUND_BY = {
     "cancel_forgets_blocks": 2,
-    "cancel_forgets_late_arrivals": 64,
+    "cancel_forgets_late_arrivals": 59,
     "checksums_not_compared": 2,
     "closed_before_it_is_quiet": 9,
     "committed_before_the_last_block": 140,
@@ -29,11 +29,11 @@ FOUND_BY = {
     "fetched_before_it_is_here": 2,
     "given_blocks_are_not_held": 2,
     "grant_quiet_too_early": 7,
-    "heir_left_open": 1,
+    "heir_left_open": 26,
     "hold_dropped_with_the_grant": 9,
     "landed_before_the_last_block": 1,
     "moved_but_never_let_go": 1,
-    "moving_blocks_not_held": 1,
+    "moving_blocks_not_held": 74,
     "nobody_is_cancelled": 313,
     "receives_are_never_filled": 7,
     "ship_quiet_too_early": 104,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_call_parsers import JSON
 
 from router.text.parsers.harmony import MARKERS, MARKS, HarmonyParser
 from router.text.parsers.stage import merged
@@ -181,13 +182,6 @@ def test_every_text_of_a_message_comes_through(body: str, channel: str, patient:
 def test_an_output_without_marks_is_text(text: str) -> None:
     if text.strip() and not text.strip().startswith("to="):
         assert read(list(text)) == ("", text, [])
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
 
 
 @given(arguments=st.dictionaries(st.text(), JSON, max_size=4), indent=st.sampled_from([None, 2]), ascii=st.booleans())

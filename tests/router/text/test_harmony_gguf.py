@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from gguf_files import finish
 from harmony_model import TEMPLATE
 from tokenizers import pre_tokenizers
 
@@ -32,10 +33,7 @@ def loaded(path: Path, markers: tuple[str, ...] = MARKERS, kind: int = CONTROL, 
     writer.add_eos_token_id(tokens.index("<|return|>"))
     writer.add_chat_template(TEMPLATE.removeprefix("\n"))
     writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 4), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return load_text_model(RouterSettings(model=[str(path)], **settings))  # type: ignore[arg-type]
 
 

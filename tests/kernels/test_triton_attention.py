@@ -1,0 +1,13 @@
+"""Triton's kernels of attention, rotation, norms and gates, and the cache in 8 bits."""
+
+from __future__ import annotations
+
+from own_process import ON_A_GPU, run_cases
+
+
+def test_kernels_agree_with_the_reference() -> None:
+    run_cases("triton_cases.py", ON_A_GPU)
+
+
+def test_k_and_v_in_8_bits() -> None:
+    run_cases("triton_cache_cases.py", ON_A_GPU)

@@ -1,0 +1,11 @@
+"""Triton's other kernels, compiled for a Hopper GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from own_process import run_cases
+
+
+def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    run_cases("triton_compile.py", {"TRITON_CACHE_DIR": str(tmp_path)})

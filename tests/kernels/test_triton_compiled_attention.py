@@ -1,0 +1,11 @@
+"""Triton's kernels of attention, compiled for a Hopper GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from own_process import run_cases
+
+
+def test_attention_compiles_for_hopper(tmp_path: Path) -> None:
+    run_cases("triton_compile_attention.py", {"TRITON_CACHE_DIR": str(tmp_path)})

@@ -1,0 +1,9 @@
+"""Triton's kernels of latent attention."""
+
+from __future__ import annotations
+
+from own_process import ON_A_GPU, run_cases
+
+
+def test_attention_to_cached_latents() -> None:
+    run_cases("triton_latent_cases.py", ON_A_GPU)

@@ -1,0 +1,13 @@
+"""Triton's products with weights in codes, by themselves and in models."""
+
+from __future__ import annotations
+
+from own_process import INTERPRETED, ON_A_GPU, run_cases
+
+
+def test_products_with_codes_are_those_of_the_dequantised_weights() -> None:
+    run_cases("triton_product_cases.py", ON_A_GPU)
+
+
+def test_models_run_as_they_are_stored() -> None:
+    run_cases("triton_model_cases.py", INTERPRETED)

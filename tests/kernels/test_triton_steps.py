@@ -1,0 +1,17 @@
+"""Decode steps that are replayed, and what draws their tokens, by Triton's kernels."""
+
+from __future__ import annotations
+
+from own_process import INTERPRETED, run_cases
+
+
+def test_decode_steps_are_replayed() -> None:
+    run_cases("triton_graph_cases.py", INTERPRETED)
+
+
+def test_tokens_are_drawn_as_by_the_reference() -> None:
+    run_cases("triton_draw_cases.py", INTERPRETED)
+
+
+def test_logits_are_adjusted_as_in_pytorch() -> None:
+    run_cases("triton_adjust_cases.py", INTERPRETED)
