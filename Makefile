@@ -63,7 +63,7 @@ WORKER   = $(or $(EXTRA),$(shell $(BIN)/python -c '$(FITTING)'))
 TESTED   = '.[$(WORKER),test]'
 BENCHED  = '.[$(WORKER),bench]'
 EMULATED_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_dense.py kernels/test_cpu_quantised.py kernels/test_cpu_amx.py \
-  kernels/test_cpu_step.py kernels/test_quantised_cache.py kernels/test_batch_invariance.py kernels/test_draw.py engine/test_models_packed.py)
+  kernels/test_cpu_step.py kernels/test_cpu_latent.py kernels/test_quantised_cache.py kernels/test_batch_invariance.py kernels/test_draw.py engine/test_models_packed.py)
 NATIVE_TESTS := $(filter-out tests/kernels/test_batch_invariance.py tests/engine/%,$(EMULATED_TESTS))
 NATIVE := $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) kernels/cpu/native/CMakeLists.txt
 
