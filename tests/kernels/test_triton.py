@@ -62,5 +62,9 @@ def test_logits_are_adjusted_as_in_pytorch() -> None:
     collect("triton_adjust_cases.py", TRITON_INTERPRET="1")
 
 
+def test_ranks_compute_by_them() -> None:
+    collect("triton_ranks_cases.py", TRITON_INTERPRET="1")
+
+
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     collect("triton_compile.py", TRITON_CACHE_DIR=str(tmp_path))
