@@ -15,3 +15,7 @@ def test_tokens_are_drawn_as_by_the_reference() -> None:
 
 def test_logits_are_adjusted_as_in_pytorch() -> None:
     run_cases("triton_adjust_cases.py", INTERPRETED)
+
+
+def test_ranks_compute_by_them() -> None:
+    run_cases("triton_ranks_cases.py", INTERPRETED)

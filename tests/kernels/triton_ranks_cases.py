@@ -1,0 +1,39 @@
+"""Ranks with a pool each, over Triton's interpreter, in a process each. Collected by test_triton.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("node", "engine", "")]
+
+from test_rank_processes import assembled, prompt, saved
+
+from engine.planner import Part, lay_out
+from kernels.staging import Staging
+
+
+@torch.inference_mode()
+def logits(path: Path, ranks: int, kernels: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a prompt, and of a token behind it."""
+    parts = assembled(path, ranks, kernels=kernels, pools_apart=True)
+    model, kv, staging = parts.engine.runner.model, parts.kv, Staging(torch.device("cpu"))
+    blocks = [3, 5]
+    of_prompt = model.logits(model.forward(*_batch(lay_out(prompt(13), [Part(blocks, 0, 13)], 8, staging), kv)))
+    of_token = model.next_logits(*_batch(lay_out([7], [Part(blocks, 13, 1)], 8, staging), kv)).values
+    if parts.ranks is not None:
+        parts.ranks.close()
+    return of_prompt.clone(), of_token.clone()
+
+
+def _batch(laid, kv):
+    token_ids, plan = laid
+    return token_ids, kv, plan
+
+
+def test_two_ranks_compute_what_the_reference_does_in_one(tmp_path: Path) -> None:
+    saved(tmp_path, "LlamaConfig", head_dim=16)
+    for found, wanted in zip(logits(tmp_path, 2, "triton"), logits(tmp_path, 1, "reference"), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
