@@ -24,13 +24,13 @@ GROWTH, MOST = 64 << 20, 256
 
 class ApartPool(BlockMemory):
     """Of the first rank; `follow` is the others'. It implements kv_transfer.tiers.staging.Copies, too, from any thread:
-    to tiers a block is its id. Raises DeviceLost once another rank did not do as it was told, and ever after: what has
-    moved is not known."""
+    to tiers a block is its id. Raises DeviceLost once a rank did not do as it was told, and ever after: what has moved is
+    not known. lost: why, from then on; whoever watches the node must end it, for link and tiers survive what they call."""
 
     def __init__(self, own: Segments, rows: Rows, lines: Lines, others: int, block_bytes: int) -> None:
         self._own, self._rows, self._lines, self._others = own, rows, lines, others
         self._block_bytes = block_bytes
-        self._lock, self._lost = threading.Lock(), ""
+        self._lock, self.lost = threading.Lock(), ""
         self._numbers: dict[int, int] = {}
         """Of rows, by their addresses."""
         self._spare: list[np.ndarray] = []
@@ -88,18 +88,18 @@ class ApartPool(BlockMemory):
 
     def _together(self, call: int | Move) -> Sequence[int]:
         """All ranks do it, at the same time: see `_do`."""
-        if self._lost:
-            raise DeviceLost(self._lost)
+        if self.lost:
+            raise DeviceLost(self.lost)
         try:
             self._lines.tell(pickle.dumps(call))
             found = _do(call, self._own, self._rows)
             answers = [self._lines.hear(other).decode() for other in range(self._others)]
         except Exception as error:
-            self._lost = f"blocks do not reach all ranks any more: {reason(error)}"
-            raise DeviceLost(self._lost) from error
+            self.lost = f"blocks do not reach all ranks any more: {reason(error)}"
+            raise DeviceLost(self.lost) from error
         if wrong := next(filter(None, answers), ""):
-            self._lost = f"a rank has not moved its part of a block: {wrong}"
-            raise DeviceLost(self._lost)
+            self.lost = f"a rank has not moved its part of a block: {wrong}"
+            raise DeviceLost(self.lost)
         return found
 
 

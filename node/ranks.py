@@ -111,11 +111,11 @@ class Ranks:
 
     @property
     def ended(self) -> str | None:
-        """Which has ended, in words. From any thread."""
+        """Which has ended, in words, or has lost what it moves. From any thread."""
         for rank, process in enumerate(self._processes, 1):
             if (status := process.poll()) is not None:
                 return f"rank {rank} ended ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
-        return None
+        return (self.pool is not None and self.pool.lost) or None
 
     def close(self) -> None:
         """End them, whatever they do: as when this process ends, however it does."""

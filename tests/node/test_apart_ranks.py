@@ -202,6 +202,19 @@ async def test_a_rank_that_dies_takes_its_node_with_it(path: Path) -> None:
         assert not router.failed
 
 
+async def test_a_copy_that_fails_takes_the_node_with_it(path: Path) -> None:
+    """The link goes on where what it calls raises: it would take in blocks that reach no pool."""
+    async with two_ranks(path, pools_apart=True) as (router, _):
+        memory = router.decode.loaded.parts.apart
+        assert memory is not None
+        row = memory.room(1)[0]
+        with pytest.raises(DeviceLost):
+            memory.landed(10**6, row)
+        await until(lambda: router.decode.loaded.fault)
+        assert "IndexError" in (router.decode.loaded.fault or "")
+        await asyncio.wait_for(asyncio.shield(router.decode.run), 5.0)
+
+
 async def test_a_node_of_ranks_tells_of_the_whole_of_its_blocks(path: Path) -> None:
     parts = await asyncio.to_thread(assembled, path, 2, pools_apart=True)
     async with worker("decode", parts) as node:
