@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 
 import torch
 
@@ -36,6 +37,7 @@ class ApartRanks(Ranks):
 
     def lead(self, model: Model) -> Led:
         led = super().lead(model)
+        self._told(b"")  # all are there: none is waited for with a deadline while it loads
         self._joined.connect()
         return led
 
@@ -48,7 +50,7 @@ class ApartRanks(Ranks):
         """This rank's own."""
         ranks = self._joined.ranks
         kv = make_pool(layout.of_rank(ranks), blocks, self.device)
-        self._tell_pool(layout, blocks)
+        self._told(pickle.dumps((layout, blocks)))
         rows = Rows(self._pool_fd, layout.block_bytes)
         own = Segments(kv, layout, 0, ranks, rows)
         self.pool = ApartPool(own, rows, self._moves, ranks - 1, layout.block_bytes)

@@ -10,7 +10,6 @@ import pickle
 import sys
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -62,6 +61,7 @@ def compute(
     threading.Thread(target=_live, args=(memory.signs, rank), daemon=True).start()
     line.say(pickle.dumps(("", available_bytes(device))))
     if isinstance(group, DeviceGroup):
+        line.hear()  # that all others have loaded theirs, too
         group.connect()
     layout, blocks = _pool_of(line)
     if moves is None:
@@ -81,8 +81,14 @@ def _decoder(settings: WorkerSettings, device: torch.device, part: Part) -> Deco
 
 
 def _move(line: Line, own: Segments, rows: Rows) -> None:
-    with suppress(OSError, EOFError):
+    """Ends the process by whatever else ends this thread: the first rank would wait for its answers."""
+    try:
         apart_pool.follow(line, own, rows)
+    except (OSError, EOFError):
+        log.debug("the first rank is gone")
+    except BaseException:
+        log.critical("no part of a block is moved any more", exc_info=True)
+        os._exit(1)
 
 
 def _pool_of(line: Line) -> tuple[KVLayout, int]:

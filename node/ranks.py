@@ -94,13 +94,13 @@ class Ranks:
         """As `pool_memory.make_pool`, what this rank computes with: memory that all ranks have; once. Raises
         ConfigError."""
         kv = make_pool(layout, blocks, self.device, partial(shared_pool, self._pool_fd))
-        self._tell_pool(layout, blocks)
+        self._told(pickle.dumps((layout, blocks)))
         os.close(self._pool_fd)
         return kv
 
-    def _tell_pool(self, layout: KVLayout, blocks: int) -> None:
+    def _told(self, message: bytes) -> None:
         try:
-            self._lines.tell(pickle.dumps((layout, blocks)))
+            self._lines.tell(message)
         except OSError as error:
             raise ConfigError(f"the other ranks ended: {error}", param=FLAG) from error
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine.ranks.shard import FLAG
 from protocol.errors import ConfigError, reason
 
 _dist: Any = dist  # its backends have no types
@@ -48,9 +49,10 @@ class DeviceGroup:
             self._backend = self._nccl(store) if self._device.type == "cuda" else self._gloo(store)
             found = self.sum(torch.full((3,), 1.0 + self.rank, device=self._device)).tolist()
         except Exception as error:
-            raise ConfigError(f"the {self.ranks} ranks do not reach each other: {reason(error)}") from error
+            what = f"the {self.ranks} ranks do not reach each other: {reason(error)}"
+            raise ConfigError(what, param=FLAG) from error
         if found != [self.ranks * (self.ranks + 1) / 2] * 3:
-            raise ConfigError(f"the {self.ranks} ranks add up wrong numbers: {found[0]}")
+            raise ConfigError(f"the {self.ranks} ranks add up wrong numbers: {found[0]}", param=FLAG)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         self._backend.allreduce([x]).wait()

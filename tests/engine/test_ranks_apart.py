@@ -101,6 +101,7 @@ def test_sums_and_gathers_are_of_all_ranks_and_of_any_shape() -> None:
 def test_ranks_that_do_not_come_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_group, "PATIENCE", device_group.PATIENCE * 0.005)
     meeting = os.memfd_create("meeting")
-    with pytest.raises(ConfigError, match="the 2 ranks do not reach each other"):
+    with pytest.raises(ConfigError, match="the 2 ranks do not reach each other") as raised:
         DeviceGroup(0, 2, CPU, meeting).connect()
+    assert raised.value.param == "tensor_parallel_size"
     os.close(meeting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -33,10 +34,12 @@ from waiting import until, wait_for
 from worker_pair import Router, routed, worker
 
 from engine.apart import DeviceLost
-from node import apart_pool
+from engine.ranks.device_group import DeviceGroup
+from node import apart_pool, rank
 from node.apart_pool import ApartPool
 from node.apart_ranks import ApartRanks
 from node.pool_memory import PoolMemory, make_pool
+from node.rank_memory import make_memory
 from node.ranks import start_ranks
 from node.rows import Rows
 from node.segments import Segments
@@ -114,9 +117,9 @@ def test_a_block_has_the_bytes_of_one_ranks_node_both_ways(layout: KVLayout, joi
         row[:] = plain.block(block_id)
         memory.landed(block_id, row)
         memory.give_back(row)
-    for rank, pool in enumerate(joined.pools):
+    for number, pool in enumerate(joined.pools):
         heads = layout.of_rank(2).num_kv_heads
-        first = rank * heads if heads < layout.num_kv_heads else 0
+        first = number * heads if heads < layout.num_kv_heads else 0
         own = kv.view(torch.uint8).narrow(3, first, heads)
         assert torch.equal(pool.view(torch.uint8)[[4, 1]], own[[4, 1]])
         assert not pool.view(torch.uint8)[[0, 2, 3, 5]].any()
@@ -231,6 +234,47 @@ def test_the_rank_with_least_memory_decides_how_many_blocks_there_are(path: Path
     assert parts.ranks.available(parts.layout, 0) == 20 * block, "it has half of each"
     assert parts.ranks.available(parts.layout, block) == pytest.approx(10 * block * 2 / 1.5), "and room for drafts"
     parts.ranks.close()
+
+
+def test_a_rank_connects_once_all_have_loaded_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are slow to load are not waited for with a deadline."""
+    connected = []
+    monkeypatch.setattr(DeviceGroup, "connect", lambda self: connected.append(self.rank))
+    monkeypatch.setattr(rank, "_live", lambda *_: None)
+    monkeypatch.setattr(rank, "_decoder", lambda *_: None)
+    monkeypatch.setattr(rank, "set_up_log", lambda *_: None)
+    descriptors, lines, moves = make_memory(3), Lines(1), Lines(1)
+    line, moved = (Line(os.dup(each.give(0))) for each in (lines, moves))
+    for each in (lines, moves):
+        each.given()
+    lines.tell(pickle.dumps(WorkerSettings(tensor_parallel_size=3, device="cpu", pools_apart=True)))
+    with ThreadPoolExecutor(1) as threads:
+        computing = threads.submit(rank.compute, 1, line, *descriptors, moved)
+        assert pickle.loads(lines.hear(0))[0] == ""
+        lines.close()
+        assert isinstance(computing.exception(30.0), EOFError)
+    assert not connected
+    moves.close()
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+MOVING = """
+import os, sys, threading, time
+from node.rank import _move
+from process.lines import Line
+threading.Thread(target=_move, args=(Line(int(sys.argv[1])), None, None), daemon=True).start()
+time.sleep(600)
+"""
+
+
+def test_a_rank_whose_thread_of_moves_ends_by_an_error_ends() -> None:
+    lines = Lines(1)
+    other = subprocess.Popen([sys.executable, "-c", MOVING, str(lines.give(0))], pass_fds=[lines.give(0)])
+    lines.given()
+    lines.tell(b"no message")
+    assert other.wait(60.0) == 1
+    lines.close()
 
 
 FIRST = """
