@@ -91,6 +91,8 @@ def test_every_value_is_described_and_of_its_type() -> None:
         ({"model": {"volume": {"enabled": True}}}, "/models"),
         ({"model": {"name": "Qwen/Qwen3-8B"}}, "model.fetch.repository"),
         ({"worker": {"kvHost": {"gib": 5}}}, "worker.kvCacheGib"),
+        ({"worker": {"tensorParallelSize": 0}}, "tensorParallelSize"),
+        ({"worker": {"expertParallel": True}}, "worker.tensorParallelSize"),
         ({"model": {"name": "/models/m", "volume": {"enabled": True}, "fetch": {"enabled": True}}}, "repository"),
         ({"autoscaling": {"decode": {"enabled": True, "min": 0}}}, "autoscaling.decode.min"),
         ({"autoscaling": {"decode": {"enabled": True, "min": 9, "max": 3}}}, "max 3"),
@@ -271,3 +273,19 @@ def test_blocks_of_pools_on_a_gpu_are_kept_wherever_a_value_says() -> None:
         told = [settings[f"KVFERRY_KV_{name}"] for name in ("HOST_GIB", "DISK_GIB", "REMOTE_URL")]
         assert told == ["64", "100", "s3://blocks"]
     assert "KVFERRY_KV_HOST_GIB" not in of_kind(chart(), "ConfigMap")["kvferry-worker"]["data"]
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(1, 4), (8, 8), (0, None)])
+def test_ranks_of_a_pod_have_a_gpu_each_where_it_has_any(gpus: int, expected: int | None) -> None:
+    objects = chart(worker={"tensorParallelSize": 4, "expertParallel": True, "gpus": gpus})
+    settings = of_kind(objects, "ConfigMap")["kvferry-worker"]["data"]
+    assert settings["KVFERRY_TENSOR_PARALLEL_SIZE"] == "4"
+    assert settings["KVFERRY_ENABLE_EXPERT_PARALLEL"] == "true"
+    for name in PROCESSES[1:]:
+        resources = pod_specs(objects)[name]["containers"][0]["resources"]
+        assert [resources[kind].get("nvidia.com/gpu") for kind in ("requests", "limits")] == [expected] * 2
+
+
+def test_nodes_of_one_rank_are_told_of_none() -> None:
+    settings = of_kind(chart(), "ConfigMap")["kvferry-worker"]["data"]
+    assert not any("PARALLEL" in name for name in settings)

@@ -127,6 +127,15 @@ KVFERRY_BLOCK_SIZE: {{ .blockSize | quote }}
 {{- if .kvCacheGib }}
 KVFERRY_KV_CACHE_GIB: {{ .kvCacheGib | quote }}
 {{- end }}
+{{- if gt (int .tensorParallelSize) 1 }}
+KVFERRY_TENSOR_PARALLEL_SIZE: {{ .tensorParallelSize | quote }}
+{{- end }}
+{{- if .expertParallel }}
+{{- if lt (int .tensorParallelSize) 2 }}
+{{- fail "worker.expertParallel: worker.tensorParallelSize must be 2 or more" }}
+{{- end }}
+KVFERRY_ENABLE_EXPERT_PARALLEL: "true"
+{{- end }}
 {{- if .kvHost.gib }}
 {{- if not (or (int .gpus) (hasPrefix "cuda" .device)) }}
 {{- fail "worker.kvHost.gib: pools on a CPU are in host memory themselves: raise worker.kvCacheGib" }}

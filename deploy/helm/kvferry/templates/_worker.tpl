@@ -68,7 +68,7 @@ spec:
 {{- $resources := deepCopy .values.resources }}
 {{- $devices := dict }}
 {{- with .root.Values.worker }}
-{{- if int .gpus }}{{ $_ := set $devices .gpuResource (int .gpus) }}{{ end }}
+{{- if int .gpus }}{{ $_ := set $devices .gpuResource (max (int .gpus) (int .tensorParallelSize)) }}{{ end }}
 {{- if .rdma.resource }}{{ $_ := set $devices .rdma.resource (int .rdma.count) }}{{ end }}
 {{- end }}
 {{- range list "requests" "limits" }}
@@ -77,7 +77,7 @@ spec:
 {{- toYaml $resources }}
 {{- end }}
 
-{{/* A role of a LeaderWorkerSet or a DisaggregatedSet: groups of one pod, for a process is one model on one device. What
+{{/* A role of a LeaderWorkerSet or a DisaggregatedSet: groups of one pod, for a node is one, with all its ranks. What
 restarts in place is a new epoch of the same node, so nothing need be made anew. */}}
 {{- define "kvferry.workerGroup" -}}
 {{- if ne (.values.strategy.type | default "RollingUpdate") "RollingUpdate" }}
