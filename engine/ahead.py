@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import logging
 
-from engine import apart
-from engine.apart import Drawn
+from engine import isolation
+from engine.isolation import Drawn
 from engine.request import Request
 from engine.runner import Runs
 from engine.scheduler import Scheduler
@@ -59,7 +59,7 @@ class Ahead:
             if batch.flight is not None:
                 return list(batch.flight.collect())
         except Exception as error:
-            apart.require_device(self._runner.model.device, error)
+            isolation.require_device(self._runner.model.device, error)
             log.exception("a step that was launched ahead failed")
             self._batch = None
         drawn = self._suspended.run(self._runner, batch)
@@ -79,7 +79,7 @@ class Ahead:
             assert batch.flight is not None
             batch.flight.collect()
         except Exception as error:
-            apart.require_device(self._runner.model.device, error)
+            isolation.require_device(self._runner.model.device, error)
 
     def _launch(self, batch: Batch) -> None:
         """The step behind that one, and it if it is not in flight; nothing where it is not to be."""

@@ -23,9 +23,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-from engine.apart import DeviceLost
 from engine.block_pool import BlockPool
 from engine.events import BlocksChanged, Event, Looked
+from engine.isolation import DeviceLost
 from engine.look import Computes, Look, draws_likeliest
 from engine.models.base import Unwanted, Wanted
 from engine.ports import CANARY

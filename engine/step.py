@@ -7,13 +7,13 @@ import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
-from engine import apart, output, tails
+from engine import isolation, output, tails
 from engine.acceptance import Accepted
 from engine.ahead import Ahead
-from engine.apart import DeviceLost, Drawn, Raised
 from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, ReservationFailed, Reserved
 from engine.figures import Figures
 from engine.findable import make_findable
+from engine.isolation import DeviceLost, Drawn, Raised
 from engine.late import Deadlines
 from engine.leaving import Leaving
 from engine.lent import Lent
@@ -126,7 +126,7 @@ class Stepper:
             raise
         except Exception as error:
             log.exception("engine step failed")
-            apart.require_device(self._runner.model.device, error)
+            isolation.require_device(self._runner.model.device, error)
             self._fail_step(error if isinstance(error, KvferryError) else NodeLost(f"engine step failed: {error}"))
             self.ahead.settle()
             return True

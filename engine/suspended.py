@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from math import inf
 
-from engine import apart
-from engine.apart import Drawn
+from engine import isolation
 from engine.flight import Flight
+from engine.isolation import Drawn
 from engine.leaving import Leaving
 from engine.models.base import Halfway, Unwanted
 from engine.request import Place
@@ -89,7 +89,7 @@ class Suspended:
             return not (called or self._leaving.includes(keys))
 
         try:
-            return apart.run(runner, batch.slices, wanted, batch.halfway)
+            return isolation.run(runner, batch.slices, wanted, batch.halfway)
         except Unwanted as given_up:
             if given_up.halfway is not None:
                 batch.halfway = given_up.halfway

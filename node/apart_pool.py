@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.apart import DeviceLost
+from engine.isolation import DeviceLost
 from kv_transfer.checksum import Checksums, InlineChecksums
 from kv_transfer.ports import BlockMemory
 from node.rows import Rows

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.apart import DeviceLost
+from engine.isolation import DeviceLost
 from engine.models.base import Halfway, Model, Unwanted, Wanted, always
 from engine.models.decoder import Decoder
 from engine.ranks.calls import GO_ON, STOP, CopyBlock, Forward, Logits, packed

@@ -17,12 +17,12 @@ from waiting import wait_for
 
 from engine import canary as canary_module
 from engine import likeness
-from engine.apart import DeviceLost
 from engine.block_pool import BlockPool
 from engine.budget import Limits
 from engine.canary import MOST_S, PATIENCE_S, REST, Canary
 from engine.engine import Engine, EngineConfig
 from engine.events import BlocksChanged, Computed, Generated, Looked, Reserved
+from engine.isolation import DeviceLost
 from engine.ledger import Ledger
 from engine.loop import EngineLoop
 from engine.models import load_model

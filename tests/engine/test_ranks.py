@@ -10,7 +10,7 @@ import torch
 from joined_ranks import Pooled, Threads, expect_equal, joined_ranks, whole
 from tiny_models import OURS, Cache, family, oracle_logits, save_tiny, tokens_for
 
-from engine.apart import DeviceLost
+from engine.isolation import DeviceLost
 from engine.models.base import Unwanted
 from engine.models.config import DecoderConfig, parse_config
 from engine.ranks.shard import Shard

@@ -11,7 +11,7 @@ import torch
 from joined_ranks import CPU, Pooled, connected, expect_equal, joined_ranks, whole
 from tiny_models import OURS, family, oracle_logits, save_tiny, tokens_for
 
-from engine.apart import DeviceLost
+from engine.isolation import DeviceLost
 from engine.models.base import Unwanted
 from engine.ranks import device_group
 from engine.ranks.device_group import DeviceGroup

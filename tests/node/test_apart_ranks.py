@@ -33,7 +33,7 @@ from toy import make_job
 from waiting import until, wait_for
 from worker_pair import Router, routed, worker
 
-from engine.apart import DeviceLost
+from engine.isolation import DeviceLost
 from engine.ranks.device_group import DeviceGroup
 from node import apart_pool, rank
 from node.apart_pool import ApartPool
