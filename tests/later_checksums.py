@@ -15,6 +15,5 @@ class LaterChecksums:
         self._submit = submit
 
     def take(self, buffer: Any, done: Callable[[int], None]) -> int | None:
-        value = checksum(buffer)
-        self._submit(lambda: done(value))
+        self._submit(lambda: done(checksum(buffer)))
         return None

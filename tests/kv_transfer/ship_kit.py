@@ -72,10 +72,14 @@ class Pool(BlockMemory):
 
 
 class Lending(Pool):
-    """Whose blocks leave from rows that are lent, and land in them. Rows that were given back carry the canary, too."""
+    """Whose blocks leave from rows that are lent, and land in them. Rows that were given back carry a mark of the pool's
+    own: a checksum that still looks at one is not what the other side has."""
+
+    marks = itertools.count(1)
 
     def __init__(self, *size: int):
         super().__init__(*size)
+        self.mark = next(self.marks) % 256
         self.lent: dict[int, int] = {}
         """The block for which a row was lent, by its address."""
         self.spare: list[np.ndarray] = []
@@ -99,12 +103,12 @@ class Lending(Pool):
 
     def give_back(self, buffer: np.ndarray) -> None:
         del self.lent[buffer.ctypes.data]
-        buffer[:] = self.CANARY
+        buffer[:] = self.mark
         self.spare.append(buffer)
 
     def check(self) -> None:
         super().check()
-        assert all((row == self.CANARY).all() for row in self.spare), "a row that was given back was written to"
+        assert all((row == self.mark).all() for row in self.spare), "a row that was given back was written to"
 
 
 class Watched:

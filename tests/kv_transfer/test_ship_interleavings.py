@@ -187,3 +187,16 @@ class LentShips(Ships):
 
 LentShips.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 TestLentShips = LentShips.TestCase
+
+
+def test_rows_are_given_back_once_no_checksum_looks_at_them():
+    network = LoopbackNetwork()
+    prefill, decode = PrefillSide(network, "p:1", pool=Lending), DecodeSide(network, "d:1", pool=Lending)
+    transfer = prefill.offer(decode.target, 6)
+    network.run()
+    prefill.ship(transfer, 0, 6)
+    prefill.sender.commit(transfer, delta())
+    network.run()
+    assert (prefill.log[transfer], prefill.errors, decode.errors) == (["granted", "done", "quiet"], {}, {})
+    assert not prefill.pool.lent
+    assert not decode.pool.lent
