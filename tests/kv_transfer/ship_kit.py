@@ -72,7 +72,7 @@ class Pool(BlockMemory):
 
 
 class Lending(Pool):
-    """Whose blocks leave from rows that are lent, and land in them. Rows that were given back carry a mark of the pool's
+    """Whose blocks leave from rows that are lent, and land in them. Those given back carry a mark of the pool's
     own: a checksum that still looks at one is not what the other side has."""
 
     marks = itertools.count(1)
