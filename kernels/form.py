@@ -18,8 +18,8 @@ _NIBBLES, _BYTES = 15, 255
 """How far codes of four and of eight bits are apart at most."""
 _MIDDLE = 8
 """Of codes of four bits with neither offsets nor minima."""
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice the numbers of e2m1 by their bits; a fourth one is the sign."""
+_E2M1 = 12
+"""Twice the largest number of e2m1."""
 _EXACT = 256
 """Integers up to it are numbers of bfloat16."""
 _TILE = 128
@@ -64,7 +64,7 @@ class CodedForm:
             halves = codes.view(len(ids), -1, self.tile // 2)
             values = torch.cat((halves & 15, halves >> 4), -1).flatten(1)
             if self.kind == FP4:
-                values = _numbers(values.device)[values.long()].float()
+                values = _numbers(values).float()
             else:
                 values = values.float().sub_(_MIDDLE if self.offsets is None and self.minima is None else 0)
         columns = torch.arange(values.shape[1], device=values.device) // self.group
@@ -161,7 +161,7 @@ def _integers(values: torch.Tensor, group: int) -> tuple[str, torch.Tensor, torc
         return INT4, (values + _MIDDLE).to(torch.uint8), None
     if apart <= _NIBBLES and max(-least, most) <= _EXACT:
         return INT4, (grouped - low[..., None]).to(torch.uint8).flatten(1), low
-    if max(-least, most) <= _E2M1[-1] and (codes := _e2m1(values)) is not None:
+    if max(-least, most) <= _E2M1 and (codes := _e2m1(values)) is not None:
         return FP4, codes, None
     if least >= -128 and most <= 127:
         return INT8, values.to(torch.int8).view(torch.uint8), None
@@ -177,19 +177,21 @@ def _above_minima(values: torch.Tensor) -> tuple[str, torch.Tensor, None]:
     return (INT4 if most <= _NIBBLES else INT8), values.view(torch.uint8), None
 
 
-def _numbers(device: torch.device) -> torch.Tensor:
-    """int8 [16]: twice the numbers of e2m1 by their codes."""
-    positive = torch.tensor(_E2M1, dtype=torch.int8, device=device)
-    return torch.cat((positive, -positive))
+def _numbers(codes: torch.Tensor) -> torch.Tensor:
+    """int8: twice the numbers of e2m1 of these codes, uint8 below 16: three bits, of which the lowest is a fraction,
+    and a sign. Nothing is brought from the host, which would wait for the device."""
+    low = (codes & 7).to(torch.int8)
+    size = torch.where(low == 0, 0, (2 | low & 1) << (low >> 1) >> 1)
+    return torch.where(codes < 8, size, -size)
 
 
 def _e2m1(values: torch.Tensor) -> torch.Tensor | None:
     """uint8: the codes of twice these numbers; None: some are others."""
-    highest = _E2M1[-1]
-    codes = torch.full((2 * highest + 1,), 255, dtype=torch.uint8, device=values.device)
-    numbers = _numbers(values.device).long()
-    codes[numbers + highest] = torch.arange(16, dtype=torch.uint8, device=values.device) * (numbers != 0)
-    found = codes[values.long() + highest]
+    each = torch.arange(16, dtype=torch.uint8, device=values.device)
+    numbers = _numbers(each).long()
+    codes = torch.full((2 * _E2M1 + 1,), 255, dtype=torch.uint8, device=values.device)
+    codes[numbers + _E2M1] = each * (numbers != 0)
+    found = codes[values.long() + _E2M1]
     return None if bool((found == 255).any()) else found
 
 

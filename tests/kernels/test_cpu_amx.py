@@ -97,8 +97,8 @@ def test_a_row_does_not_depend_on_its_batch_in_whatever_order_tiles_sum() -> Non
 
 def test_a_system_that_refuses_tiles_gets_the_next_set() -> None:
     chosen, *sets, product = output(REFUSING)
-    assert chosen == "avx512_bf16"
     assert sets == [name for name in SETS if name != "amx"]
+    assert chosen == sets[0], "on Intel's processors avx512_vnni, on others avx512_bf16"
     assert product == "64"
 
 

@@ -3,12 +3,15 @@ by test_triton_products.py."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import gguf
 import numpy as np
 import pytest
 import torch
 from interpreted import DEVICE, bfloat16_products  # noqa: F401
 from paged_batch import TOLERANCE
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.codes import Codes
 from kernels.form import form_of, laid_together
@@ -206,6 +209,27 @@ def test_rows_are_the_weights(name: str) -> None:
     form = form_of(codes)
     assert form is not None
     assert torch.equal(form.rows(torch.arange(OUT)), weight_of(codes).float())
+
+
+class Brought(TorchDispatchMode):
+    """Counts tensors that are made of numbers of the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.lift_fresh.default
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_take_nothing_from_the_host(name: str) -> None:
+    """A captured step cannot, and another one would wait for the device."""
+    form, ids = form_of(CASES[name][0]), torch.arange(OUT)
+    assert form is not None
+    with Brought() as brought:
+        torch.tensor([1])
+        form.rows(ids)
+    assert brought.count == 1
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

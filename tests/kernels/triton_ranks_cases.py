@@ -1,4 +1,4 @@
-"""Ranks with a pool each, over Triton's interpreter, in a process each. Collected by test_triton.py."""
+"""Ranks with a pool each, over Triton's interpreter, in a process each. Collected by test_triton_steps.py."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ KVF_INLINE void gather_panel(const Expansion& e, int64_t position) {
   for (int64_t j = tile.count; j < kPanel; ++j) std::memset(e.latent(position + j), 0, kv.dim * sizeof(bf16));
 }
 
-// A head's K and V of a block of positions. memory: expanded_rows().
+// A head's K and V of a block of positions. memory: expanded_memory().
 inline __attribute__((noinline)) void expand_block(const Expansion& e, int64_t head, int64_t position, uint8_t* memory) {
   const ExpandedTask& t = e.task;
   const int64_t rows = (e.end - position < kBlock ? e.end - position + kPanel - 1 : kBlock) / kPanel * kPanel;

@@ -45,7 +45,6 @@ struct Quantised {
     return rest;
   }
 
-
   void quantise(int64_t row, const bf16* x) const {
     for (int64_t at = 0; at < in; at += kRun) {
       Floats top{};
