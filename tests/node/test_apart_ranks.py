@@ -48,7 +48,7 @@ from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.settings import WorkerSettings
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.skipif(not WANTED, reason=REASON)]
 CPU = torch.device("cpu")
 
 
@@ -289,7 +289,6 @@ from node.rank import _live
 
 WANTED = os.environ.get("KVFERRY_TEST_POOLS_APART") == "1"
 REASON = "gloo has ended the process in some runs of these: KVFERRY_TEST_POOLS_APART=1 runs them"
-pytestmark = pytest.mark.skipif(not WANTED, reason=REASON)
 signs = numpy.zeros(2, int)
 threading.Thread(target=_live, args=(signs, 1)).start()
 while not signs[1]:
