@@ -48,6 +48,8 @@ from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.settings import WorkerSettings
 
+WANTED = os.environ.get("KVFERRY_TEST_POOLS_APART") == "1"
+REASON = "gloo has ended the process in some runs of these: KVFERRY_TEST_POOLS_APART=1 runs them"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.skipif(not WANTED, reason=REASON)]
 CPU = torch.device("cpu")
 
@@ -286,9 +288,6 @@ print(other.pid, flush=True)
 OTHER = """
 import threading, time, numpy
 from node.rank import _live
-
-WANTED = os.environ.get("KVFERRY_TEST_POOLS_APART") == "1"
-REASON = "gloo has ended the process in some runs of these: KVFERRY_TEST_POOLS_APART=1 runs them"
 signs = numpy.zeros(2, int)
 threading.Thread(target=_live, args=(signs, 1)).start()
 while not signs[1]:
