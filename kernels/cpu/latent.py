@@ -35,39 +35,16 @@ def attend_prompts(
     out: torch.Tensor,
 ) -> None:
     """Those of `q` [T, heads, rotated + plain] that are no decodes, to their rows of `out` [T, heads, value]."""
+    assert isinstance(own.expand, PackedLinear)
     start = plan.num_decodes
     for seq in range(plan.num_decodes, plan.num_seqs):
         tokens = slice(start, start + plan.query_lens[seq])
-        attend = _expanded if expands(plan.query_lens[seq], plan.total_lens[seq], own) else _absorbed
-        attend(kernels, q[tokens], kv_layer, plan.block_table[seq], plan.total_lens[seq], scale, own, out[tokens])
+        part, blocks, total_len = q[tokens], plan.block_table[seq], plan.total_lens[seq]
         start = tokens.stop
-
-
-def _expanded(
-    kernels: Kernels,
-    q: torch.Tensor,
-    kv_layer: torch.Tensor,
-    blocks: torch.Tensor,
-    total_len: int,
-    scale: float,
-    own: Latent,
-    out: torch.Tensor,
-) -> None:
-    assert isinstance(own.expand, PackedLinear)
-    kernels.expanded(own.expand.weights, q, kv_layer, blocks, total_len, scale, _SPAN, _BYTES, out)
-
-
-def _absorbed(
-    kernels: Kernels,
-    q: torch.Tensor,
-    kv_layer: torch.Tensor,
-    blocks: torch.Tensor,
-    total_len: int,
-    scale: float,
-    own: Latent,
-    out: torch.Tensor,
-) -> None:
-    queries = absorbed(q, own)
-    summed = torch.empty(*q.shape[:2], own.rank, dtype=q.dtype)
-    kernels.prefill(queries, kv_layer, blocks, total_len, scale, 0, 0.0, None, summed)
-    out.copy_(own.up_v(summed))
+        if expands(len(part), total_len, own):
+            weights = own.expand.weights
+            kernels.expanded(weights, part, kv_layer, blocks, total_len, scale, _SPAN, _BYTES, out[tokens])
+        else:
+            summed = torch.empty(*part.shape[:2], own.rank, dtype=q.dtype)
+            kernels.prefill(absorbed(part, own), kv_layer, blocks, total_len, scale, 0, 0.0, None, summed)
+            out[tokens] = own.up_v(summed)
