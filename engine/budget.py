@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from math import inf
 
 from engine.request import Request
+from engine.step_cost import StepCost
 
 LEAST = 16
 """Tokens of prompts beside streams: with fewer a step is hardly shorter."""
 ALONE = 2.0
-"""A step with prompts may take so many times what one of streams alone takes, where that is more than its time."""
-LEARN = 0.3
-"""Weight of the newest step."""
+"""A step with prompts may take so many times what one of its streams alone takes, where that is more than its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,30 +30,34 @@ class Limits:
 
 class Budget:
     """Of one engine. Beside streams it is as many tokens as keep a step within its time, as far as the steps so far
-    tell, and no more than the limit. Newcomers' prompts may take all that streams leave, for the streams' tenants had
-    more than their own."""
+    tell, and no more than the limit. Where more requests wait for their first tokens than streams run, a step may take
+    so many times longer: streams lose no more by it than the others win. Newcomers' prompts may take all that streams
+    leave, for the streams' tenants had more than their own."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._beside = limits.max_prefill_tokens_while_decoding
-        self._alone_s = 0.0
+        self._cost = StepCost()
 
     def tokens(self, decodes: int, here: Iterable[Request]) -> int:
         """For prompts, beside so many streams. here: who runs or waits."""
         left = self._limits.max_num_batched_tokens - decodes
         if not decodes:
             return left
-        hurried = sum(r.uncomputed for r in here if r.job.newcomer and r.grant is None and not r.output_len)
-        return min(left, max(self._beside, hurried))
+        prompts = [r for r in here if r.grant is None and not r.output_len]
+        hurried = sum(r.uncomputed for r in prompts if r.job.newcomer)
+        seats = self._limits.max_num_seqs - decodes
+        return min(left, max(self._beside(decodes, min(len(prompts), seats)), hurried))
 
-    def stepped(self, decodes: int, prompt: int, seconds: float) -> None:
-        """A step of so many streams, and tokens of prompts beside them, took so long."""
-        if not decodes:
-            return
-        if not prompt:
-            self._alone_s += (LEARN if self._alone_s else 1.0) * (seconds - self._alone_s)
-        elif 2 * prompt >= self._beside:
-            room = max(self._limits.beside_s, ALONE * self._alone_s) - self._alone_s
-            fits = prompt * room / max(1e-6, seconds - self._alone_s)
-            most = self._limits.max_prefill_tokens_while_decoding
-            self._beside = min(most, max(LEAST, round(self._beside + LEARN * (min(fits, 2 * most) - self._beside))))
+    def stepped(self, rows: int, seconds: float) -> None:
+        """A step of so many tokens, of streams and prompts, took so long."""
+        self._cost.saw(rows, seconds)
+
+    def _beside(self, decodes: int, prompts: int) -> int:
+        """prompts: how many of them have a seat, or find one."""
+        most = self._limits.max_prefill_tokens_while_decoding
+        if not self._cost.known:
+            return most
+        first, further = self._cost.line()
+        alone_s = first + further * (decodes - 1)
+        longest_s = max(self._limits.beside_s * max(1.0, prompts / decodes), ALONE * alone_s)
+        return round(min(most, max(LEAST, (longest_s - alone_s) / further)))

@@ -141,9 +141,8 @@ class Stepper:
         slices = batch.slices
         if drawn is not None:
             drafting_s = self._speculation.settle(slices, drawn, batch.seconds)
-            streams = sum(part.streams for part in slices)
-            prompts = sum(part.count for part in slices) - streams
-            self._scheduler.budget.stepped(streams, prompts, batch.seconds - drafting_s - self._runner.waited_s)
+            rows = sum(part.count for part in slices)
+            self._scheduler.budget.stepped(rows, batch.seconds - drafting_s - self._runner.waited_s)
             for part, found in zip(slices, drawn, strict=True):
                 self._settle(part, found)
             self._runner.masks.advance(_trailing(slices))

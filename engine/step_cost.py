@@ -6,8 +6,12 @@ ROW = 0.1
 """Of a step of one row: what another row is taken to cost before any step had more."""
 FORGET, TRUST = 0.98, 2.0
 """What an older step counts for beside the one after it, and how many steps that guess counts for."""
-NEAR, FADE = 0.5, 0.001
-"""Steps of as many rows as usual tell nothing of what a row costs: what was known of that fades, by so much a step."""
+NOISE = 1 / 3
+"""Steps of equal rows differ by about a tenth of their time, and a guess is wrong by some three tenths: until steps differ
+by more than this share of their rows, the guess counts for more than they do."""
+NEAR, FADE = 1 / 8, 0.001
+"""Steps of about as many rows as usual tell nothing of what a row costs: what was known of that fades, by so much a
+step."""
 
 
 class StepCost:
@@ -24,7 +28,7 @@ class StepCost:
         self._seconds = FORGET * self._seconds + seconds
         self._squares = FORGET * self._squares + rows * rows
         self._products = FORGET * self._products + rows * seconds
-        if abs(rows - mean) > NEAR:
+        if abs(rows - mean) > NEAR * mean:
             first, further = self.line()
             self._row = further / first
         else:
@@ -46,6 +50,7 @@ class StepCost:
             return 1.0, ROW
         rows, seconds = self._rows / self._count, self._seconds / self._count
         guessed = self._row * seconds / (1 + self._row * (rows - 1))
-        slope = (self._products - rows * self._seconds + TRUST * guessed) / (self.spread + TRUST)
+        trust = max(TRUST, (NOISE * rows) ** 2)
+        slope = (self._products - rows * self._seconds + trust * guessed) / (self.spread + trust)
         slope = min(max(slope, 0.01 * seconds / rows), seconds / rows)
         return seconds - slope * (rows - 1), slope

@@ -111,7 +111,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     runner = Runner(model, kv, settings.block_size, masks, pooler, shift)
     draft = make_draft(
         small, small_layout, num_blocks, prefix_caching=settings.enable_prefix_caching,
-        chunk=limits.max_prefill_tokens_while_decoding, vocab_size=model.info.vocab_size, shift=shift,
+        chunk=limits.max_num_batched_tokens // 4, vocab_size=model.info.vocab_size, shift=shift,
     )  # fmt: skip
     engine = Engine(config, runner, pool, draft)
     if decodes and settings.canary_rate:
@@ -195,7 +195,7 @@ def step_limits(settings: WorkerSettings, device: torch.device) -> Limits:
     them: a prompt that is begun goes on under any load."""
     on_gpu = device.type == "cuda"
     budget = settings.max_num_batched_tokens or (8192 if on_gpu else 256)
-    beside = settings.max_prefill_tokens_while_decoding or (2048 if on_gpu else 64)
+    beside = settings.max_prefill_tokens_while_decoding or (2048 if on_gpu else 256)
     budget = max(budget, settings.max_num_seqs + settings.block_size)
     beside_s = settings.itl_target_ms / 1000 or inf
     return Limits(budget, min(beside, budget), settings.max_num_seqs, beside_s=beside_s)

@@ -171,14 +171,15 @@ class WorkerSettings(CommonSettings):
     itl_target_ms: float = setting(
         50.0,
         "milliseconds between two tokens of a stream above which the decode pool should grow; prompts beside streams, "
-        "in a step or on cores that they share (`serve`), keep to it",
+        "in a step or on cores that they share (`serve`), keep to it; a step may take longer only while more prompts "
+        "wait than streams run, and by as much",
         least=0,
     )
     max_num_batched_tokens: int = setting(0, "token budget of one step; 0: 256 on a CPU, 8192 on a GPU", least=0)
     max_prefill_tokens_while_decoding: int = setting(
         0,
         "prompt tokens a step may compute beside running streams, fewer where it would take longer than "
-        "--itl-target-ms; 0: 64 on a CPU, 2048 on a GPU",
+        "--itl-target-ms; 0: 256 on a CPU, 2048 on a GPU",
         least=0,
     )
     num_speculative_tokens: int = setting(

@@ -2,59 +2,95 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from toy import make_engine, make_job
 
 from engine.budget import ALONE, LEAST, Budget, Limits
+from engine.request import Request
 
-STREAM_S, TOKEN_S, FIXED_S = 0.010, 0.001, 0.004
+FIRST_S, TOKEN_S = 0.010, 0.001
 
 
-def taken(budget: Budget, steps: int = 60, *, stream_s: float = STREAM_S, token_s: float = TOKEN_S) -> list[int]:
-    """Tokens of each step of a machine that takes so long, every third step being one of streams alone."""
+def taken(
+    budget: Budget, steps: int = 60, *, decodes: int = 4, here: Sequence[Request] = (),
+    first_s: float = FIRST_S, token_s: float = TOKEN_S,
+) -> list[int]:  # fmt: skip
+    """Tokens of prompts in each step of a machine that takes so long for a step's first row and for each further one."""
     found = []
-    for number in range(steps):
-        if number % 3 == 0:
-            budget.stepped(4, 0, stream_s)
-        else:
-            tokens = budget.tokens(4, ())
-            budget.stepped(4, tokens, stream_s + FIXED_S + tokens * token_s)
-            found.append(tokens)
+    for _ in range(steps):
+        found.append(budget.tokens(decodes, here))
+        rows = decodes + found[-1]
+        budget.stepped(rows, first_s + (rows - 1) * token_s)
     return found
 
 
 def test_a_step_with_streams_comes_to_take_its_time_and_no_longer() -> None:
     budget = Budget(Limits(256, 128, 64, beside_s=0.050))
-    found = taken(budget)
+    found = taken(budget, 150)
     assert found[0] == 128, "as many as the limit says while nothing is known"
-    assert found[-1] == pytest.approx((0.050 - STREAM_S - FIXED_S) / TOKEN_S, abs=2)
-    assert taken(budget, token_s=TOKEN_S / 10)[-1] == 128, "and more again where they are cheap"
+    assert found[-1] == pytest.approx((0.050 - FIRST_S) / TOKEN_S + 1 - 4, abs=2)
+    assert taken(budget, 300, token_s=TOKEN_S / 10)[-1] == 128, "and more again where they are cheap"
+
+
+def test_a_step_that_is_long_for_streams_alone_may_take_twice_as_long_though_none_was_seen_without_prompts() -> None:
+    budget = Budget(Limits(256, 128, 64, beside_s=0.050))
+    alone_s = FIRST_S + 63 * TOKEN_S
+    assert taken(budget, 200, decodes=64)[-1] == pytest.approx((ALONE - 1) * alone_s / TOKEN_S, abs=3)
+
+
+def test_what_a_step_takes_whatever_its_rows_is_not_laid_to_the_prompts() -> None:
+    """Chunks that get smaller make no such step shorter, and let prompts wait for ever."""
+    budget = Budget(Limits(256, 128, 64, beside_s=0.050))
+    assert taken(budget, 200, first_s=0.2)[-1] > 100
 
 
 def test_on_a_slow_machine_prompts_go_on_all_the_same() -> None:
-    assert taken(Budget(Limits(256, 64, 64, beside_s=0.050)), token_s=0.1)[-1] == LEAST
-    slow = Budget(Limits(256, 64, 64, beside_s=0.050))
-    alone_s = 0.080
-    assert taken(slow, stream_s=alone_s)[-1] == min(64, round((ALONE * alone_s - alone_s - FIXED_S) / TOKEN_S))
+    budget = Budget(Limits(256, 64, 64, beside_s=0.050))
+    assert taken(budget, 200, decodes=1, first_s=0.1, token_s=0.1)[-1] == LEAST
 
 
 def test_without_a_time_the_limit_holds() -> None:
     assert set(taken(Budget(Limits(256, 64, 64)))) == {64}
 
 
-def test_steps_without_streams_have_all_of_it_and_tell_nothing() -> None:
-    budget = Budget(Limits(256, 64, 64, beside_s=0.050))
-    budget.stepped(0, 256, 5.0)
-    assert (budget.tokens(0, ()), budget.tokens(2, ())) == (256, 64)
+def test_steps_without_streams_have_all_of_it_and_tell_what_rows_cost() -> None:
+    budget = Budget(Limits(256, 256, 64, beside_s=0.050))
+    assert budget.tokens(0, ()) == 256
+    budget.stepped(256, FIRST_S + 255 * TOKEN_S)
+    assert budget.tokens(1, ()) == pytest.approx((0.050 - FIRST_S) / TOKEN_S, rel=0.2)
 
 
-def test_a_few_tokens_of_a_prompts_end_tell_nothing() -> None:
-    budget = Budget(Limits(256, 64, 64, beside_s=0.050))
-    for _ in range(20):
-        budget.stepped(4, 3, 0.049)
-    assert budget.tokens(4, ()) == 64
+def test_steps_of_almost_as_many_rows_that_differ_by_chance_tell_nothing_of_a_row() -> None:
+    budget = Budget(Limits(256, 256, 64, beside_s=0.050))
+    for rows, seconds in ((256, 0.27), (255, 0.26), (256, 0.30), (250, 0.31), (254, 0.26)) * 4:
+        budget.stepped(rows, seconds)
+    assert budget.tokens(4, ()) == pytest.approx(30, abs=15)
+
+
+def prompts(count: int) -> list[Request]:
+    return [Request(make_job(f"prompt {i}", [7] * 300), b"", 16) for i in range(count)]
+
+
+def test_while_more_wait_for_a_first_token_than_streams_run_steps_may_take_longer_by_as_much() -> None:
+    budget = Budget(Limits(512, 512, 64, beside_s=0.050))
+
+    def step_s(decodes: int, waiting: int) -> float:
+        found = taken(budget, 200, decodes=decodes, here=prompts(waiting))[-1]
+        return FIRST_S + (decodes + found - 1) * TOKEN_S
+
+    assert step_s(8, 4) == pytest.approx(0.050, rel=0.06)
+    assert step_s(8, 8) == pytest.approx(0.050, rel=0.06)
+    assert step_s(8, 24) == pytest.approx(0.150, rel=0.06)
+    assert step_s(2, 40) == pytest.approx(0.510, rel=0.06), "as much as a step has room for"
+
+
+def test_those_who_find_no_seat_do_not_make_steps_longer() -> None:
+    budget = Budget(Limits(512, 512, 10, beside_s=0.050))
+    found = taken(budget, 200, decodes=8, here=prompts(100))[-1]
+    assert FIRST_S + (8 + found - 1) * TOKEN_S == pytest.approx(0.050, rel=0.06)
 
 
 def test_newcomers_prompts_have_what_they_need_and_others_no_more_for_it() -> None:
