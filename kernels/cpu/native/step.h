@@ -45,8 +45,6 @@ KVF_INLINE void prepare_head(const StepView& s, const StepLayer& layer, const bf
     copy(out, x, s.model.dim);
 }
 
-constexpr int64_t kMaxGroup = 16;
-
 KVF_INLINE void prepare_queries(const StepView& s, const StepLayer& layer, int64_t row, int64_t kv_head, bf16* out) {
   const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads;
   const bf16* q = s.task.scratch.qkv + row * s.qkv_size() + kv_head * group * dim;
