@@ -1,6 +1,7 @@
 // Attention as Python calls it, checked.
 #pragma once
 
+#include "chunks.h"
 #include "kernels.h"
 #include "prompts.h"
 

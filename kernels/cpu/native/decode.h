@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "chunks.h"
 #include "types.h"
 
 namespace kvferry {
