@@ -62,7 +62,9 @@ class Barrier {
   template <class Visit>
   void each_run(int64_t count, int member, Visit visit) {
     const int64_t runs = count < pieces() ? count : pieces();
-    each(runs, member, [&] { return [&](int64_t run) { visit(share(count, static_cast<int>(run), static_cast<int>(runs))); }; });
+    each(runs, member, [&] {
+      return [&](int64_t run) { visit(share(count, static_cast<int>(run), static_cast<int>(runs))); };
+    });
   }
 
   // Into how many items work is cut that could be cut anywhere.
@@ -96,8 +98,8 @@ class Barrier {
 
   const int count_;
   std::vector<Seat> seats_;
-  uint32_t first_ = 0;                       // phase of the run
-  alignas(64) std::atomic<int64_t> done_{0};  // items of the phase
+  uint32_t first_ = 0;                         // phase of the run
+  alignas(64) std::atomic<int64_t> done_{0};   // items of the phase
   alignas(64) std::atomic<uint64_t> gate_{0};  // the run, odd while it is open, and how many are inside
   Signal phase_, empty_;
 };
