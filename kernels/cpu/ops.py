@@ -14,7 +14,7 @@ from kernels.cpu.extension import extension, instruction_set
 from kernels.cpu.step import CpuStep, record
 from kernels.draw import NoiseKeys, is_greedy
 from kernels.gate import SILU, Gate
-from kernels.latent import absorbed, put_out
+from kernels.latent import absorbed
 from kernels.masking import Masks
 from kernels.noise import row_key
 from kernels.plan import BatchPlan
@@ -138,14 +138,14 @@ class CpuOps(PackedLayers, TorchShared):
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scale: float, own: Latent
     ) -> torch.Tensor:
         dim, decodes = own.rotated + own.rank, plan.num_decodes
-        if not _native(q, kv_layer) or dim % _UNIT or dim > _MAX_HEAD_DIM:
+        if not _native(q, kv_layer) or own.rotated % _UNIT or own.rank % _UNIT or dim > _MAX_HEAD_DIM:
             return self._reference.latent_attention(q, kv_layer, plan, scale, own)
         q, out = q.contiguous(), torch.empty(*q.shape[:2], own.value, dtype=q.dtype)
         if decodes:
             queries = absorbed(q[:decodes], own)
-            summed = torch.empty(queries.shape, dtype=q.dtype)
-            self._decode(queries, kv_layer.expand(-1, 2, -1, -1, -1), plan, (scale, 0, 0.0, None), summed)
-            out[:decodes] = put_out(summed, own)
+            summed = torch.empty(*queries.shape[:2], own.rank, dtype=q.dtype)
+            self._decode(queries, kv_layer, plan, (scale, 0, 0.0, None), summed)
+            out[:decodes] = own.up_v(summed)
         if decodes == plan.num_seqs:
             return out
         if latent.native(q, own):
@@ -178,7 +178,8 @@ class CpuOps(PackedLayers, TorchShared):
     def _decode(
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, scoring: Scoring, out: torch.Tensor
     ) -> None:
-        blocks = self._batch_invariant and q.dtype == torch.bfloat16 and q.shape[2] % _PREFILL_UNIT == 0
+        whole = q.shape[2] % _PREFILL_UNIT == 0 and out.shape[2] % _PREFILL_UNIT == 0
+        blocks = self._batch_invariant and q.dtype == torch.bfloat16 and whole
         table, lens, count = plan.block_table, plan.total_len, plan.num_decodes
         self.kernels.decode(q, kv_layer, table, lens, count, *scoring, blocks, out)
 

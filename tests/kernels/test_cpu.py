@@ -113,7 +113,7 @@ def test_rope_rotates_and_writes_only_its_slots(ops: CpuOps, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (14, 2), (5, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (14, 2), (5, 1), (34, 2)])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128])
 def test_mixed_batch_equals_dense_attention(
     ops: CpuOps, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
@@ -137,14 +137,15 @@ def test_long_sequences_are_cut_into_chunks(ops: CpuOps) -> None:
         close(got, dense_attention(case, 0.2, window), torch.float32)
 
 
-def test_a_row_does_not_depend_on_its_batch_or_on_the_threads() -> None:
-    case = make_case([1, 1, 1], [700, 90, 333], 3, heads=6, kv_heads=2, dim=64, dtype=torch.bfloat16)
+@pytest.mark.parametrize("heads", [6, 34])
+def test_a_row_does_not_depend_on_its_batch_or_on_the_threads(heads: int) -> None:
+    case = make_case([1, 1, 1], [700, 90, 333], 3, heads=heads, kv_heads=2, dim=64, dtype=torch.bfloat16)
     results = []
     for threads in (1, 2, 3, 5):
         ops = made(SETS[0], threads)
         results.append(ops.paged_attention(case.q, case.kv_layer, case.plan, 0.2))
     assert all(torch.equal(results[0], other) for other in results[1:])
-    alone = make_case([1], [700], 1, heads=6, kv_heads=2, dim=64, dtype=torch.bfloat16)
+    alone = make_case([1], [700], 1, heads=heads, kv_heads=2, dim=64, dtype=torch.bfloat16)
     count = 700 // 16 + 1
     alone.pool[alone.plan.block_table[0, :count].long()] = case.pool[case.plan.block_table[0, :count].long()]
     got = made(SETS[0]).paged_attention(case.q[:1].clone(), alone.kv_layer, alone.plan, 0.2)
@@ -255,13 +256,16 @@ def test_chunks_of_a_prompt_give_what_one_pass_gives(window: int) -> None:
 @pytest.mark.parametrize("window", [0, 16, 150])
 @pytest.mark.parametrize(("cap", "sunk"), [(0.7, False), (0.0, True), (0.7, True)])
 @pytest.mark.parametrize(("dtype", "int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
-def test_soft_caps_and_sinks(name: str, window: int, cap: float, sunk: bool, dtype: torch.dtype, int8: bool) -> None:
+@pytest.mark.parametrize("heads", [6, 34])
+def test_soft_caps_and_sinks(
+    name: str, window: int, cap: float, sunk: bool, dtype: torch.dtype, int8: bool, heads: int
+) -> None:
     """In decodes of one chunk and of several, in prompts of one block and of several."""
     case = make_case(
         [1, 1, 1, 17, 140, 5],
         [1, 16, 300, 17, 140, 205],
         3,
-        heads=6,
+        heads=heads,
         kv_heads=2,
         dim=32,
         dtype=dtype,

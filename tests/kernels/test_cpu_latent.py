@@ -58,6 +58,35 @@ def test_both_forms_equal_keys_and_values_of_each_head(ops: CpuOps, batch: str, 
     close(case.run(ops, BF16), case.wanted(BF16), BF16)
 
 
+@pytest.mark.parametrize("cache", [None, torch.int8])
+def test_decodes_of_many_heads(ops: CpuOps, cache: torch.dtype | None) -> None:
+    case = Case("decodes and a prompt", BF16, heads=20, cache=cache)
+    close(case.run(ops, BF16), case.wanted(BF16), BF16)
+
+
+def test_decodes_of_many_heads_have_the_same_bits_alone_as_beside_more_than_are_held_at_a_time() -> None:
+    case = Case("many decodes", BF16, heads=20)
+    wanted = case.run(CpuOps(1), BF16)
+    close(wanted, case.wanted(BF16), BF16)
+    ops = CpuOps(3)
+    own = made(ops, BF16, heads=20)
+    assert torch.equal(ops.latent_attention(case.q, case.pool[:, LAYER], case.plan, SCALE, own), wanted)
+    for row in (0, 48, 49, 59):
+        plan = replace(
+            case.plan,
+            positions=case.plan.positions[row : row + 1],
+            slots=case.plan.slots[row : row + 1],
+            block_table=case.plan.block_table[row : row + 1],
+            query_start=torch.tensor([0, 1], dtype=torch.int32),
+            total_len=case.plan.total_len[row : row + 1],
+            query_lens=(1,),
+            total_lens=(case.plan.total_lens[row],),
+            num_decodes=1,
+        )
+        alone = ops.latent_attention(case.q[row : row + 1], case.pool[:, LAYER], plan, SCALE, own)
+        assert torch.equal(alone, wanted[row : row + 1])
+
+
 def test_a_context_longer_than_what_is_expanded_at_a_time() -> None:
     case = Case("long", BF16)
     close(case.run(CpuOps(2), BF16), case.wanted(BF16), BF16)

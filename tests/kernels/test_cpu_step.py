@@ -141,6 +141,22 @@ def test_equals_the_layers_one_by_one(
         assert torch.equal(pool, written)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_bits_do_not_depend_on_threads_of_which_most_come_late(quantization: str, batch_invariant: bool) -> None:
+    """64 threads on a few cores: phases, and runs, are over before most of them have a core."""
+    plan, kv, tokens = batch(PLAIN, [300, 1, 16, 17])
+    alone, many = (
+        decoder(PLAIN, CpuOps(threads, SETS[-1], batch_invariant=batch_invariant), quantization=quantization)
+        for threads in (1, 64)
+    )
+    expected, pool = run(alone, plan, kv, tokens)
+    for _ in range(10):
+        got, written = run(many, plan, kv, tokens)
+        assert torch.equal(got, expected)
+        assert torch.equal(written, pool)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_is_near_the_reference_in_float32(form: str) -> None:
     config = FORMS[form]

@@ -27,8 +27,12 @@ BATCHES = {
     "one prompt": ((300,), (300,), 0),
     "all": ((1, 1, 33, 3, 20), (25, 90, 33, 70, 80), 2),
 }
-LONG = ((5, 70, 130), (2100, 2070, 2060), 0)
-"""Chunks behind more positions than are expanded at a time; the first is cheaper absorbed."""
+OTHERS = {
+    "long": ((5, 70, 130), (2100, 2070, 2060), 0),
+    "many decodes": ((1,) * 60, (5, 300, *range(1, 59)), 60),
+}
+"""Chunks behind more positions than are expanded at a time, of which the first is cheaper absorbed; more rows than have
+their partial results at once."""
 
 
 def ops_of(row: str) -> Ops:
@@ -58,7 +62,7 @@ class Case:
 
     def __init__(self, batch: str, dtype: torch.dtype, heads: int = HEADS, cache: torch.dtype | None = None) -> None:
         self.heads = heads
-        query_lens, total_lens, decodes = LONG if batch == "long" else BATCHES[batch]
+        query_lens, total_lens, decodes = (BATCHES | OTHERS)[batch]
         self.plan, blocks = make_plan(query_lens, total_lens, decodes, SLOTS, 0)
         numbers = torch.Generator().manual_seed(1)
         shape = (blocks, LAYERS, 1, 1, SLOTS, vector_width(ROTATED + RANK, cache or dtype))
@@ -90,7 +94,7 @@ class Case:
         return torch.cat(out)
 
     def run(self, ops: Ops, dtype: torch.dtype) -> torch.Tensor:
-        return ops.latent_attention(self.q, self.pool[:, LAYER], self.plan, SCALE, made(ops, dtype))
+        return ops.latent_attention(self.q, self.pool[:, LAYER], self.plan, SCALE, made(ops, dtype, heads=self.heads))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -65,9 +65,19 @@ inline KVLayer kv_layer(const Array& a, int kind) {
   const size_t n = a.ndim();
   require((is_int8(a) || kind_of(a) == kind) && (n == 5 || n == 6) && dense_from(a, n - 2),
           "the cache has another layout than the operation takes");
-  const auto width = static_cast<int64_t>(a.shape(n - 1));
+  const auto width = static_cast<int64_t>(a.shape(n - 1)), dim = is_int8(a) ? width - 4 : width;
   return {a.data(), a.stride(0), a.stride(n - 4), a.stride(n - 3), width, static_cast<int64_t>(a.shape(n - 2)),
-          static_cast<int64_t>(a.shape(n - 3)), is_int8(a) ? width - 4 : width, is_int8(a)};
+          static_cast<int64_t>(a.shape(n - 3)), dim, dim, is_int8(a)};
+}
+
+// The same; of a cache of one plane V are the last dims of what is stored, as many as `out` has.
+inline KVLayer kv_layer_of(const Array& a, int kind, const Array& out) {
+  KVLayer kv = kv_layer(a, kind);
+  if (a.shape(a.ndim() - 4) != 1) return kv;
+  kv.v_dim = static_cast<int64_t>(out.shape(out.ndim() - 1));
+  kv.kv_step = kv.dim - kv.v_dim;
+  require(kv.v_dim <= kv.dim, "the result does not fit the cache");
+  return kv;
 }
 
 inline Scoring scoring_of(float scale, float cap, const MaybeArray& sinks, int64_t heads) {

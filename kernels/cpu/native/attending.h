@@ -1,6 +1,7 @@
 // Attention as Python calls it, checked.
 #pragma once
 
+#include "chunks.h"
 #include "kernels.h"
 #include "prompts.h"
 
@@ -10,32 +11,39 @@ inline void NativeKernels::decode(Array q, Array kv, Array block_table, Array to
                                   int64_t window, float cap, MaybeArray sinks, bool blocks, Array out) {
   const int kind = kind_of(q);
   DecodeTask task{};
-  task.kv = kv_layer(kv, kind);
+  task.kv = kv_layer_of(kv, kind, out);
   task.q = whole(q, kind, 3);
   task.out = whole(out, kind, 3);
   task.heads = static_cast<int64_t>(q.shape(1));
   task.scoring = scoring_of(scale, cap, sinks, task.heads);
   task.window = window;
   require(task.heads % task.kv.heads == 0 && static_cast<int64_t>(q.shape(2)) == task.kv.dim, "q does not fit the cache");
+  require(elements(out) == elements(q) / task.kv.dim * task.kv.v_dim && task.kv.v_dim % 16 == 0,
+          "the result does not fit the cache");
   require(rows <= static_cast<int64_t>(q.shape(0)) && rows <= static_cast<int64_t>(total_len.shape(0)) &&
               rows <= static_cast<int64_t>(block_table.shape(0)), "more rows than the batch has");
   task.batch = {rows, nullptr, nullptr, typed<int32_t>(block_table, 2), static_cast<int64_t>(block_table.shape(1)),
                 typed<int32_t>(total_len, 1)};
-  if (blocks) {
-    require(kind == 1 && task.kv.dim % kPanel == 0 && task.kv.dim <= kMaxDim, "q does not fit the cache");
-    task.memory_step = token_memory(task.heads / task.kv.heads, task.kv.dims());
+  const int64_t group = task.heads / task.kv.heads, floats = decode_floats(1, task.heads, task.kv.v_dim);
+  const bool panels = kind == 1 && task.kv.dim % kPanel == 0 && task.kv.v_dim % kPanel == 0 && task.kv.dim <= kMaxDim;
+  const bool wide = panels && group > kMaxGroup && !blocks;
+  require(panels || !blocks, "q does not fit the cache");
+  task.together = wide ? std::min(std::max<int64_t>(kPartialFloats / floats, 1), rows) : rows;
+  if (blocks || wide) {
+    task.memory_step = token_memory(group, task.kv.dims());
     task.memory = aligned_bytes(threads() * task.memory_step);
-  } else {
-    partial_.resize(decode_floats(rows, task.heads, task.kv.dim));
+  }
+  if (!blocks) {
+    partial_.resize(task.together * floats);
     task.partial = partial_.data();
   }
-  run(blocks ? table_->decode_blocks : table_->decode[kind], &task, kSmall, 0);
+  run(blocks ? table_->decode_blocks : wide ? table_->decode_wide : table_->decode[kind], &task, kSmall, 0);
 }
 
 inline void NativeKernels::prefill(Array q, Array kv, Array blocks, int64_t total_len, float scale, int64_t window,
                                    float cap, MaybeArray sinks, Array out) {
   PrefillTask task{};
-  task.kv = kv_layer(kv, 1);
+  task.kv = kv_layer_of(kv, 1, out);
   task.q = whole(q, 1, 3);
   task.out = whole(out, 1, 3);
   task.query_len = static_cast<int64_t>(q.shape(0));
@@ -45,13 +53,9 @@ inline void NativeKernels::prefill(Array q, Array kv, Array blocks, int64_t tota
   task.scoring = scoring_of(scale, cap, sinks, task.heads);
   task.table = typed<int32_t>(blocks, 1);
   task.dims = task.kv.dims();
-  if (kv.shape(kv.ndim() - 4) == 1) {
-    task.dims.v = static_cast<int64_t>(out.shape(2));
-    task.kv.kv_step = task.dims.k - task.dims.v;
-  }
   require(task.heads % task.kv.heads == 0 && static_cast<int64_t>(q.shape(2)) == task.kv.dim &&
               task.kv.dim % kPanel == 0 && task.kv.dim <= kMaxDim, "q does not fit the cache");
-  require(task.dims.v % kPanel == 0 && task.dims.v <= task.dims.k &&
+  require(task.dims.v % kPanel == 0 &&
               elements(out) == task.query_len * task.heads * task.dims.v, "the result does not fit the cache");
   require(task.query_len <= total_len && total_len <= elements(blocks) * task.kv.block_size,
           "a sequence is longer than its blocks");

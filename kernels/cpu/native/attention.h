@@ -53,8 +53,8 @@ KVF_INLINE void dots(const bf16* q, const bf16* k, int64_t dim, Floats (&total)[
 #endif
 
 // The scales of K and V [kTile] of a tile, 1 behind its positions.
-KVF_INLINE void read_scales(const Tile<int8_t>& tile, int64_t dim, float* k, float* v) {
-  for (int64_t j = 0; j < tile.count; ++j) k[j] = scale_of(tile.k[j], dim), v[j] = scale_of(tile.v[j], dim);
+KVF_INLINE void read_scales(const Tile<int8_t>& tile, HeadDims dims, float* k, float* v) {
+  for (int64_t j = 0; j < tile.count; ++j) k[j] = scale_of(tile.k[j], dims.k), v[j] = scale_of(tile.v[j], dims.v);
   for (int64_t j = tile.count; j < kTile; ++j) k[j] = v[j] = 1;
 }
 
@@ -126,7 +126,7 @@ template <class T, class S, int Dim>
 inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KVLayer& kv, const Span& span,
                                              const Span* after, const Scoring& scoring, float* partial,
                                              int64_t partial_step) {
-  const int64_t dim = kv.dim;
+  const int64_t dim = kv.dim, v_dim = kv.v_dim;
   const float scale = scoring.scale;
   constexpr bool kScaled = sizeof(S) == 1;
   Tile<S> tiles[2];
@@ -141,10 +141,8 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
       highest[h] = -__builtin_inff();
       weight[h] = 0;
     }
-    for (int64_t i = 0; i < heads * dim; i += kLanes) {
-      store(total + i, Floats{});
-      store(queries + i, load(q + first * dim + i));
-    }
+    for (int64_t i = 0; i < heads * v_dim; i += kLanes) store(total + i, Floats{});
+    for (int64_t i = 0; i < heads * dim; i += kLanes) store(queries + i, load(q + first * dim + i));
     Tile<S>*tile = tiles, *ahead = tiles + 1;
     tile->find(kv, span.head, span.table, span.begin, span.end);
     for (int64_t at = span.begin; at < span.end; at += kTile) {
@@ -154,7 +152,7 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
         ahead->find(kv, after->head, after->table, after->begin, after->end);
       else
         ahead->count = 0;
-      if constexpr (kScaled) read_scales(*tile, dim, k_scales, v_scales);
+      if constexpr (kScaled) read_scales(*tile, kv.dims(), k_scales, v_scales);
       switch (heads) {
         case 1: score_heads<Query<T, S>, S, Dim, 1>(queries, *tile, *ahead, dim, scale, weights); break;
         case 2: score_heads<Query<T, S>, S, Dim, 2>(queries, *tile, *ahead, dim, scale, weights); break;
@@ -179,16 +177,17 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
         } else {
           const Floats kept = exponential(splat(highest[h] - higher));
           weight[h] = weight[h] * kept[0] + sum(added);
-          for (int64_t d = 0; d < dim; d += kLanes) store(total + h * dim + d, load(total + h * dim + d) * kept);
+          float* of_head = total + h * v_dim;
+          for (int64_t d = 0; d < v_dim; d += kLanes) store(of_head + d, load(of_head + d) * kept);
         }
         highest[h] = higher;
         if constexpr (kScaled) scale_all(scores, v_scales, tile->count);
       }
       switch (heads) {
-        case 1: weigh_heads<S, 1>(*tile, ahead, weights, dim, total); break;
-        case 2: weigh_heads<S, 2>(*tile, ahead, weights, dim, total); break;
-        case 3: weigh_heads<S, 3>(*tile, ahead, weights, dim, total); break;
-        default: weigh_heads<S, 4>(*tile, ahead, weights, dim, total);
+        case 1: weigh_heads<S, 1>(*tile, ahead, weights, v_dim, total); break;
+        case 2: weigh_heads<S, 2>(*tile, ahead, weights, v_dim, total); break;
+        case 3: weigh_heads<S, 3>(*tile, ahead, weights, v_dim, total); break;
+        default: weigh_heads<S, 4>(*tile, ahead, weights, v_dim, total);
       }
       std::swap(tile, ahead);
     }
@@ -196,7 +195,7 @@ inline __attribute__((noinline)) void attend(const T* q, int64_t group, const KV
       float* out = partial + (first + h) * partial_step;
       out[0] = highest[h];
       out[1] = weight[h];
-      for (int64_t d = 0; d < dim; d += kLanes) store(out + 16 + d, load(total + h * dim + d));
+      for (int64_t d = 0; d < v_dim; d += kLanes) store(out + 16 + d, load(total + h * v_dim + d));
     }
   }
 }

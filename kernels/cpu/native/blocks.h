@@ -210,23 +210,28 @@ struct Sequence {
   const Scoring& scoring;
 };
 
-// The token at `position`: its `group` query heads q [group, dim] and their results, which may be the same memory.
+// The rows of `group` query heads, in b.q, over positions [begin, end), packed block by block.
+KVF_INLINE void attend_positions(const Sequence& s, int64_t begin, int64_t end, const BlockBuffers& b, int64_t group,
+                                 const PackedPositions& packed) {
+  const HeadDims dims = s.kv.dims();
+  for (int64_t at = begin; at < end; at += kBlock) {
+    const int64_t count = end - at < kBlock ? end - at : kBlock, width = (count + kPanel - 1) / kPanel * kPanel;
+    for (int64_t j = 0; j < width; j += kPanel)
+      pack_panel(s.kv, dims, s.head, s.table, at + j, at + j + kPanel < end ? at + j + kPanel : end, packed.from(j, dims));
+    attend_block(b, group, packed, width, {group, end - at, s.window}, s.scoring);
+  }
+}
+
+// The token at `position`: its `group` query heads q [group, dims.k] and their results, which may be the same memory.
 // memory: token_memory().
 KVF_INLINE void attend_token(const Sequence& s, int64_t position, const bf16* q, int64_t group, uint8_t* memory,
                              bf16* out) {
-  const int64_t dim = s.kv.dim, seen = position + 1;
   const PackedPositions packed = packed_at(memory, kBlock, s.kv.dims(), s.kv.int8);
   const BlockBuffers b(memory + packed_bytes(kBlock, s.kv.dims()), group, s.kv.dims());
-  copy(b.q, q, group * dim);
+  copy(b.q, q, group * s.kv.dim);
   begin_rows(b, group, s.scoring, s.head * group, group);
-  for (int64_t at = block_first(position, s.window); at < seen; at += kBlock) {
-    const int64_t count = seen - at < kBlock ? seen - at : kBlock, width = (count + kPanel - 1) / kPanel * kPanel;
-    for (int64_t j = 0; j < width; j += kPanel)
-      pack_panel(s.kv, s.kv.dims(), s.head, s.table, at + j, at + j + kPanel < seen ? at + j + kPanel : seen,
-                 packed.from(j, s.kv.dims()));
-    attend_block(b, group, packed, width, {group, seen - at, s.window}, s.scoring);
-  }
-  for (int64_t row = 0; row < group; ++row) end_row(b, row, out + row * dim);
+  attend_positions(s, block_first(position, s.window), position + 1, b, group, packed);
+  for (int64_t row = 0; row < group; ++row) end_row(b, row, out + row * s.kv.v_dim);
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ struct Inputs {
   Quantised codes;
 };
 
-// The member's rows are quantised into `memory` (quantised_bytes() of all rows); all rows must be before a product.
+// The rows `own` are quantised into `memory` (quantised_bytes() of all rows); all rows must be before a product.
 KVF_INLINE Inputs inputs_of(const Dense& dense, const bf16* x, int64_t step, int64_t rows, uint8_t* memory, Share own) {
   const Inputs inputs{x, step, Quantised(memory, rows, dense.in)};
   if (dense.quantised)
@@ -64,34 +64,40 @@ KVF_INLINE void put_out(const Dense& dense, int64_t column, int64_t left, float*
   }
 }
 
-// y [rows, out] (`y_step` elements apart) = the dense layer, with the other members.
-template <class T>
-KVF_INLINE void dense_together(const Dense& dense, const Inputs& inputs, int64_t rows, T* y, int64_t y_step, int member,
+// y [rows, out] (`y_step` elements apart) = the dense layer of what make_inputs() returns, with the other members.
+template <class T, class MakeInputs>
+KVF_INLINE void dense_together(const Dense& dense, MakeInputs make_inputs, int64_t rows, T* y, int64_t y_step, int member,
                                Barrier& barrier) {
   const int64_t panels = dense.count(), block = row_block(dense.in), blocks = (rows + block - 1) / block;
-  barrier.each(blocks * panels, member, [&](int64_t item) {
-    const int64_t base = item / panels * block, left = item % panels * kPanel;
-    const int64_t count = rows - base < block ? rows - base : block;
-    for (int64_t row = base; row < base + count; ++row) __builtin_prefetch(y + row * y_step + left, 1);  // far apart
-    multiply(inputs, base, count, dense, item % panels, [&](int64_t row, float* values) {
-      put_out(dense, left, dense.out - left, values, y + row * y_step + left);
-    });
+  barrier.each(blocks * panels, member, [&] {
+    return [&, inputs = make_inputs()](int64_t item) {
+      const int64_t base = item / panels * block, left = item % panels * kPanel;
+      const int64_t count = rows - base < block ? rows - base : block;
+      for (int64_t row = base; row < base + count; ++row) __builtin_prefetch(y + row * y_step + left, 1);  // far apart
+      multiply(inputs, base, count, dense, item % panels, [&](int64_t row, float* values) {
+        put_out(dense, left, dense.out - left, values, y + row * y_step + left);
+      });
+    };
   });
 }
 
 template <class T>
-void run_dense(void* argument, int member, int size, Barrier& barrier) {
+void run_dense(void* argument, int member, int, Barrier& barrier) {
   const DenseTask& t = *static_cast<DenseTask*>(argument);
-  const Inputs inputs = inputs_of(t.dense, static_cast<const bf16*>(t.x), t.x_step, t.rows, t.memory,
-                                  share(t.rows, member, size));
-  if (t.dense.quantised) barrier.wait(member);
-  dense_together(t.dense, inputs, t.rows, static_cast<T*>(t.y), t.dense.out, member, barrier);
+  const auto inputs = [&](Share rows) {
+    return inputs_of(t.dense, static_cast<const bf16*>(t.x), t.x_step, t.rows, t.memory, rows);
+  };
+  if (t.dense.quantised) {
+    barrier.each_run(t.rows, member, inputs);
+    barrier.wait(member);
+  }
+  dense_together(t.dense, [&] { return inputs({0, 0}); }, t.rows, static_cast<T*>(t.y), t.dense.out, member, barrier);
 }
 
 void run_dense_of_heads(void* argument, int member, int, Barrier& barrier) {
   const HeadsTask& t = *static_cast<HeadsTask*>(argument);
   const int64_t panels = t.heads * t.panels(), block = row_block(t.dense.in), blocks = (t.rows + block - 1) / block;
-  barrier.each(blocks * panels, member, [&](int64_t item) {
+  const auto visit = [&](int64_t item) {
     const int64_t base = item / panels * block, count = t.rows - base < block ? t.rows - base : block;
     const int64_t panel = item % panels, head = panel / t.panels(), left = panel % t.panels() * kPanel;
     bf16* y = static_cast<bf16*>(t.y) + (base * t.heads + head) * t.out + left;
@@ -99,7 +105,8 @@ void run_dense_of_heads(void* argument, int member, int, Barrier& barrier) {
                   t.dense.panels[panel].data, t.dense.in / 2, [&](int64_t row, float* values) {
                     put_out(t.dense, panel * kPanel, t.out - left, values, y + row * t.heads * t.out);
                   });
-  });
+  };
+  barrier.each(blocks * panels, member, [&] { return visit; });
 }
 
 }  // namespace

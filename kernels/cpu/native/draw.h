@@ -209,7 +209,7 @@ void run_draw(void* argument, int member, int, Barrier& barrier) {
   const DrawTask& t = *static_cast<DrawTask*>(argument);
   const int64_t space = draw_floats(t.vocab);
   float* memory = t.memory + member * 2 * space;
-  barrier.each(t.rows, member, [&](int64_t index) {
+  const auto draw_row = [&](int64_t index) {
     const DrawRow& how = t.how[index];
     DrawView row{t.logits + index * t.vocab, t.vocab, how, kLeast};
     if (how.temperature <= 0) {
@@ -220,7 +220,8 @@ void run_draw(void* argument, int member, int, Barrier& barrier) {
     Pool pool{memory, memory + space, 0};
     if (!whole) row.top = largest_scaled(row);
     t.out[index] = winner(row, whole ? kLeast : smallest_kept(row, pool));
-  });
+  };
+  barrier.each(t.rows, member, [&] { return draw_row; });
 }
 
 }  // namespace

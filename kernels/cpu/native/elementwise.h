@@ -36,16 +36,17 @@ KVF_INLINE void norm_row(const T* x, const T* residual, const T* weight, T* out,
 }
 
 template <class T>
-void run_norm(void* argument, int member, int size, Barrier&) {
+void run_norm(void* argument, int member, int, Barrier& barrier) {
   const NormTask& t = *static_cast<NormTask*>(argument);
-  const Share rows = share(t.rows, member, size);
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const int64_t at = row * t.dim;
-    const T* residual = t.residual == nullptr ? nullptr : static_cast<const T*>(t.residual) + at;
-    T* total = t.total == nullptr ? nullptr : static_cast<T*>(t.total) + at;
-    norm_row(static_cast<const T*>(t.x) + row * t.x_step, residual, static_cast<const T*>(t.weight),
-             static_cast<T*>(t.out) + at, total, t.dim, t.eps);
-  }
+  barrier.each_run(t.rows, member, [&](Share rows) {
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      const int64_t at = row * t.dim;
+      const T* residual = t.residual == nullptr ? nullptr : static_cast<const T*>(t.residual) + at;
+      T* total = t.total == nullptr ? nullptr : static_cast<T*>(t.total) + at;
+      norm_row(static_cast<const T*>(t.x) + row * t.x_step, residual, static_cast<const T*>(t.weight),
+               static_cast<T*>(t.out) + at, total, t.dim, t.eps);
+    }
+  });
 }
 
 // slope * g + cubic * g^3, of the gate as it is limited, through the logistic function; times up.
@@ -69,14 +70,15 @@ KVF_INLINE void gate_rows(const GateTask& t, Share rows, Value value) {
 }
 
 template <class T>
-void run_gate(void* argument, int member, int size, Barrier&) {
+void run_gate(void* argument, int member, int, Barrier& barrier) {
   const GateTask& t = *static_cast<GateTask*>(argument);
-  const Share rows = share(t.rows, member, size);
   const Gate& gate = t.gate;
-  if (gate.slope == 1 && gate.cubic == 0 && gate.offset == 0 && gate.limit == __builtin_inff())
-    gate_rows<T>(t, rows, [](Floats g, Floats up) { return silu(g) * up; });
-  else
-    gate_rows<T>(t, rows, [&](Floats g, Floats up) { return gated_by(gate, g, up); });
+  barrier.each_run(t.rows, member, [&](Share rows) {
+    if (gate.slope == 1 && gate.cubic == 0 && gate.offset == 0 && gate.limit == __builtin_inff())
+      gate_rows<T>(t, rows, [](Floats g, Floats up) { return silu(g) * up; });
+    else
+      gate_rows<T>(t, rows, [&](Floats g, Floats up) { return gated_by(gate, g, up); });
+  });
 }
 
 }  // namespace

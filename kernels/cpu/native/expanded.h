@@ -101,17 +101,23 @@ void run_expanded(void* argument, int member, int, Barrier& barrier) {
     for (int64_t first = 0; first < t.total_len; first += t.span) {
       const Expansion e{t, t.heads * group / groups, t.heads * (group + 1) / groups, first,
                         first + t.span < t.total_len ? first + t.span : t.total_len};
-      barrier.each(e.panels(), member, [&](int64_t panel) {
-        const int64_t position = first + panel * kPanel;
-        t.kv.int8 ? gather_panel<int8_t>(e, position) : gather_panel<bf16>(e, position);
+      barrier.each(e.panels(), member, [&] {
+        return [&](int64_t panel) {
+          const int64_t position = first + panel * kPanel;
+          t.kv.int8 ? gather_panel<int8_t>(e, position) : gather_panel<bf16>(e, position);
+        };
       });
       barrier.wait(member);
-      barrier.each(e.heads() * e.blocks(), member, [&](int64_t item) {
-        expand_block(e, e.head + item / e.blocks(), first + item % e.blocks() * kBlock, memory);
+      barrier.each(e.heads() * e.blocks(), member, [&] {
+        return [&](int64_t item) {
+          expand_block(e, e.head + item / e.blocks(), first + item % e.blocks() * kBlock, memory);
+        };
       });
       barrier.wait(member);
-      barrier.each(e.heads() * tiles, member, [&](int64_t item) {  // late tokens see more: they come first
-        attend_span(e, e.head + item % e.heads(), tiles - 1 - item / e.heads(), memory);
+      barrier.each(e.heads() * tiles, member, [&] {
+        return [&](int64_t item) {  // late tokens see more: they come first
+          attend_span(e, e.head + item % e.heads(), tiles - 1 - item / e.heads(), memory);
+        };
       });
       barrier.wait(member);
     }

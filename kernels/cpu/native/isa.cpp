@@ -28,6 +28,7 @@ const Kernels KVF_JOIN(kernels_, KVFERRY_ISA) = {
     {run_decode<float>, run_decode<bf16>},
     {run_dense<float>, run_dense<bf16>},
     run_dense_of_heads,
+    run_decode_wide,
     run_decode_blocks,
     run_lookup,
     run_prefill,

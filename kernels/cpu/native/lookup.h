@@ -51,11 +51,12 @@ inline void read_row(const Dense& dense, int64_t index, bf16* out) {
     for (int64_t k = 0; k < dense.in / 2; ++k) std::memcpy(out + 2 * k, panel.data + (k * kPanel + row) * 4, 4);
 }
 
-void run_lookup(void* argument, int member, int size, Barrier&) {
+void run_lookup(void* argument, int member, int, Barrier& barrier) {
   const LookupTask& t = *static_cast<LookupTask*>(argument);
-  const Share own = share(t.count, member, size);
-  for (int64_t i = own.begin; i < own.end; ++i)
-    read_row(t.dense, t.rows[i], static_cast<bf16*>(t.out) + i * t.dense.in);
+  barrier.each_run(t.count, member, [&](Share rows) {
+    for (int64_t i = rows.begin; i < rows.end; ++i)
+      read_row(t.dense, t.rows[i], static_cast<bf16*>(t.out) + i * t.dense.in);
+  });
 }
 
 }  // namespace

@@ -83,9 +83,7 @@ void pack_row(const PackTask& t, const StoredRows& part, const uint8_t* row, int
   with_codes(panel.form, [&](auto form) { place<decltype(form)>(out, t.in, index, to); });
 }
 
-void run_pack(void* argument, int member, int size, Barrier&) {
-  const PackTask& t = *static_cast<PackTask*>(argument);
-  const Share own = share(static_cast<int64_t>(t.panels.size()), member, size);
+void pack_share(const PackTask& t, Share own) {
   std::vector<uint8_t> codes(t.in);
   std::vector<float> scales(t.in / 8 + 2);
   int64_t first = 0;
@@ -98,6 +96,11 @@ void run_pack(void* argument, int member, int size, Barrier&) {
     }
     first += part.count;
   }
+}
+
+void run_pack(void* argument, int member, int, Barrier& barrier) {
+  const PackTask& t = *static_cast<PackTask*>(argument);
+  barrier.each_run(static_cast<int64_t>(t.panels.size()), member, [&](Share own) { pack_share(t, own); });
 }
 
 }  // namespace

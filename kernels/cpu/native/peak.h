@@ -12,9 +12,7 @@ namespace kvferry {
 namespace {
 
 // Reads the member's share of `bytes` (a multiple of 4096 a member), and leaves something that depends on all of it.
-void run_read(void* argument, int member, int size, Barrier&) {
-  const ReadTask& t = *static_cast<ReadTask*>(argument);
-  const Share pages = share(t.bytes / 4096, member, size);
+KVF_INLINE void read_pages(const ReadTask& t, Share pages) {
   const char* at = static_cast<const char*>(t.data) + pages.begin * 4096;
   const char* end = static_cast<const char*>(t.data) + pages.end * 4096;
   Words sums[4] = {};
@@ -32,6 +30,11 @@ void run_read(void* argument, int member, int size, Barrier&) {
   asm volatile("" : : "m"(all));
 }
 
+void run_read(void* argument, int member, int, Barrier& barrier) {
+  const ReadTask& t = *static_cast<ReadTask*>(argument);
+  barrier.each_run(t.bytes / 4096, member, [&](Share pages) { read_pages(t, pages); });
+}
+
 #if defined(__AVX512VL__)
 #define KVF_OPAQUE(value) asm volatile("" : "+v"(value))
 #elif defined(__x86_64__) && !defined(__AVX512F__)
@@ -45,8 +48,7 @@ void run_read(void* argument, int member, int size, Barrier&) {
 #if defined(__AMX_BF16__)
 
 // `rounds` times the four products of two by two tiles on every member, in registers.
-void run_multiply(void* argument, int, int, Barrier&) {
-  const MultiplyTask& t = *static_cast<MultiplyTask*>(argument);
+inline void multiply_rounds(const MultiplyTask& t) {
   Tiles tiles;
   tiles.shape(kTwoTiles, kTileDepth);
   for (int64_t round = 0; round < t.rounds; ++round) {
@@ -64,8 +66,7 @@ constexpr int64_t kRoundWork = kTwoTiles * kPanel * 2 * kTileDepth * 2;
 constexpr int kChains = 12;
 
 // `rounds` times kChains multiplications and additions of whole vectors on every member, in registers.
-void run_multiply(void* argument, int, int, Barrier&) {
-  const MultiplyTask& t = *static_cast<MultiplyTask*>(argument);
+inline void multiply_rounds(const MultiplyTask& t) {
   Floats chains[kChains];
   for (int i = 0; i < kChains; ++i) chains[i] = splat(static_cast<float>(i));
 #if defined(__AVX512BF16__)
@@ -99,6 +100,12 @@ constexpr int64_t kRoundWork = int64_t{kChains} * kLanes * 2;
 #endif
 
 #endif
+
+// As many times as there are members.
+void run_multiply(void* argument, int member, int size, Barrier& barrier) {
+  const MultiplyTask& t = *static_cast<MultiplyTask*>(argument);
+  barrier.each(size, member, [&] { return [&](int64_t) { multiply_rounds(t); }; });
+}
 
 }  // namespace
 }  // namespace kvferry

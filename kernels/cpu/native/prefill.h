@@ -51,16 +51,18 @@ void run_prefill(void* argument, int member, int, Barrier& barrier) {
   const PrefillTask& t = *static_cast<PrefillTask*>(argument);
   const PackedKV packed(t);
   const int64_t panels = packed.positions / kPanel;
-  barrier.each(t.kv.heads * panels, member,
-               [&](int64_t item) { packed.pack(item / panels, packed.first + item % panels * kPanel); });
+  barrier.each(t.kv.heads * panels, member, [&] {
+    return [&](int64_t item) { packed.pack(item / panels, packed.first + item % panels * kPanel); };
+  });
   barrier.wait(member);
   const int64_t tokens = prefill_rows(t.heads / t.kv.heads) / (t.heads / t.kv.heads);
   const int64_t tiles = (t.query_len + tokens - 1) / tokens;
-  barrier.each(tiles * t.kv.heads, member, [&](int64_t item) {
+  const auto attend_item = [&](int64_t item) {
     const int64_t begin = (tiles - 1 - item / t.kv.heads) * tokens;  // late tokens see more: they come first
     const int64_t end = begin + tokens < t.query_len ? begin + tokens : t.query_len;
     attend_tile(packed, item % t.kv.heads, begin, end, t.memory + member * t.memory_step);
-  });
+  };
+  barrier.each(tiles * t.kv.heads, member, [&] { return attend_item; });
 }
 
 }  // namespace

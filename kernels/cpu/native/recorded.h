@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attending.h"
+#include "chunks.h"
 
 namespace kvferry {
 

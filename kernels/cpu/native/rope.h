@@ -31,10 +31,8 @@ KVF_INLINE void rotate(const T* x, const Rope& rope, int64_t position, int64_t d
 }
 
 template <class T>
-void run_rope(void* argument, int member, int size, Barrier&) {
-  const RopeTask& t = *static_cast<RopeTask*>(argument);
+KVF_INLINE void rope_rows(const RopeTask& t, Share rows) {
   const int64_t dim = t.kv.dim;
-  const Share rows = share(t.rows, member, size);
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     const T* q = static_cast<const T*>(t.q) + row * t.q_step;
     T* out = static_cast<T*>(t.out) + row * t.heads * dim;
@@ -55,6 +53,12 @@ void run_rope(void* argument, int member, int size, Barrier&) {
       write_slot(t.kv, t.slots[row], head, k, static_cast<const T*>(t.v) + row * t.v_step + head * dim);
     }
   }
+}
+
+template <class T>
+void run_rope(void* argument, int member, int, Barrier& barrier) {
+  const RopeTask& t = *static_cast<RopeTask*>(argument);
+  barrier.each_run(t.rows, member, [&](Share rows) { rope_rows<T>(t, rows); });
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ struct StepView {
   bf16* local;
   uint8_t* codes;
   Barrier& barrier;
-  int member, size;
+  int member;
 
   int64_t q_size() const { return model.heads * model.dim; }
   int64_t qkv_size() const { return (model.heads + 2 * model.kv_heads) * model.dim; }
@@ -45,8 +45,6 @@ KVF_INLINE void prepare_head(const StepView& s, const StepLayer& layer, const bf
     copy(out, x, s.model.dim);
 }
 
-constexpr int64_t kMaxGroup = 16;
-
 KVF_INLINE void prepare_queries(const StepView& s, const StepLayer& layer, int64_t row, int64_t kv_head, bf16* out) {
   const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads;
   const bf16* q = s.task.scratch.qkv + row * s.qkv_size() + kv_head * group * dim;
@@ -63,16 +61,17 @@ KVF_INLINE void write_new(const StepView& s, const StepLayer& layer, const KVLay
 
 // All rows' new K and V, where rows read those of others.
 KVF_INLINE void write_chained(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
-  const Share items = share(s.batch.rows * s.model.kv_heads, s.member, s.size);
-  for (int64_t i = items.begin; i < items.end; ++i)
-    write_new(s, layer, kv, i / s.model.kv_heads, i % s.model.kv_heads);
+  s.barrier.each_run(s.batch.rows * s.model.kv_heads, s.member, [&](Share items) {
+    for (int64_t i = items.begin; i < items.end; ++i)
+      write_new(s, layer, kv, i / s.model.kv_heads, i % s.model.kv_heads);
+  });
   s.barrier.wait(s.member);
 }
 
 // Where rows are of sequences of their own, the row's last chunk writes the new K and V: no other chunk reads them.
 KVF_INLINE void attend_step(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
   const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads, step = partial_floats(dim);
-  visit_pieces(s.batch, s.model.kv_heads, layer.window, s.member, s.size, [&](const Piece& piece, const Span* after) {
+  visit_pieces(s.batch, s.model.kv_heads, layer.window, s.member, s.barrier, [&](const Piece& piece, const Span* after) {
     const int64_t row = piece.row, head = piece.span.head;
     alignas(64) bf16 turned[kMaxGroup * kMaxDim];
     prepare_queries(s, layer, row, head, turned);
@@ -85,7 +84,7 @@ KVF_INLINE void attend_step(const StepView& s, const StepLayer& layer, const KVL
 // In the arithmetic of prefill; results take the place of the queries.
 KVF_INLINE void attend_step_blocks(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
   const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads;
-  s.barrier.each(s.batch.rows * s.model.kv_heads, s.member, [&](int64_t item) {
+  const auto visit = [&](int64_t item) {
     const int64_t row = item / s.model.kv_heads, head = item % s.model.kv_heads;
     alignas(64) bf16 turned[kMaxGroup * kMaxDim];
     prepare_queries(s, layer, row, head, turned);
@@ -94,7 +93,8 @@ KVF_INLINE void attend_step_blocks(const StepView& s, const StepLayer& layer, co
     attend_token(sequence, s.batch.positions[row], turned, group,
                  s.task.scratch.memory + s.member * s.task.scratch.memory_step,
                  s.task.scratch.qkv + row * s.qkv_size() + head * group * dim);
-  });
+  };
+  s.barrier.each(s.batch.rows * s.model.kv_heads, s.member, [&] { return visit; });
 }
 
 KVF_INLINE void gather_heads(const StepView& s) {
@@ -116,78 +116,93 @@ KVF_INLINE Inputs step_inputs(const StepView& s, const Dense& dense, const bf16*
   return inputs_of(dense, x, dense.in, s.batch.rows, s.codes, {0, s.batch.rows});
 }
 
-// residual += the dense layer of x, both rounded as if stored.
-KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, const bf16* x) {
-  const Inputs inputs = step_inputs(s, dense, x);
-  s.barrier.each(dense.count(), s.member, [&](int64_t p) {
-    multiply(inputs, 0, s.batch.rows, dense, p, [&](int64_t row, const float* values) {
-      bf16* to = s.task.scratch.residual + row * s.model.hidden + p * kPanel;
-      for (int c = 0; c < kPanel; c += kLanes) {
-        const Floats value = rounded_to(biased(dense, p * kPanel + c, load(values + c)), to);
-        store(to + c, load(to + c) + value);
-      }
-    });
+// residual += the dense layer of x(), both rounded as if stored.
+template <class Make>
+KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, Make x) {
+  s.barrier.each(dense.count(), s.member, [&] {
+    return [&, inputs = step_inputs(s, dense, x())](int64_t p) {
+      multiply(inputs, 0, s.batch.rows, dense, p, [&](int64_t row, const float* values) {
+        bf16* to = s.task.scratch.residual + row * s.model.hidden + p * kPanel;
+        for (int c = 0; c < kPanel; c += kLanes) {
+          const Floats value = rounded_to(biased(dense, p * kPanel + c, load(values + c)), to);
+          store(to + c, load(to + c) + value);
+        }
+      });
+    };
   });
 }
 
 // act = silu(gate) * up: the thread that makes columns of the gate makes the same ones of up.
-KVF_INLINE void gated(const StepView& s, const Dense& dense, const bf16* x) {
+KVF_INLINE void gate_panel(const StepView& s, const Dense& dense, const Inputs& inputs, int64_t p) {
   const int64_t inner = s.model.inner, half = inner / kPanel;
-  const Inputs inputs = step_inputs(s, dense, x);
-  s.barrier.each(half, s.member, [&](int64_t p) {
-    bf16* act = s.task.scratch.act + p * kPanel;
-    multiply(inputs, 0, s.batch.rows, dense, p, [&](int64_t row, const float* values) {
-      for (int c = 0; c < kPanel; c += kLanes)
-        store(act + row * inner + c, biased(dense, p * kPanel + c, load(values + c)));
-    });
-    multiply(inputs, 0, s.batch.rows, dense, half + p, [&](int64_t row, const float* values) {
-      for (int c = 0; c < kPanel; c += kLanes) {
-        bf16* to = act + row * inner + c;
-        const Floats up = rounded_to(biased(dense, inner + p * kPanel + c, load(values + c)), to);
-        store(to, silu(load(to)) * up);
-      }
-    });
+  bf16* act = s.task.scratch.act + p * kPanel;
+  multiply(inputs, 0, s.batch.rows, dense, p, [&](int64_t row, const float* values) {
+    for (int c = 0; c < kPanel; c += kLanes)
+      store(act + row * inner + c, biased(dense, p * kPanel + c, load(values + c)));
+  });
+  multiply(inputs, 0, s.batch.rows, dense, half + p, [&](int64_t row, const float* values) {
+    for (int c = 0; c < kPanel; c += kLanes) {
+      bf16* to = act + row * inner + c;
+      const Floats up = rounded_to(biased(dense, inner + p * kPanel + c, load(values + c)), to);
+      store(to, silu(load(to)) * up);
+    }
   });
 }
 
-void run_step(void* argument, int member, int size, Barrier& barrier) {
+KVF_INLINE const bf16* normed(const StepView& s, const void* weight) {
+  norm_rows(s, weight, s.local, {0, s.batch.rows});
+  return s.local;
+}
+
+KVF_INLINE void run_layer(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
+  const StepTask& t = s.task;
+  dense_together(layer.qkv, [&] { return step_inputs(s, layer.qkv, normed(s, layer.input_norm)); }, s.batch.rows,
+                 t.scratch.qkv, s.qkv_size(), s.member, s.barrier);
+  s.barrier.wait(s.member);
+  if (t.chained) write_chained(s, layer, kv);
+  s.model.batch_invariant ? attend_step_blocks(s, layer, kv) : attend_step(s, layer, kv);
+  s.barrier.wait(s.member);
+  dense_onto_residual(s, layer.o, [&] {
+    s.model.batch_invariant ? gather_heads(s) : merge_heads(s, layer);
+    return s.local;
+  });
+  s.barrier.wait(s.member);
+  s.barrier.each(s.model.inner / kPanel, s.member, [&] {
+    return [&, inputs = step_inputs(s, layer.gate_up, normed(s, layer.post_norm))](int64_t p) {
+      gate_panel(s, layer.gate_up, inputs, p);
+    };
+  });
+  s.barrier.wait(s.member);
+  dense_onto_residual(s, layer.down, [&] { return t.scratch.act; });
+  s.barrier.wait(s.member);
+}
+
+void run_step(void* argument, int member, int, Barrier& barrier) {
   const StepTask& t = *static_cast<StepTask*>(argument);
   const StepModel& m = *t.model;
   StepView s{t, m, t.batch, t.scratch.local + member * t.scratch.local_step,
-             t.scratch.codes + member * t.scratch.codes_step, barrier, member, size};
-  const Share all{0, t.batch.rows}, own = share(t.batch.rows, member, size);
-  for (int64_t row = own.begin; row < own.end; ++row)
-    read_row(m.embedding, t.tokens[row], t.scratch.residual + row * m.hidden);
+             t.scratch.codes + member * t.scratch.codes_step, barrier, member};
+  barrier.each_run(t.batch.rows, member, [&](Share rows) {
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+      read_row(m.embedding, t.tokens[row], t.scratch.residual + row * m.hidden);
+  });
   barrier.wait(member);
   for (int64_t index = 0; index < m.num_layers; ++index) {
-    const StepLayer& layer = m.layers[index];
     KVLayer kv = t.kv;
     kv.data = static_cast<uint8_t*>(t.kv.data) + index * t.layer_step;
-    norm_rows(s, layer.input_norm, s.local, all);
-    dense_together(layer.qkv, step_inputs(s, layer.qkv, s.local), t.batch.rows, t.scratch.qkv, s.qkv_size(), member,
-                   barrier);
-    barrier.wait(member);
-    if (t.chained) write_chained(s, layer, kv);
-    m.batch_invariant ? attend_step_blocks(s, layer, kv) : attend_step(s, layer, kv);
-    barrier.wait(member);
-    m.batch_invariant ? gather_heads(s) : merge_heads(s, layer);
-    dense_onto_residual(s, layer.o, s.local);
-    barrier.wait(member);
-    norm_rows(s, layer.post_norm, s.local, all);
-    gated(s, layer.gate_up, s.local);
-    barrier.wait(member);
-    dense_onto_residual(s, layer.down, t.scratch.act);
-    barrier.wait(member);
+    run_layer(s, m.layers[index], kv);
   }
   if (t.logits == nullptr) {
-    norm_rows(s, m.norm, static_cast<bf16*>(t.out), own);
+    barrier.each_run(t.batch.rows, member, [&](Share rows) { norm_rows(s, m.norm, static_cast<bf16*>(t.out), rows); });
   } else {
-    norm_rows(s, m.norm, s.local, all);
-    dense_together(m.head, step_inputs(s, m.head, s.local), t.batch.rows, t.logits, m.head.out, member, barrier);
+    dense_together(m.head, [&] { return step_inputs(s, m.head, normed(s, m.norm)); }, t.batch.rows, t.logits, m.head.out,
+                   member, barrier);
     barrier.wait(member);
-    const DrawRow all_allowed{};
-    for (int64_t row = own.begin; row < own.end; ++row)
-      t.best[row] = first_largest({t.logits + row * m.head.out, m.head.out, all_allowed, kLeast});
+    barrier.each_run(t.batch.rows, member, [&](Share rows) {
+      const DrawRow all_allowed{};
+      for (int64_t row = rows.begin; row < rows.end; ++row)
+        t.best[row] = first_largest({t.logits + row * m.head.out, m.head.out, all_allowed, kLeast});
+    });
   }
 }
 

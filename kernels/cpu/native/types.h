@@ -26,14 +26,14 @@ struct HeadDims {
   int64_t k, v;
 };
 
-// One layer of the pool, [block, 2, kv_head, slot, dim]; steps in elements; slots and dims are dense. int8: see cache.h,
-// else the elements are the model's.
+// One layer of the pool, [block, 2, kv_head, slot, dim]; steps in elements; slots and dims are dense. V's dims are K's but
+// where both lie in one vector: there V is its end. int8: see cache.h, else the elements are the model's.
 struct KVLayer {
   void* data;
   int64_t block_step, kv_step, head_step, slot_step;
-  int64_t block_size, heads, dim;
+  int64_t block_size, heads, dim, v_dim;
   bool int8;
-  HeadDims dims() const { return {dim, dim}; }
+  HeadDims dims() const { return {dim, v_dim}; }
 };
 
 // Rows of one query token each, as kernels/plan.py describes them.
@@ -94,15 +94,16 @@ struct Scoring {
   float sink(int64_t head) const { return sinks == nullptr ? -__builtin_inff() : sinks[head]; }
 };
 
-// out [rows, heads, dim] = attention of q over the rows' cached positions. partial: decode_floats(), in chunks; memory:
-// token_memory() of each thread, memory_step bytes apart, block by block.
+// out [rows, heads, V's dim] = attention of q over the rows' cached positions. partial: decode_floats(), in chunks; memory:
+// token_memory() of each thread, memory_step bytes apart, block by block or for wide groups, of which partial holds
+// `together` rows.
 struct DecodeTask {
   const void* q;
   void* out;
   float* partial;
   uint8_t* memory;
   int64_t memory_step;
-  int64_t heads;
+  int64_t heads, together;
   Scoring scoring;
   int64_t window;
   Batch batch;
@@ -139,28 +140,6 @@ struct LookupTask {
   void* out;
   int64_t count;
 };
-
-// A row's positions are attended to in chunks, so that threads can share a long sequence. How they are cut depends on
-// the row alone, and so does the result.
-constexpr int64_t kChunkStep = 16, kChunk = 64, kMaxChunks = 16;
-
-struct Chunks {
-  int64_t first, length, count;
-};
-
-inline Chunks chunks_of(int64_t total_len, int64_t window) {
-  const int64_t first = window > 0 && total_len > window ? total_len - window : 0, seen = total_len - first;
-  int64_t count = (seen + kChunk - 1) / kChunk;
-  count = count > kMaxChunks ? kMaxChunks : count;
-  const int64_t length = ((seen + count - 1) / count + kChunkStep - 1) / kChunkStep * kChunkStep;
-  return {first, length, (seen + length - 1) / length};
-}
-
-// Of one query head and chunk: the largest score, the sum of weights, then the weighted sum of V [dim].
-inline int64_t partial_floats(int64_t dim) { return 16 + dim; }
-inline int64_t decode_floats(int64_t rows, int64_t heads, int64_t dim) {
-  return rows * heads * kMaxChunks * partial_floats(dim);
-}
 
 // How a row's token is drawn: kernels.draw's parameters in float32, and the key of its noise. temperature 0: the most
 // likely one. top_k: 1 or more. mask: bit t % 32 of word t / 32 is set where token t may be drawn; null: all may.
@@ -241,7 +220,7 @@ struct Kernels {
   const char* name;
   Team::Function rms_norm[2], gate_mul[2], rope_and_cache[2], decode[2];  // float32, bfloat16
   Team::Function dense[2];                                                // the result: float32, bfloat16
-  Team::Function dense_of_heads, decode_blocks, lookup, prefill, expanded, step;  // bfloat16
+  Team::Function dense_of_heads, decode_wide, decode_blocks, lookup, prefill, expanded, step;  // bfloat16
   Team::Function draw;                                                    // float32
   Team::Function read, multiply;                                          // the machine's limits
   int64_t round_work;  // floating point operations of one round of multiply on one thread
