@@ -7,8 +7,8 @@ ROW = 0.1
 FORGET, TRUST = 0.98, 2.0
 """What an older step counts for beside the one after it, and how many steps that guess counts for."""
 NOISE = 1 / 3
-"""Steps of equal rows differ by about a tenth of their time, and a guess is wrong by some three tenths: until steps differ
-by more than this share of their rows, the guess counts for more than they do."""
+"""Steps of equal rows differ by about a tenth of their time, and a guess is wrong by some three tenths: until steps
+differ by more than this share of their rows, the guess counts for more than they do."""
 NEAR, FADE = 1 / 8, 0.001
 """Steps of about as many rows as usual tell nothing of what a row costs: what was known of that fades, by so much a
 step."""

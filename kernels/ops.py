@@ -46,7 +46,7 @@ class Ops(DenseOps, Protocol):
     capabilities: Capabilities
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
-        """The decoder's decode step as one call, where this row can replay the form; its dense layers are this row's
+        """The decoder's step as one call, where this row can replay the form; its dense layers are this row's
         `linear`. one_by_one: the same through the operations of this row, which it may capture."""
 
     def add_low_rank(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: Sequence[LowRank]) -> None:

@@ -1,4 +1,4 @@
-"""What a decoder is made of, told to a row of the operations table so that it may replay whole decode steps itself."""
+"""What a decoder is made of, told to a row of the operations table so that it may replay whole steps itself."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Decoder(Model):
         wanted: Wanted = always,
         halfway: Halfway | None = None,
     ) -> torch.Tensor:
-        if self._step is not None and not plan.adapted and self._step.takes(plan, kv):
+        if self._step is not None and halfway is None and not plan.adapted and self._step.takes(plan, kv):
             return self._step(token_ids, kv, plan)
         return self._one_by_one(token_ids, kv, plan, wanted, halfway)
 

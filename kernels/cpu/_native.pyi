@@ -117,7 +117,7 @@ class Kernels:
         """Multiply in registers with all threads; the number of floating point operations done."""
 
 class Step:
-    """A decoder recorded for batches of single tokens."""
+    """A decoder recorded for batches of decodes and chunks of prompts, `max_rows` tokens, `max_decodes` of them decodes."""
 
     def __init__(
         self,
@@ -134,6 +134,7 @@ class Step:
         scale: float,
         batch_invariant: bool,
         max_rows: int,
+        max_decodes: int,
     ) -> None: ...
     def add_layer(
         self,
@@ -154,12 +155,14 @@ class Step:
         positions: Tensor,
         slots: Tensor,
         block_table: Tensor,
+        query_start: Tensor,
         total_len: Tensor,
+        decodes: int,
         chained: bool,
         kv: Tensor,
         out: Tensor,
     ) -> None:
-        """The batch of the runs that follow, whose arrays may be changed between them, and where they write: hidden
-        states, or logits where `out` is float32."""
+        """The batch of the runs that follow, whose arrays may be changed between them where all are decodes, and where
+        they write: hidden states, or logits where `out` is float32."""
     def run(self) -> list[int]:
         """Where the largest of each row's logits lies, -1 for a row with a NaN or where it is no finite number."""

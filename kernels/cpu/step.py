@@ -1,4 +1,4 @@
-"""A decoder's decode step recorded once and replayed by the extension: see native/step.h."""
+"""A decoder's step recorded once and replayed by the extension: see native/step.h."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from kernels.step import DecoderForm, Gated, Gqa, LayerForm, NextLogits
 if TYPE_CHECKING:
     from kernels.cpu._native import Kernels, Packed, Step
 
-MAX_ROWS = 128
-"""Rows of a recorded step; larger batches of decodes run layer by layer."""
+MAX_ROWS, MAX_DECODES = 256, 128
+"""Rows of a recorded step, and decodes among them; larger batches run layer by layer."""
+BRIEF = 32
+"""Rows of prompts alone: more may have to make room for others between two layers."""
 _UNIT = 32
 _MAX_HEAD_DIM = 512
 _MAX_GROUP = 16
@@ -24,7 +26,7 @@ _POOL_DTYPES = (torch.bfloat16, torch.int8)
 
 
 class CpuStep:
-    """A `kernels.step.Step` for batches of up to `MAX_ROWS` decodes in bfloat16."""
+    """A `kernels.step.Step` for batches of up to `MAX_ROWS` tokens in bfloat16, of streams or `BRIEF`."""
 
     def __init__(self, native: Step, form: DecoderForm, vocab_size: int):
         self._native = native
@@ -38,8 +40,8 @@ class CpuStep:
             return True
         width = vector_width(self._head_dim, kv.dtype)
         shape = (self._layers, 2, self._kv_heads, plan.block_size, width)
-        decodes = plan.num_tokens == plan.num_seqs <= MAX_ROWS
-        return decodes and kv.dtype in _POOL_DTYPES and kv.shape[1:] == shape and kv.is_contiguous()
+        fits = plan.num_decodes <= MAX_DECODES and plan.num_tokens <= (MAX_ROWS if plan.num_decodes else BRIEF)
+        return fits and kv.dtype in _POOL_DTYPES and kv.shape[1:] == shape and kv.is_contiguous()
 
     def __call__(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         self._bind(token_ids, kv, plan, self._hidden, torch.bfloat16)
@@ -53,10 +55,10 @@ class CpuStep:
 
     def _bind(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, width: int, dtype: torch.dtype) -> None:
         """Tell the extension of the arrays that it does not know yet."""
-        arrays = (token_ids, plan.positions, plan.slots, plan.block_table, plan.total_len, kv)
+        arrays = (token_ids, plan.positions, plan.slots, plan.block_table, plan.query_start, plan.total_len, kv)
         if self._out.dtype != dtype or not self._bound or not all(map(operator.is_, arrays, self._bound)):
             out = torch.empty(len(token_ids), width, dtype=dtype)
-            self._native.bind(*arrays[:-1], plan.chained, kv, out)
+            self._native.bind(*arrays[:-1], plan.num_decodes, plan.chained, kv, out)
             self._bound, self._out = arrays, out
 
 
@@ -82,6 +84,7 @@ def record(step_type: type[Step], kernels: Kernels, form: DecoderForm, batch_inv
         form.scale,
         batch_invariant,
         MAX_ROWS,
+        MAX_DECODES,
     )
     for layer, parts in zip(form.layers, packed, strict=True):
         own = layer.attention

@@ -18,7 +18,7 @@ def taken(
     budget: Budget, steps: int = 60, *, decodes: int = 4, here: Sequence[Request] = (),
     first_s: float = FIRST_S, token_s: float = TOKEN_S,
 ) -> list[int]:  # fmt: skip
-    """Tokens of prompts in each step of a machine that takes so long for a step's first row and for each further one."""
+    """Tokens of prompts in each step of a machine that takes so long for a step's first row and each further one."""
     found = []
     for _ in range(steps):
         found.append(budget.tokens(decodes, here))

@@ -1,4 +1,4 @@
-"""The recorded decode step against the same decoder run layer by layer, and against the reference."""
+"""The recorded step against the same decoder run layer by layer, and against the reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.models.reader import TensorReader
 from engine.models.rope import rope_tables
 from engine.models.rope_config import RopeConfig
 from kernels.cpu import CpuOps, instruction_sets
-from kernels.cpu.step import MAX_ROWS, CpuStep
+from kernels.cpu.step import BRIEF, MAX_DECODES, MAX_ROWS, CpuStep
 from kernels.draw import NO_TOKEN
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
@@ -94,12 +94,14 @@ def decoder(
 
 
 def batch(
-    config: DecoderConfig, total_lens: list[int], int8: bool = False
+    config: DecoderConfig, total_lens: list[int], int8: bool = False, query_lens: list[int] | None = None
 ) -> tuple[BatchPlan, torch.Tensor, torch.Tensor]:
-    plan, blocks = make_plan([1] * len(total_lens), total_lens, len(total_lens))
+    """query_lens: of decodes, then of chunks of prompts; None: all are decodes."""
+    query_lens = query_lens or [1] * len(total_lens)
+    plan, blocks = make_plan(query_lens, total_lens, query_lens.count(1))
     random = torch.Generator().manual_seed(len(total_lens))
     kv = torch.randn(blocks, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim, generator=random)
-    tokens = torch.randint(0, config.vocab_size, (len(total_lens),), generator=random)
+    tokens = torch.randint(0, config.vocab_size, (sum(query_lens),), generator=random)
     return plan, quantise(kv, torch.int8) if int8 else kv.bfloat16(), tokens
 
 
@@ -108,6 +110,19 @@ def run(model: Decoder, plan: BatchPlan, kv: torch.Tensor, tokens: torch.Tensor)
     """(hidden states, the pool afterwards)."""
     pool = kv.clone()
     return model.forward(tokens, pool, plan), pool
+
+
+BATCHES: tuple[tuple[list[int], list[int] | None], ...] = (
+    ([1], None),
+    ([65], None),
+    ([300, 1, 16, 17], None),
+    (list(range(3, 29)), None),
+    ([20], [20]),
+    ([300], [31]),
+    ([40, 300, 41, 7], [1, 9, 41, 7]),
+    ([150, 33, 260, 130], [1, 1, 200, 3]),
+)
+"""Lengths of sequences, and how many tokens of each are computed."""
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
@@ -125,8 +140,8 @@ def test_equals_the_layers_one_by_one(
     )
     assert recorded._step is not None
     assert layered._step is None
-    for total_lens in ([1], [65], [300, 1, 16, 17], list(range(3, 29))):
-        plan, kv, tokens = batch(config, total_lens, int8)
+    for total_lens, query_lens in BATCHES:
+        plan, kv, tokens = batch(config, total_lens, int8, query_lens)
         assert recorded._step.takes(plan, kv)
         expected, pool = run(layered, plan, kv, tokens)
         got, written = run(recorded, plan, kv, tokens)
@@ -178,6 +193,7 @@ def test_a_row_does_not_depend_on_its_batch_or_on_the_threads() -> None:
         positions=plan.positions[:1],
         slots=plan.slots[:1],
         block_table=plan.block_table[:1],
+        query_start=plan.query_start[:2],
         total_len=plan.total_len[:1],
         query_lens=(1,),
         total_lens=plan.total_lens[:1],
@@ -190,9 +206,11 @@ def test_what_is_not_recorded_runs_layer_by_layer() -> None:
     model = decoder(PLAIN, CpuOps(2))
     assert model._step is not None
     plan, kv, _ = batch(PLAIN, [5, 9])
-    chunk, _ = make_plan([1, 3], [5, 9], 1)
-    assert not model._step.takes(chunk, kv)
-    assert not model._step.takes(batch(PLAIN, [5] * (MAX_ROWS + 1))[0], kv)
+    assert not model._step.takes(batch(PLAIN, [5] * (MAX_DECODES + 1))[0], kv)
+    assert not model._step.takes(batch(PLAIN, [5, MAX_ROWS], query_lens=[1, MAX_ROWS])[0], kv)
+    assert not model._step.takes(batch(PLAIN, [90], query_lens=[BRIEF + 1])[0], kv), (
+        "it may have to stop between layers"
+    )
     assert not model._step.takes(plan, kv.float())
     assert not model._step.takes(plan, kv[:, :2])
     assert decoder(PLAIN, CpuOps(2), torch.float32)._step is None

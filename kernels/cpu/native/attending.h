@@ -48,6 +48,7 @@ inline void NativeKernels::prefill(Array q, Array kv, Array blocks, int64_t tota
   task.out = whole(out, 1, 3);
   task.query_len = static_cast<int64_t>(q.shape(0));
   task.heads = static_cast<int64_t>(q.shape(1));
+  task.q_step = q.stride(0), task.out_step = out.stride(0);
   task.total_len = total_len;
   task.window = window;
   task.scoring = scoring_of(scale, cap, sinks, task.heads);

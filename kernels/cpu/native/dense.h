@@ -64,20 +64,23 @@ KVF_INLINE void put_out(const Dense& dense, int64_t column, int64_t left, float*
   }
 }
 
-// y [rows, out] (`y_step` elements apart) = the dense layer of what make_inputs() returns, with the other members.
-template <class T, class MakeInputs>
-KVF_INLINE void dense_together(const Dense& dense, MakeInputs make_inputs, int64_t rows, T* y, int64_t y_step, int member,
-                               Barrier& barrier) {
-  const int64_t panels = dense.count(), block = row_block(dense.in), blocks = (rows + block - 1) / block;
-  barrier.each(blocks * panels, member, [&] {
-    return [&, inputs = make_inputs()](int64_t item) {
-      const int64_t base = item / panels * block, left = item % panels * kPanel;
-      const int64_t count = rows - base < block ? rows - base : block;
-      for (int64_t row = base; row < base + count; ++row) __builtin_prefetch(y + row * y_step + left, 1);  // far apart
-      multiply(inputs, base, count, dense, item % panels, [&](int64_t row, float* values) {
-        put_out(dense, left, dense.out - left, values, y + row * y_step + left);
-      });
-    };
+// A phase whose items are panels, the first `panels` of a layer, for as many of `rows` rows at a time as stay in the cache.
+struct PanelItems {
+  int64_t rows, block, panels;
+  PanelItems(int64_t all, int64_t in, int64_t count) : rows(all), block(row_block(in)), panels(count) {}
+  int64_t count() const { return (rows + block - 1) / block * panels; }
+  int64_t panel(int64_t item) const { return item % panels; }
+  int64_t first(int64_t item) const { return item / panels * block; }
+  int64_t height(int64_t item) const { return rows - first(item) < block ? rows - first(item) : block; }
+};
+
+// One item of y [rows, out] (`y_step` elements apart) = the dense layer.
+template <class T>
+KVF_INLINE void dense_item(const Dense& dense, const Inputs& inputs, const PanelItems& items, int64_t item, T* y, int64_t y_step) {
+  const int64_t left = items.panel(item) * kPanel, base = items.first(item), end = base + items.height(item);
+  for (int64_t row = base; row < end; ++row) __builtin_prefetch(y + row * y_step + left, 1);  // far apart
+  multiply(inputs, base, end - base, dense, items.panel(item), [&](int64_t row, float* values) {
+    put_out(dense, left, dense.out - left, values, y + row * y_step + left);
   });
 }
 
@@ -91,22 +94,27 @@ void run_dense(void* argument, int member, int, Barrier& barrier) {
     barrier.each_run(t.rows, member, inputs);
     barrier.wait(member);
   }
-  dense_together(t.dense, [&] { return inputs({0, 0}); }, t.rows, static_cast<T*>(t.y), t.dense.out, member, barrier);
+  const PanelItems items(t.rows, t.dense.in, t.dense.count());
+  barrier.each(items.count(), member, [&] {
+    return [&, all = inputs({0, 0})](int64_t item) {
+      dense_item(t.dense, all, items, item, static_cast<T*>(t.y), t.dense.out);
+    };
+  });
 }
 
 void run_dense_of_heads(void* argument, int member, int, Barrier& barrier) {
   const HeadsTask& t = *static_cast<HeadsTask*>(argument);
-  const int64_t panels = t.heads * t.panels(), block = row_block(t.dense.in), blocks = (t.rows + block - 1) / block;
+  const PanelItems items(t.rows, t.dense.in, t.heads * t.panels());
   const auto visit = [&](int64_t item) {
-    const int64_t base = item / panels * block, count = t.rows - base < block ? t.rows - base : block;
-    const int64_t panel = item % panels, head = panel / t.panels(), left = panel % t.panels() * kPanel;
+    const int64_t base = items.first(item), panel = items.panel(item);
+    const int64_t head = panel / t.panels(), left = panel % t.panels() * kPanel;
     bf16* y = static_cast<bf16*>(t.y) + (base * t.heads + head) * t.out + left;
-    panel_product(static_cast<const bf16*>(t.x) + base * t.x_step + head * t.head_step, t.x_step, count,
+    panel_product(static_cast<const bf16*>(t.x) + base * t.x_step + head * t.head_step, t.x_step, items.height(item),
                   t.dense.panels[panel].data, t.dense.in / 2, [&](int64_t row, float* values) {
                     put_out(t.dense, panel * kPanel, t.out - left, values, y + row * t.heads * t.out);
                   });
   };
-  barrier.each(blocks * panels, member, [&] { return visit; });
+  barrier.each(items.count(), member, [&] { return visit; });
 }
 
 }  // namespace

@@ -48,10 +48,9 @@ NB_MODULE(_native, m) {
       .def("multiply", &NativeKernels::multiply);
   nb::class_<NativeStep>(m, "Step")
       .def(nb::init<std::shared_ptr<NativeKernels>, std::shared_ptr<Packed>, std::shared_ptr<Packed>, Array, Array,
-                    Array, int64_t, int64_t, int64_t, float, float, bool, int64_t>())
+                    Array, int64_t, int64_t, int64_t, float, float, bool, int64_t, int64_t>())
       .def("add_layer", &NativeStep::add_layer, "input_norm"_a, "q_norm"_a.none(), "k_norm"_a.none(), "post_norm"_a,
            "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "rotated"_a, "window"_a)
       .def("bind", &NativeStep::bind)
-      .def("run", &NativeStep::run)
-      .def_prop_ro("max_rows", &NativeStep::max_rows);
+      .def("run", &NativeStep::run);
 }

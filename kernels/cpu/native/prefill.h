@@ -36,7 +36,7 @@ inline __attribute__((noinline)) void attend_tile(const PackedKV& packed, int64_
   const BlockBuffers b(memory, prefill_rows(group), t.dims);
   for (int64_t token = begin; token < end; ++token)
     copy(b.q + (token - begin) * group * dim,
-         static_cast<const bf16*>(t.q) + (token * t.heads + head * group) * dim, group * dim);
+         static_cast<const bf16*>(t.q) + token * t.q_step + head * group * dim, group * dim);
   begin_rows(b, rows, t.scoring, head * group, group);
   for (int64_t at = block_first(computed + begin, t.window); at < seen; at += kBlock) {
     const int64_t count = seen - at < kBlock ? seen - at : kBlock, width = (count + kPanel - 1) / kPanel * kPanel;
@@ -44,25 +44,38 @@ inline __attribute__((noinline)) void attend_tile(const PackedKV& packed, int64_
   }
   for (int64_t row = 0; row < rows; ++row)
     end_row(b, row,
-            static_cast<bf16*>(t.out) + ((begin + row / group) * t.heads + head * group + row % group) * t.dims.v);
+            static_cast<bf16*>(t.out) + (begin + row / group) * t.out_step + (head * group + row % group) * t.dims.v);
+}
+
+// What members share of a prompt, first to pack, then to attend.
+KVF_INLINE int64_t panels_of(const PrefillTask& t) { return t.kv.heads * (PackedKV(t).positions / kPanel); }
+
+KVF_INLINE void pack_item(const PrefillTask& t, int64_t item) {
+  const PackedKV packed(t);
+  const int64_t panels = packed.positions / kPanel;
+  packed.pack(item / panels, packed.first + item % panels * kPanel);
+}
+
+KVF_INLINE int64_t tile_tokens(const PrefillTask& t) {
+  const int64_t group = t.heads / t.kv.heads;
+  return prefill_rows(group) / group;
+}
+
+KVF_INLINE int64_t tiles_of(const PrefillTask& t) {
+  return t.kv.heads * ((t.query_len + tile_tokens(t) - 1) / tile_tokens(t));
+}
+
+KVF_INLINE void attend_item(const PrefillTask& t, int64_t item, int member) {
+  const int64_t tokens = tile_tokens(t), late = (tiles_of(t) - 1 - item) / t.kv.heads;  // they see more: they come first
+  const int64_t begin = late * tokens, end = begin + tokens < t.query_len ? begin + tokens : t.query_len;
+  attend_tile(PackedKV(t), item % t.kv.heads, begin, end, t.memory + member * t.memory_step);
 }
 
 void run_prefill(void* argument, int member, int, Barrier& barrier) {
   const PrefillTask& t = *static_cast<PrefillTask*>(argument);
-  const PackedKV packed(t);
-  const int64_t panels = packed.positions / kPanel;
-  barrier.each(t.kv.heads * panels, member, [&] {
-    return [&](int64_t item) { packed.pack(item / panels, packed.first + item % panels * kPanel); };
-  });
+  barrier.each(panels_of(t), member, [&] { return [&](int64_t item) { pack_item(t, item); }; });
   barrier.wait(member);
-  const int64_t tokens = prefill_rows(t.heads / t.kv.heads) / (t.heads / t.kv.heads);
-  const int64_t tiles = (t.query_len + tokens - 1) / tokens;
-  const auto attend_item = [&](int64_t item) {
-    const int64_t begin = (tiles - 1 - item / t.kv.heads) * tokens;  // late tokens see more: they come first
-    const int64_t end = begin + tokens < t.query_len ? begin + tokens : t.query_len;
-    attend_tile(packed, item % t.kv.heads, begin, end, t.memory + member * t.memory_step);
-  };
-  barrier.each(tiles * t.kv.heads, member, [&] { return attend_item; });
+  barrier.each(tiles_of(t), member, [&] { return [&](int64_t item) { attend_item(t, item, member); }; });
 }
 
 }  // namespace

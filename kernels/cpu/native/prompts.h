@@ -5,13 +5,14 @@
 
 namespace kvferry {
 
-// out [query_len, heads, dims.v] = causal attention of one sequence's query tokens, the last of its total_len positions.
-// packed: prefill_bytes(); memory: prefill_memory() of each thread, memory_step bytes apart.
+// out [query_len, heads, dims.v] = causal attention of one sequence's query tokens, the last of its total_len positions;
+// tokens lie `*_step` elements apart. q and out may be the same memory. packed: prefill_bytes(); memory: prefill_memory() of
+// each thread, memory_step bytes apart.
 struct PrefillTask {
   const void* q;
   void* out;
   uint8_t *packed, *memory;
-  int64_t memory_step, heads, query_len, total_len, window;
+  int64_t q_step, out_step, memory_step, heads, query_len, total_len, window;
   HeadDims dims;
   Scoring scoring;
   const int32_t* table;

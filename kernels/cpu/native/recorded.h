@@ -5,17 +5,21 @@
 #include <vector>
 
 #include "attending.h"
+#include "step_task.h"
 #include "chunks.h"
 
 namespace kvferry {
 
-// A decoder recorded for batches of single tokens. Holds what it was made of.
+constexpr int64_t kPackedTogether = int64_t{1} << 23;  // bytes of prompts' packed K and V, but for a longer one
+
+// A decoder recorded for batches of decodes and of chunks of prompts. Holds what it was made of.
 class NativeStep {
  public:
   NativeStep(std::shared_ptr<NativeKernels> kernels, std::shared_ptr<Packed> embedding, std::shared_ptr<Packed> head,
              Array norm, Array cos, Array sin, int64_t heads, int64_t kv_heads, int64_t dim, float eps, float scale,
-             bool batch_invariant, int64_t max_rows)
-      : kernels_(std::move(kernels)), held_{norm, cos, sin}, packed_{embedding, head}, max_rows_(max_rows) {
+             bool batch_invariant, int64_t max_rows, int64_t max_decodes)
+      : kernels_(std::move(kernels)), held_{norm, cos, sin}, packed_{embedding, head}, max_rows_(max_rows),
+        max_decodes_(max_decodes) {
     require(heads % kv_heads == 0 && heads / kv_heads <= 16 && dim % 32 == 0 && dim <= 512, "heads of an unsupported shape");
     model_.embedding = embedding->dense, model_.head = head->dense;
     model_.norm = whole(norm, 1, 1);
@@ -53,19 +57,18 @@ class NativeStep {
     for (auto& packed : {qkv, o, gate_up, down}) packed_.push_back(packed);
   }
 
-  int64_t max_rows() const { return max_rows_; }
-
-  // The batch that the following runs are of: they read these arrays anew, which may change in between, and write `out`:
-  // hidden states, or logits where it is float32.
-  void bind(Array tokens, Array positions, Array slots, Array block_table, Array total_len, bool chained, Array kv, Array out) {
-    const int64_t rows = elements(positions);
-    require(rows <= max_rows_ && !layers_.empty(), "more rows than the step was made for");
+  // The batch that the following runs are of: they read these arrays anew, which may change in between but for
+  // query_start, and write `out`: hidden states, or logits where it is float32. The first `decodes` sequences have a row each.
+  void bind(Array tokens, Array positions, Array slots, Array block_table, Array query_start, Array total_len,
+            int64_t decodes, bool chained, Array kv, Array out) {
+    const int64_t rows = elements(positions), sequences = elements(total_len);
+    require(rows <= max_rows_ && decodes <= max_decodes_ && !layers_.empty(), "more rows than the step was made for");
     StepTask task{};
     task.kv = kv_layer(kv, 1);
     require(kv.ndim() == 6 && kv.shape(1) == layers_.size() && task.kv.heads == model_.kv_heads && task.kv.dim == model_.dim,
             "the cache has another layout than the step takes");
-    require(elements(tokens) == rows && elements(slots) == rows && elements(total_len) == rows &&
-                static_cast<int64_t>(block_table.shape(0)) == rows &&
+    require(elements(tokens) == rows && elements(slots) == rows && decodes <= sequences && decodes <= rows &&
+                static_cast<int64_t>(block_table.shape(0)) == sequences && elements(query_start) == sequences + 1 &&
                 elements(out) == rows * (kind_of(out) == 0 ? model_.head.out : model_.hidden),
             "tokens, batch and result do not fit each other");
     if (scratch_.empty()) allocate();
@@ -73,8 +76,9 @@ class NativeStep {
     model_.num_layers = static_cast<int64_t>(layers_.size());
     task.model = &model_;
     task.scratch = view_;
-    task.batch = {rows, typed<int64_t>(positions, 1), typed<int64_t>(slots, 1), typed<int32_t>(block_table, 2),
+    task.batch = {decodes, typed<int64_t>(positions, 1), typed<int64_t>(slots, 1), typed<int32_t>(block_table, 2),
                   static_cast<int64_t>(block_table.shape(1)), typed<int32_t>(total_len, 1)};
+    task.rows = rows;
     task.chained = chained;
     task.layer_step = kv.stride(1) * static_cast<int64_t>(kv.itemsize());
     task.tokens = typed<int64_t>(tokens, 1);
@@ -85,38 +89,82 @@ class NativeStep {
       best_.clear();
       task.out = whole(out, 1, 2);
     }
+    place_prompts(task, typed<int32_t>(query_start, 1), sequences);
     task_ = task;
-    bound_ = {tokens, positions, slots, block_table, total_len, kv, out};
+    bound_ = {tokens, positions, slots, block_table, query_start, total_len, kv, out};
   }
 
   // Where the largest of each row's logits lies, kNoToken where it is no finite number; nothing where there are no logits.
   const std::vector<int64_t>& run() {
     require(!bound_.empty(), "no batch is bound");
-    for (int64_t i = 0; i < task_.batch.rows; ++i)
+    for (int64_t i = 0; i < task_.rows; ++i)
       require(task_.tokens[i] >= 0 && task_.tokens[i] < model_.embedding.out, "a token lies outside the vocabulary");
     kernels_->run(kernels_->table().step, &task_, 1, 0);
     return best_;
   }
 
  private:
+  // The chunks of prompts behind the decodes. Those whose packed K and V fit beside each other are attended to together.
+  void place_prompts(StepTask& task, const int32_t* query_start, int64_t sequences) {
+    const int64_t width = qkv_size();
+    prompts_.clear();
+    std::vector<int64_t> places;
+    int64_t place = 0, most = 0;
+    for (int64_t i = task.batch.rows; i < sequences; ++i) {
+      PrefillTask prompt{};
+      prompt.q = prompt.out = view_.qkv + query_start[i] * width;
+      prompt.q_step = prompt.out_step = width;
+      prompt.heads = model_.heads, prompt.scoring = model_.scoring;
+      prompt.query_len = query_start[i + 1] - query_start[i], prompt.total_len = task.batch.total_len[i];
+      prompt.table = task.batch.block_table + i * task.batch.table_step;
+      prompt.kv = task.kv, prompt.dims = task.kv.dims();
+      prompt.memory = view_.memory, prompt.memory_step = view_.memory_step;
+      require(prompt.query_len > 0 && query_start[i + 1] <= task.rows && prompt.query_len <= prompt.total_len &&
+                  prompt.total_len <= task.batch.table_step * task.kv.block_size, "a sequence is longer than its blocks");
+      const int64_t bytes = (prefill_bytes(prompt) + 63) / 64 * 64;
+      if (place + bytes > kPackedTogether) place = 0;
+      places.push_back(place);
+      place += bytes;
+      most = std::max(most, place);
+      prompts_.push_back(prompt);
+    }
+    require(query_start[sequences] == task.rows && query_start[task.batch.rows] == task.batch.rows,
+            "tokens, batch and result do not fit each other");
+    if (static_cast<int64_t>(packed_kv_.size()) < most + 64) packed_kv_.resize(most + 64);
+    for (size_t i = 0; i < prompts_.size(); ++i) prompts_[i].packed = aligned(packed_kv_) + places[i];
+    task.prompts = prompts_.data(), task.num_prompts = static_cast<int64_t>(prompts_.size());
+  }
+
+  int64_t qkv_size() const { return (model_.heads + 2 * model_.kv_heads) * model_.dim; }
+
+  static uint8_t* aligned(std::vector<uint8_t>& bytes) {
+    return bytes.data() + (64 - reinterpret_cast<uintptr_t>(bytes.data()) % 64) % 64;
+  }
+
   void allocate() {
-    const int64_t qkv = (model_.heads + 2 * model_.kv_heads) * model_.dim, q = model_.heads * model_.dim;
-    const int64_t widest = model_.hidden > q ? model_.hidden : q;
-    view_.local_step = (max_rows_ * widest + 127) / 64 * 64;
-    view_.codes_step = (quantised_bytes(max_rows_, std::max(widest, model_.inner)) + 127) / 64 * 64;
-    codes_.resize(kernels_->threads() * view_.codes_step);
+    const int64_t q = model_.heads * model_.dim, widest = std::max(model_.hidden, q), inner = std::max(widest, model_.inner);
+    const int64_t threads = kernels_->threads(), group = model_.heads / model_.kv_heads;
+    const auto apart = [](int64_t count) { return (count + 127) / 64 * 64; };
+    view_.own_step = apart(kOwnRows * widest);
+    view_.own_codes_step = apart(quantised_bytes(kOwnRows, inner));
+    const int64_t shared_codes = apart(quantised_bytes(max_rows_, inner));
+    codes_.resize(shared_codes + threads * view_.own_codes_step);
     view_.codes = codes_.data();
-    const int64_t shared = max_rows_ * (model_.hidden + qkv + model_.inner) + 192;
-    scratch_.resize(shared + 64 + kernels_->threads() * view_.local_step);
-    view_.memory_step = token_memory(model_.heads / model_.kv_heads, {model_.dim, model_.dim});
-    memory_.resize(kernels_->threads() * view_.memory_step + 64);
-    view_.memory = memory_.data() + (64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64) % 64;
-    partial_.resize(decode_floats(max_rows_, model_.heads, model_.dim));
-    view_.partial = partial_.data();
+    view_.own_codes = view_.codes + shared_codes;
+    const int64_t residual = apart(max_rows_ * model_.hidden), qkv = apart(max_rows_ * qkv_size());
+    const int64_t act = apart(max_rows_ * model_.inner), x = apart(max_rows_ * widest);
+    scratch_.resize(residual + qkv + act + x + threads * view_.own_step);
     view_.residual = scratch_.data();
-    view_.qkv = view_.residual + max_rows_ * model_.hidden + 64;
-    view_.act = view_.qkv + max_rows_ * qkv + 64;
-    view_.local = scratch_.data() + shared;
+    view_.qkv = view_.residual + residual;
+    view_.act = view_.qkv + qkv;
+    view_.x = view_.act + act;
+    view_.own_x = view_.x + x;
+    const HeadDims dims{model_.dim, model_.dim};
+    view_.memory_step = std::max(token_memory(group, dims), prefill_memory(group, dims));
+    memory_.resize(threads * view_.memory_step + 64);
+    view_.memory = aligned(memory_);
+    partial_.resize(decode_floats(max_decodes_, model_.heads, model_.dim));
+    view_.partial = partial_.data();
   }
 
   std::shared_ptr<NativeKernels> kernels_;
@@ -126,13 +174,14 @@ class NativeStep {
   std::vector<uint16_t> scratch_;
   std::vector<uint8_t> codes_;
   std::vector<float> partial_;
-  std::vector<uint8_t> memory_;
+  std::vector<uint8_t> memory_, packed_kv_;
+  std::vector<PrefillTask> prompts_;
   std::vector<Array> bound_;
   std::vector<int64_t> best_;
   StepTask task_{};
   StepModel model_{};
   StepScratch view_{};
-  int64_t max_rows_;
+  int64_t max_rows_, max_decodes_;
 };
 
 }  // namespace kvferry

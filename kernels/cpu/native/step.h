@@ -1,130 +1,62 @@
-// One decode step of a whole decoder: all layers of a batch of single tokens, in one run of the team. Five barriers a
-// layer; what is cheap (norms, the merge of attention) every thread does for itself instead of waiting for another.
+// One step of a whole decoder: all layers of a batch of decodes and chunks of prompts, in one run of the team. What is cheap
+// (norms, the merge of attention) every thread does for itself where rows are few, instead of waiting for another.
 #pragma once
 
-#include "decode.h"
 #include "dense.h"
 #include "draw.h"
-#include "elementwise.h"
 #include "lookup.h"
-#include "rope.h"
+#include "step_attention.h"
 
 namespace kvferry {
 namespace {
 
-struct StepView {
-  const StepTask& task;
-  const StepModel& model;
-  const Batch& batch;
-  bf16* local;
-  uint8_t* codes;
-  Barrier& barrier;
-  int member;
-
-  int64_t q_size() const { return model.heads * model.dim; }
-  int64_t qkv_size() const { return (model.heads + 2 * model.kv_heads) * model.dim; }
-};
-
-KVF_INLINE void norm_rows(const StepView& s, const void* weight, bf16* out, Share rows) {
-  for (int64_t row = rows.begin; row < rows.end; ++row)
-    norm_row<bf16>(s.task.scratch.residual + row * s.model.hidden, nullptr, static_cast<const bf16*>(weight),
-                   out + row * s.model.hidden, nullptr, s.model.hidden, s.model.eps);
-}
-
-// One head of q or k: normed where the model has such a norm, rotated where the layer is.
-KVF_INLINE void prepare_head(const StepView& s, const StepLayer& layer, const bf16* x, const void* norm,
-                             int64_t position, bf16* out) {
-  bf16 normed[kMaxDim];
-  if (norm != nullptr) {
-    norm_row<bf16>(x, nullptr, static_cast<const bf16*>(norm), normed, nullptr, s.model.dim, s.model.eps);
-    x = normed;
+// A phase of `items` of a dense layer: use(inputs) returns what is called for an item. make(x, rows) writes these rows of x,
+// every thread all of them for itself where they are few, else each a part of them in a phase before. made: x, where they
+// are there already.
+template <class Make, class Use>
+KVF_INLINE void through(const StepView& s, const Dense& dense, int64_t items, const bf16* made, Make make, Use use) {
+  const StepScratch& scratch = s.task.scratch;
+  const int64_t count = s.rows();
+  const bool together = count > kOwnRows;
+  bf16* own = together ? scratch.x : scratch.own_x + s.member * scratch.own_step;
+  uint8_t* codes = together ? scratch.codes : scratch.own_codes + s.member * scratch.own_codes_step;
+  const bf16* x = made != nullptr ? made : own;
+  const auto inputs = [&](Share rows) {
+    if (made == nullptr) make(own, rows);
+    return inputs_of(dense, x, dense.in, count, codes, rows);
+  };
+  if (together && (made == nullptr || dense.quantised)) {
+    s.barrier.each_run(count, s.member, [&](Share rows) { inputs(rows); });
+    s.barrier.wait(s.member);
   }
-  if (layer.rotated)
-    rotate(x, s.model.rope, position, s.model.dim, out);
-  else
-    copy(out, x, s.model.dim);
-}
-
-KVF_INLINE void prepare_queries(const StepView& s, const StepLayer& layer, int64_t row, int64_t kv_head, bf16* out) {
-  const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads;
-  const bf16* q = s.task.scratch.qkv + row * s.qkv_size() + kv_head * group * dim;
-  for (int64_t h = 0; h < group; ++h)
-    prepare_head(s, layer, q + h * dim, layer.q_norm, s.batch.positions[row], out + h * dim);
-}
-
-KVF_INLINE void write_new(const StepView& s, const StepLayer& layer, const KVLayer& kv, int64_t row, int64_t head) {
-  const bf16* k = s.task.scratch.qkv + row * s.qkv_size() + s.q_size() + head * s.model.dim;
-  alignas(64) bf16 turned[kMaxDim];
-  prepare_head(s, layer, k, layer.k_norm, s.batch.positions[row], turned);
-  write_slot(kv, s.batch.slots[row], head, turned, k + s.model.kv_heads * s.model.dim);
-}
-
-// All rows' new K and V, where rows read those of others.
-KVF_INLINE void write_chained(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
-  s.barrier.each_run(s.batch.rows * s.model.kv_heads, s.member, [&](Share items) {
-    for (int64_t i = items.begin; i < items.end; ++i)
-      write_new(s, layer, kv, i / s.model.kv_heads, i % s.model.kv_heads);
+  s.barrier.each(items, s.member, [&] {
+    return use(together ? Inputs{x, dense.in, Quantised(codes, count, dense.in)} : inputs({0, count}));
   });
   s.barrier.wait(s.member);
 }
 
-// Where rows are of sequences of their own, the row's last chunk writes the new K and V: no other chunk reads them.
-KVF_INLINE void attend_step(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
-  const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads, step = partial_floats(dim);
-  visit_pieces(s.batch, s.model.kv_heads, layer.window, s.member, s.barrier, [&](const Piece& piece, const Span* after) {
-    const int64_t row = piece.row, head = piece.span.head;
-    alignas(64) bf16 turned[kMaxGroup * kMaxDim];
-    prepare_queries(s, layer, row, head, turned);
-    if (piece.last && !s.task.chained) write_new(s, layer, kv, row, head);
-    float* partial = partial_of(s.task.scratch.partial, row, head * group, s.model.heads, dim) + piece.chunk * step;
-    attend_any<bf16>(turned, group, kv, piece.span, after, s.model.scoring, partial, kMaxChunks * step);
+constexpr auto kNothing = [](bf16*, Share) {};
+
+// y [rows, out] = the dense layer of what make() makes.
+template <class T, class Make>
+KVF_INLINE void dense_of(const StepView& s, const Dense& dense, Make make, T* y) {
+  const PanelItems items(s.rows(), dense.in, dense.count());
+  through(s, dense, items.count(), nullptr, make, [&](const Inputs& inputs) {
+    return [&, inputs](int64_t item) { dense_item(dense, inputs, items, item, y, dense.out); };
   });
 }
 
-// In the arithmetic of prefill; results take the place of the queries.
-KVF_INLINE void attend_step_blocks(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
-  const int64_t dim = s.model.dim, group = s.model.heads / s.model.kv_heads;
-  const auto visit = [&](int64_t item) {
-    const int64_t row = item / s.model.kv_heads, head = item % s.model.kv_heads;
-    alignas(64) bf16 turned[kMaxGroup * kMaxDim];
-    prepare_queries(s, layer, row, head, turned);
-    if (!s.task.chained) write_new(s, layer, kv, row, head);
-    const Sequence sequence{kv, s.batch.block_table + row * s.batch.table_step, head, layer.window, s.model.scoring};
-    attend_token(sequence, s.batch.positions[row], turned, group,
-                 s.task.scratch.memory + s.member * s.task.scratch.memory_step,
-                 s.task.scratch.qkv + row * s.qkv_size() + head * group * dim);
-  };
-  s.barrier.each(s.batch.rows * s.model.kv_heads, s.member, [&] { return visit; });
-}
-
-KVF_INLINE void gather_heads(const StepView& s) {
-  for (int64_t row = 0; row < s.batch.rows; ++row)
-    copy(s.local + row * s.q_size(), s.task.scratch.qkv + row * s.qkv_size(), s.q_size());
-}
-
-KVF_INLINE void merge_heads(const StepView& s, const StepLayer& layer) {
-  for (int64_t row = 0; row < s.batch.rows; ++row) {
-    const int64_t count = chunks_of(s.batch.total_len[row], layer.window).count;
-    for (int64_t head = 0; head < s.model.heads; ++head)
-      merge(partial_of(s.task.scratch.partial, row, head, s.model.heads, s.model.dim), count, s.model.dim,
-            s.model.scoring.sink(head), s.local + row * s.q_size() + head * s.model.dim);
-  }
-}
-
-// Every thread quantises all rows for itself: cheaper than a barrier.
-KVF_INLINE Inputs step_inputs(const StepView& s, const Dense& dense, const bf16* x) {
-  return inputs_of(dense, x, dense.in, s.batch.rows, s.codes, {0, s.batch.rows});
-}
-
-// residual += the dense layer of x(), both rounded as if stored.
+// residual += the dense layer of x, both rounded as if stored.
 template <class Make>
-KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, Make x) {
-  s.barrier.each(dense.count(), s.member, [&] {
-    return [&, inputs = step_inputs(s, dense, x())](int64_t p) {
-      multiply(inputs, 0, s.batch.rows, dense, p, [&](int64_t row, const float* values) {
-        bf16* to = s.task.scratch.residual + row * s.model.hidden + p * kPanel;
+KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, const bf16* made, Make make) {
+  const PanelItems items(s.rows(), dense.in, dense.count());
+  through(s, dense, items.count(), made, make, [&](const Inputs& inputs) {
+    return [&, inputs](int64_t item) {
+      const int64_t left = items.panel(item) * kPanel;
+      multiply(inputs, items.first(item), items.height(item), dense, items.panel(item), [&](int64_t row, const float* values) {
+        bf16* to = s.task.scratch.residual + row * s.model.hidden + left;
         for (int c = 0; c < kPanel; c += kLanes) {
-          const Floats value = rounded_to(biased(dense, p * kPanel + c, load(values + c)), to);
+          const Floats value = rounded_to(biased(dense, left + c, load(values + c)), to);
           store(to + c, load(to + c) + value);
         }
       });
@@ -133,14 +65,14 @@ KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, Make 
 }
 
 // act = silu(gate) * up: the thread that makes columns of the gate makes the same ones of up.
-KVF_INLINE void gate_panel(const StepView& s, const Dense& dense, const Inputs& inputs, int64_t p) {
-  const int64_t inner = s.model.inner, half = inner / kPanel;
+KVF_INLINE void gate_item(const StepView& s, const Dense& dense, const Inputs& inputs, const PanelItems& items, int64_t item) {
+  const int64_t inner = s.model.inner, p = items.panel(item), first = items.first(item), height = items.height(item);
   bf16* act = s.task.scratch.act + p * kPanel;
-  multiply(inputs, 0, s.batch.rows, dense, p, [&](int64_t row, const float* values) {
+  multiply(inputs, first, height, dense, p, [&](int64_t row, const float* values) {
     for (int c = 0; c < kPanel; c += kLanes)
       store(act + row * inner + c, biased(dense, p * kPanel + c, load(values + c)));
   });
-  multiply(inputs, 0, s.batch.rows, dense, half + p, [&](int64_t row, const float* values) {
+  multiply(inputs, first, height, dense, items.panels + p, [&](int64_t row, const float* values) {
     for (int c = 0; c < kPanel; c += kLanes) {
       bf16* to = act + row * inner + c;
       const Floats up = rounded_to(biased(dense, inner + p * kPanel + c, load(values + c)), to);
@@ -149,40 +81,29 @@ KVF_INLINE void gate_panel(const StepView& s, const Dense& dense, const Inputs& 
   });
 }
 
-KVF_INLINE const bf16* normed(const StepView& s, const void* weight) {
-  norm_rows(s, weight, s.local, {0, s.batch.rows});
-  return s.local;
-}
-
 KVF_INLINE void run_layer(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
-  const StepTask& t = s.task;
-  dense_together(layer.qkv, [&] { return step_inputs(s, layer.qkv, normed(s, layer.input_norm)); }, s.batch.rows,
-                 t.scratch.qkv, s.qkv_size(), s.member, s.barrier);
-  s.barrier.wait(s.member);
-  if (t.chained) write_chained(s, layer, kv);
+  const auto normed = [&](const void* weight) {
+    return [&s, weight](bf16* x, Share rows) { norm_rows(s, weight, x, rows); };
+  };
+  dense_of(s, layer.qkv, normed(layer.input_norm), s.task.scratch.qkv);
+  if (s.rows() > s.batch.rows) prepare_prompts(s, layer, kv);
+  if (s.task.chained) write_chained(s, layer, kv);
   s.model.batch_invariant ? attend_step_blocks(s, layer, kv) : attend_step(s, layer, kv);
   s.barrier.wait(s.member);
-  dense_onto_residual(s, layer.o, [&] {
-    s.model.batch_invariant ? gather_heads(s) : merge_heads(s, layer);
-    return s.local;
+  attend_prompts(s, layer, kv);
+  dense_onto_residual(s, layer.o, nullptr, [&](bf16* x, Share rows) { gather(s, layer, x, rows); });
+  const PanelItems gates(s.rows(), layer.gate_up.in, s.model.inner / kPanel);
+  through(s, layer.gate_up, gates.count(), nullptr, normed(layer.post_norm), [&](const Inputs& inputs) {
+    return [&, inputs](int64_t item) { gate_item(s, layer.gate_up, inputs, gates, item); };
   });
-  s.barrier.wait(s.member);
-  s.barrier.each(s.model.inner / kPanel, s.member, [&] {
-    return [&, inputs = step_inputs(s, layer.gate_up, normed(s, layer.post_norm))](int64_t p) {
-      gate_panel(s, layer.gate_up, inputs, p);
-    };
-  });
-  s.barrier.wait(s.member);
-  dense_onto_residual(s, layer.down, [&] { return t.scratch.act; });
-  s.barrier.wait(s.member);
+  dense_onto_residual(s, layer.down, s.task.scratch.act, kNothing);
 }
 
 void run_step(void* argument, int member, int, Barrier& barrier) {
   const StepTask& t = *static_cast<StepTask*>(argument);
   const StepModel& m = *t.model;
-  StepView s{t, m, t.batch, t.scratch.local + member * t.scratch.local_step,
-             t.scratch.codes + member * t.scratch.codes_step, barrier, member};
-  barrier.each_run(t.batch.rows, member, [&](Share rows) {
+  const StepView s{t, m, t.batch, barrier, member};
+  barrier.each_run(t.rows, member, [&](Share rows) {
     for (int64_t row = rows.begin; row < rows.end; ++row)
       read_row(m.embedding, t.tokens[row], t.scratch.residual + row * m.hidden);
   });
@@ -193,12 +114,10 @@ void run_step(void* argument, int member, int, Barrier& barrier) {
     run_layer(s, m.layers[index], kv);
   }
   if (t.logits == nullptr) {
-    barrier.each_run(t.batch.rows, member, [&](Share rows) { norm_rows(s, m.norm, static_cast<bf16*>(t.out), rows); });
+    barrier.each_run(t.rows, member, [&](Share rows) { norm_rows(s, m.norm, static_cast<bf16*>(t.out), rows); });
   } else {
-    dense_together(m.head, [&] { return step_inputs(s, m.head, normed(s, m.norm)); }, t.batch.rows, t.logits, m.head.out,
-                   member, barrier);
-    barrier.wait(member);
-    barrier.each_run(t.batch.rows, member, [&](Share rows) {
+    dense_of(s, m.head, [&](bf16* x, Share rows) { norm_rows(s, m.norm, x, rows); }, t.logits);
+    barrier.each_run(t.rows, member, [&](Share rows) {
       const DrawRow all_allowed{};
       for (int64_t row = rows.begin; row < rows.end; ++row)
         t.best[row] = first_largest({t.logits + row * m.head.out, m.head.out, all_allowed, kLeast});

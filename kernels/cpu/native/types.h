@@ -162,51 +162,6 @@ struct DrawTask {
 // A vocabulary in whole vectors of any width, four by four.
 inline int64_t draw_floats(int64_t vocab) { return (vocab + 63) / 64 * 64; }
 
-struct StepLayer {
-  const void *input_norm, *post_norm, *q_norm, *k_norm;
-  Dense qkv, o, gate_up, down;
-  bool rotated;
-  int64_t window;
-};
-
-// A whole decoder, for rows of one token each.
-struct StepModel {
-  Dense embedding, head;
-  const void* norm;
-  const StepLayer* layers;
-  int64_t num_layers, hidden, inner, heads, kv_heads, dim;
-  Rope rope;
-  float eps;
-  Scoring scoring;
-  bool batch_invariant;  // attention block by block, as in prefill
-};
-
-// Buffers of a step for up to max_rows rows; local, codes and memory (token_memory() bytes): one of each thread,
-// `local_step` elements, `codes_step` and `memory_step` bytes apart.
-struct StepScratch {
-  uint16_t *residual, *qkv, *act, *local;
-  uint8_t* codes;
-  float* partial;
-  uint8_t* memory;
-  int64_t local_step, codes_step, memory_step;
-};
-
-// Of `tokens`: out [rows, hidden] = their hidden states after the final norm, or logits [rows, vocabulary] and best [rows],
-// where each row's largest lies; what is not made is null. layer_step: bytes between layers of kv.
-// chained: some rows read what others write in this step.
-struct StepTask {
-  bool chained;
-  const StepModel* model;
-  StepScratch scratch;
-  Batch batch;
-  const int64_t* tokens;
-  KVLayer kv;
-  int64_t layer_step;
-  void* out;
-  float* logits;
-  int64_t* best;
-};
-
 struct ReadTask {
   const void* data;
   int64_t bytes;
