@@ -117,7 +117,7 @@ class Kernels:
         """Multiply in registers with all threads; the number of floating point operations done."""
 
 class Step:
-    """A decoder recorded for batches of decodes and chunks of prompts, `max_rows` tokens, `max_decodes` of them decodes."""
+    """A decoder recorded for decodes and chunks of prompts: `max_rows` tokens, of them `max_decodes` decodes."""
 
     def __init__(
         self,
