@@ -9,7 +9,9 @@ from itertools import pairwise
 
 import torch
 
+from kernels.blocks import FORMATS, codes_of
 from kernels.codes import Codes
+from kernels.step import Stored
 
 INT4, INT8, FP4, FP8 = "W4A16", "W8A16", "FP4", "FP8"
 _HALVES = (INT4, FP4)
@@ -121,6 +123,15 @@ def form_of(codes: Codes, minima: torch.Tensor | None = None) -> CodedForm | Non
         laid = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
     least = None if minima is None else _narrow(minima)
     return CodedForm(kind, laid.contiguous(), _narrow(own.scales), offsets, least, group, tile, order)
+
+
+def form_of_stored(part: Stored) -> CodedForm | None:
+    """As `form_of`; rows of a GGUF's blocks are taken apart, those for INT8 are quantised."""
+    if isinstance(part, Codes):
+        return form_of(part)
+    if part.kind in FORMATS:
+        return form_of(*codes_of(part))
+    return form_of(int8_of(part.data.view(torch.bfloat16))) if part.kind == "INT8" else None
 
 
 def int8_of(weight: torch.Tensor) -> Codes:
