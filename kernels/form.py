@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import torch
 
-from kernels.blocks import FORMATS, codes_of
-from kernels.codes import Codes
+from kernels.blocks import FORMATS, taken_apart
+from kernels.codes import Codes, Levels
 from kernels.step import Stored
 
 INT4, INT8, FP4, FP8 = "W4A16", "W8A16", "FP4", "FP8"
@@ -25,22 +25,24 @@ _E2M1 = 12
 _EXACT = 256
 """Integers up to it are numbers of bfloat16."""
 _TILE = 128
+Found = tuple[str, torch.Tensor, torch.Tensor | None]
+"""Kind, codes uint8 [out, in], and offsets as in a form."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodedForm:
     """codes: uint8 [out, in], or [out, in / 2] of four bits, where a byte of each `tile` inputs has one of its first
-    half in its lower four bits, and the one that lies half a tile behind. scales: float16 or float32 [out, groups],
-    each of `group` neighbouring inputs; a tile, or each half of one of four bits, lies within a group. offsets: int16
-    [out, groups], what is added to codes, or None. minima: float16 or float32 [out, groups], what is added to codes
-    times scales, or None. Codes of INT4 lie 8 above theirs where there is neither. order: int64 [in], the input that
-    stands at each place, or None: all stand at their own."""
+    half in its lower four bits, and the one that lies half a tile behind. scales: of [out, groups], each of `group`
+    neighbouring inputs; a tile, or each half of one of four bits, lies within a group. offsets: int16 [out, groups],
+    what is added to codes, or None. minima: of [out, groups], what is added to codes times scales, or None. Codes of
+    INT4 lie 8 above theirs where there is neither. order: int64 [in], the input that stands at each place, or None: all
+    stand at their own."""
 
     kind: str
     codes: torch.Tensor
-    scales: torch.Tensor
+    scales: Levels
     offsets: torch.Tensor | None
-    minima: torch.Tensor | None
+    minima: Levels | None
     group: int
     tile: int
     order: torch.Tensor | None
@@ -48,12 +50,13 @@ class CodedForm:
     @property
     def unit(self) -> int:
         """Inputs of a tile that belong to one group."""
-        return self.tile if self.scales.shape[1] == 1 else min(self.tile, _tile(self.group))
+        return self.tile if self.scales.groups == 1 else min(self.tile, _tile(self.group))
 
     @property
     def memory(self) -> int:
         """Bytes."""
-        return sum(part.nbytes for part in (self.codes, self.scales, self.offsets, self.minima) if part is not None)
+        levels = sum(part.memory for part in (self.scales, self.minima) if part is not None)
+        return levels + sum(part.nbytes for part in (self.codes, self.offsets) if part is not None)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """float32 [n, in] of outputs `ids`, int64 [n]."""
@@ -72,9 +75,9 @@ class CodedForm:
         columns = torch.arange(values.shape[1], device=values.device) // self.group
         if self.offsets is not None:
             values += self.offsets[ids][:, columns]
-        values *= self.scales[ids].float()[:, columns]
+        values *= self.scales.numbers(ids)[:, columns]
         if self.minima is not None:
-            values += self.minima[ids].float()[:, columns]
+            values += self.minima.numbers(ids)[:, columns]
         return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
 
     def joins(self, other: CodedForm) -> bool:
@@ -85,44 +88,26 @@ class CodedForm:
         return (
             all(getattr(self, name) == getattr(other, name) for name in plain)
             and (self.offsets is None) == (other.offsets is None)
-            and self.scales.dtype == other.scales.dtype
-            and getattr(self.minima, "dtype", None) == getattr(other.minima, "dtype", None)
+            and self.scales.alike(other.scales)
+            and (other.minima is None if self.minima is None else self.minima.alike(other.minima))
             and same_order
         )
 
 
-def form_of(codes: Codes, minima: torch.Tensor | None = None) -> CodedForm | None:
-    """On the device of the codes. minima: float32 [out, groups], which are added to codes times scales; codes are
-    integers then, below 0 for none. None: they are of another kind, or their groups are no whole tiles."""
+def form_of(codes: Codes) -> CodedForm | None:
+    """On the device of the codes. None: they are of another kind, or their groups are no whole tiles."""
     own, columns = codes.by_output(), codes.values.shape[1]
-    order, values = None, own.values
+    order, values, scales = None, own.values, Levels(_narrow(own.scales))
     if codes.order is not None:
         order = codes.order.argsort(stable=True)
         if columns % codes.scales.shape[1] or bool((codes.order.bincount() != codes.group).any()):
             return None
         values = values[:, order]
-    group = codes.group
     if values.dtype == torch.float8_e4m3fn:
-        kind, laid, offsets = FP8, values.view(torch.uint8), None
-    elif values.is_floating_point() or columns % group:
+        return _laid((FP8, values.view(torch.uint8), None), scales, None, codes.group, order)
+    if values.is_floating_point() or columns % codes.group:
         return None
-    else:
-        found = _integers(values, group) if minima is None else _above_minima(values)
-        if found is None:
-            return None
-        kind, laid, offsets = found
-    whole, halved = group >= columns, kind in _HALVES
-    tile = _TILE if whole and not halved and minima is None else _tile(group)
-    if tile < 16:
-        return None
-    if halved:
-        tile = max(2 * 16, tile)
-        if columns % tile:
-            return None
-        halves = laid.view(len(laid), -1, 2, tile // 2)
-        laid = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
-    least = None if minima is None else _narrow(minima)
-    return CodedForm(kind, laid.contiguous(), _narrow(own.scales), offsets, least, group, tile, order)
+    return _laid(_integers(values, codes.group), scales, None, codes.group, order)
 
 
 def form_of_stored(part: Stored) -> CodedForm | None:
@@ -130,8 +115,30 @@ def form_of_stored(part: Stored) -> CodedForm | None:
     if isinstance(part, Codes):
         return form_of(part)
     if part.kind in FORMATS:
-        return form_of(*codes_of(part))
+        values, scales, minima = taken_apart(part)
+        group = values.shape[1] // scales.groups
+        return _laid(_integers(values, group) if minima is None else _above_minima(values), scales, minima, group)
     return form_of(int8_of(part.data.view(torch.bfloat16))) if part.kind == "INT8" else None
+
+
+def _laid(
+    found: Found | None, scales: Levels, minima: Levels | None, group: int, order: torch.Tensor | None = None
+) -> CodedForm | None:
+    """What was found of codes, as it lies in memory."""
+    if found is None:
+        return None
+    kind, codes, offsets = found
+    columns, halved = codes.shape[1], kind in _HALVES
+    tile = _TILE if group >= columns and not halved and minima is None else _tile(group)
+    if tile < 16:
+        return None
+    if halved:
+        tile = max(2 * 16, tile)
+        if columns % tile:
+            return None
+        halves = codes.view(len(codes), -1, 2, tile // 2)
+        codes = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+    return CodedForm(kind, codes.contiguous(), scales, offsets, minima, group, tile, order)
 
 
 def int8_of(weight: torch.Tensor) -> Codes:
@@ -151,20 +158,21 @@ def _joined(forms: Sequence[CodedForm]) -> CodedForm:
     first = forms[0]
     offsets = [form.offsets for form in forms if form.offsets is not None]
     minima = [form.minima for form in forms if form.minima is not None]
+    codes = torch.cat([form.codes for form in forms])
     return CodedForm(
         first.kind,
-        torch.cat([form.codes for form in forms]),
-        torch.cat([form.scales for form in forms]),
+        codes,
+        Levels.laid([form.scales for form in forms], len(codes)),
         torch.cat(offsets) if offsets else None,
-        torch.cat(minima) if minima else None,
+        Levels.laid(minima, len(codes)) if minima else None,
         first.group,
         first.tile,
         first.order,
     )
 
 
-def _integers(values: torch.Tensor, group: int) -> tuple[str, torch.Tensor, torch.Tensor | None] | None:
-    """(kind, codes uint8 [out, in], offsets); None: they do not fit eight bits, or not bfloat16."""
+def _integers(values: torch.Tensor, group: int) -> Found | None:
+    """None: they do not fit eight bits, or not bfloat16."""
     grouped = values.view(len(values), -1, group).to(torch.int16)
     low, high = grouped.aminmax(dim=-1)
     apart, least, most = int((high - low).max()), int(low.min()), int(high.max())
@@ -182,8 +190,8 @@ def _integers(values: torch.Tensor, group: int) -> tuple[str, torch.Tensor, torc
     return None
 
 
-def _above_minima(values: torch.Tensor) -> tuple[str, torch.Tensor, None]:
-    """As `_integers`, of codes from 0 to 127."""
+def _above_minima(values: torch.Tensor) -> Found:
+    """Of codes from 0 to 127."""
     most = int(values.max())
     return (INT4 if most <= _NIBBLES else INT8), values.view(torch.uint8), None
 

@@ -57,13 +57,24 @@ def number(code, shift, x, KIND: tl.constexpr, OFFSETS: tl.constexpr, MINIMA: tl
     return value.to(x.dtype)
 
 
+@triton.jit
+def level(fine, coarse, group, used, SHARED: tl.constexpr):
+    """float32 of groups [OUTS]; coarse is read if SHARED, by so many groups each."""
+    found = tl.load(fine + group, mask=used, other=0).to(tl.float32)
+    if SHARED:
+        found *= tl.load(coarse + group // SHARED, mask=used, other=0.0).to(tl.float32)
+    return found
+
+
 @triton.jit(do_not_specialize=["rows", "share"])
 def product_kernel(
     x,
     codes,  # uint8 [outputs, bytes]
     scales,  # [outputs, groups]
+    coarse_scales,  # [outputs, groups / SHARED]
     offsets,  # int16 [outputs, groups], read if OFFSETS
     minima,  # [outputs, groups], read if MINIMA
+    coarse_minima,
     sums,  # float32 [rows, sums], of UNIT inputs each, read if MINIMA
     bias,  # [outputs], read if BIASED
     out,
@@ -83,6 +94,7 @@ def product_kernel(
     WHOLE: tl.constexpr,  # one scale an output
     EVEN: tl.constexpr,  # inputs are whole tiles
     UNIT: tl.constexpr,  # inputs of a tile that share a scale
+    SHARED: tl.constexpr,  # groups of a coarse scale, and of a coarse minimum, or 0
     OFFSETS: tl.constexpr,
     MINIMA: tl.constexpr,
     BIASED: tl.constexpr,
@@ -135,10 +147,10 @@ def product_kernel(
                 if WHOLE:
                     acc = added
                 else:
-                    acc += added * tl.load(scales + group, mask=used, other=0.0).to(tl.float32)[None, :]
+                    acc += added * level(scales, coarse_scales, group, used, SHARED)[None, :]
                 if MINIMA:
                     total = tl.load(sums + row * (columns // UNIT) + start // UNIT, mask=there, other=0.0)
-                    acc += total[:, None] * tl.load(minima + group, mask=used, other=0.0).to(tl.float32)[None, :]
+                    acc += total[:, None] * level(minima, coarse_minima, group, used, SHARED)[None, :]
     if WHOLE:
         acc *= scale[None, :]
     if BIASED:
@@ -215,22 +227,25 @@ def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: to
     splits = kv_splits(wide, tiles, processors) if ordered else 1
     parts = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device) if splits > 1 else out
     added = out if bias is None else bias
-    unit, offsets, minima, sums = form.unit, form.offsets, form.minima, out
-    if minima is not None:
+    unit, scales, offsets, sums = form.unit, form.scales, form.offsets, out
+    minima = form.minima or scales
+    if form.minima:
         units = columns // unit
         sums = torch.empty(rows, units, dtype=torch.float32, device=x.device)
         inputs_kernel[(rows, triton.cdiv(units, _SUMS))](
             x, sums, units, x.stride(0), UNIT=unit, BLOCK=_SUMS, num_warps=4
         )
     product_kernel[(triton.cdiv(rows, tile.rows) * wide, splits)](
-        x, form.codes, form.scales, form.codes if offsets is None else offsets,
-        form.scales if minima is None else minima, sums, added, parts,
-        rows, outputs, columns, form.scales.shape[1], triton.cdiv(tiles, splits),
+        x, form.codes, scales.fine, scales.fine if scales.coarse is None else scales.coarse,
+        form.codes if offsets is None else offsets,
+        minima.fine, minima.fine if minima.coarse is None else minima.coarse, sums, added, parts,
+        rows, outputs, columns, scales.groups, triton.cdiv(tiles, splits),
         x.stride(0), parts.stride(-2), parts.stride(0) if splits > 1 else 0,
         KIND=form.kind, ROWS=tile.rows, OUTS=tile.keys, TILE=form.tile, GROUP=form.group,
-        WHOLE=form.scales.shape[1] == 1 and minima is None, EVEN=columns % form.tile == 0, UNIT=unit,
-        OFFSETS=offsets is not None, MINIMA=minima is not None, BIASED=bias is not None and splits == 1, BAND=_BAND,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+        WHOLE=scales.groups == 1 and not form.minima, EVEN=columns % form.tile == 0, UNIT=unit, SHARED=scales.shared,
+        OFFSETS=offsets is not None, MINIMA=form.minima is not None, BIASED=bias is not None and splits == 1,
+        BAND=_BAND, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         block = min(1024, power_of_two(outputs))
