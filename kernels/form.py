@@ -123,6 +123,7 @@ def _laid(
     """What was found of codes, as it lies in memory."""
     if found is None:
         return None
+    assert minima is None or minima.shared == scales.shared
     kind, codes, offsets = found
     columns, spans = codes.shape[1], SPANS[kind]
     tile = _TILE if group >= columns and spans == 1 and minima is None else _tile(group)
