@@ -127,7 +127,7 @@ test-avx512: $(VENV)/test.done
 	$(call built,avx512,KVFERRY_EMULATED=$(CURDIR)/tests/kernels/avx512.h)
 	$(VENV)/avx512/bin/python -P -m pytest -k "avx512 or amx or avx_vnni or packed" $(EMULATED_TESTS)
 
-# Debian's g++-aarch64-linux-gnu, qemu-user-static and mmdebstrap; ten minutes. CPU: a processor that QEMU knows.
+# Debian's g++-aarch64-linux-gnu, qemu-user-static and mmdebstrap; half an hour. CPU: a processor that QEMU knows.
 test-arm: $(VENV)/test.done
 	CPU=$(or $(CPU),max) PYTHON=$(BIN)/python FOLDER=$(VENV)/arm64 tests/kernels/arm64.sh $(NATIVE_TESTS) $(PYTEST_ARGS)
 

@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from protocol.layout import blocks_for
+from protocol.layout import KVLayout, blocks_for
 from protocol.work import Generate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -97,6 +97,16 @@ def shuffled_plan(query_len: int, total_len: int, seqs: int):  # type: ignore[no
     return BatchPlan(positions, slots, table, starts, total, *lens, decodes, 16), seqs * per
 
 
+def random_pool(blocks: int, layers: int, heads: int, dim: int, planes: int = 2):  # type: ignore[no-untyped-def]
+    """K and V in the memory that a node's pool has: on small pages, reading it would measure how these are found."""
+    import torch
+
+    from node.pool_memory import make_pool
+
+    pool = make_pool(KVLayout(layers, heads, dim, "bfloat16", 16, planes), blocks, torch.device("cpu"))
+    return pool.copy_(torch.randn(pool.shape))
+
+
 def bench_attention(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
     import torch
 
@@ -105,7 +115,7 @@ def bench_attention(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-
     reference, heads, kv_heads, dim, layers = ReferenceOps(), 9, 3, 64, 6
     for seqs, query_len, total_len in [(s, 1, n) for s, n in DECODES] + [(1, n, n) for n in PREFILLS]:
         plan, blocks = shuffled_plan(query_len, total_len, seqs)
-        pool = torch.randn(blocks, layers, 2, kv_heads, 16, dim).bfloat16()
+        pool = random_pool(blocks, layers, kv_heads, dim)
         q = torch.randn(seqs * query_len, heads, dim).bfloat16()
 
         def form(row, pool=pool, q=q, plan=plan):  # type: ignore[no-untyped-def]
@@ -123,7 +133,7 @@ def bench_attention(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-
 def bench_latent(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
     import torch
 
-    for title, ours, theirs, moved, work in latent_subjects(ops, shuffled_plan):
+    for title, ours, theirs, moved, work in latent_subjects(ops, shuffled_plan, random_pool):
         torch.testing.assert_close(ours(), theirs(), atol=3e-2, rtol=3e-2)
         times = interleaved([ours, theirs, limits.read, limits.multiply], 3 if work > 1e10 else runs)
         report(title, limits, times, moved, work)
@@ -140,7 +150,7 @@ def bench_step(engines, ops, limits: Limits, runs: int) -> None:  # type: ignore
     head = config.vocab_size * config.hidden_size
     for seqs, query_len, total_len in [(s, 1, n) for s, n in DECODES] + [(1, n, n) for n in PREFILLS]:
         plan, blocks = shuffled_plan(query_len, total_len, seqs)
-        pool = torch.randn(blocks, info.num_layers, 2, info.num_kv_heads, 16, info.head_dim).bfloat16()
+        pool = random_pool(blocks, info.num_layers, info.num_kv_heads, info.head_dim)
         tokens = torch.randint(0, info.vocab_size, (seqs * query_len,))
         last = torch.arange(seqs) * query_len + query_len - 1
 

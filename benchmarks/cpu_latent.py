@@ -37,8 +37,13 @@ def weights(ops: CpuOps, heads: int) -> Latent:
     )  # fmt: skip
 
 
-def latent_subjects(ops: CpuOps, plan_of: Callable[[int, int, int], tuple[BatchPlan, int]]) -> Iterator[Subject]:
-    """plan_of: (plan, blocks of the pool) of query tokens, total tokens and sequences."""
+def latent_subjects(
+    ops: CpuOps,
+    plan_of: Callable[[int, int, int], tuple[BatchPlan, int]],
+    pool_of: Callable[[int, int, int, int, int], torch.Tensor],
+) -> Iterator[Subject]:
+    """plan_of: (plan, blocks of the pool) of query tokens, total tokens and sequences; pool_of: of blocks, layers,
+    heads, head dim and planes."""
     import torch
 
     from kernels.latent import expands
@@ -49,7 +54,7 @@ def latent_subjects(ops: CpuOps, plan_of: Callable[[int, int, int], tuple[BatchP
         own = weights(ops, heads)
         for queries, total in CHUNKS:
             plan, blocks = plan_of(queries, total, 1)
-            pool = torch.randn(blocks, 1, 1, 16, ROTATED + RANK).bfloat16()
+            pool = pool_of(blocks, 1, 1, ROTATED + RANK, 1)[:, 0]
             q = torch.randn(queries, heads, ROTATED + PLAIN).bfloat16()
             pairs = queries * (queries + 1) / 2 + queries * (total - queries)
             if expands(queries, total, own):

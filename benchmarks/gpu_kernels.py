@@ -248,7 +248,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not chosen.tiny and not torch.cuda.is_available():
         sys.exit("gpu_kernels measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
     if chosen.tiny:
-        device, sizes, shape, ops = torch.device("cpu"), SMALL, (4, 2, 16, torch.float32), ReferenceOps()
+        device, sizes, shape, ops = torch.device("cpu"), SMALL, (4, 2, 64, torch.float32), ReferenceOps()
     else:
         device, sizes = torch.device("cuda"), FULL
         shape = (chosen.heads, chosen.kv_heads, chosen.dim, getattr(torch, chosen.dtype))

@@ -7,28 +7,32 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_subject import Shape, Subject, layers_for
+from kernels.blocks import FORMATS
 from kernels.codes import Codes
+from kernels.form import form_of_stored
 from kernels.ops import Ops
+from kernels.step import Stored, StoredRows
 
-GROUP = 128
-FORMS = ("int4", "int4, zero points", "int8", "fp8")
-"""In groups of 128, two of them; an output; and blocks of 128 x 128."""
+GROUP, RUN = 128, 32
+"""Inputs of a scale: of integers, and of MXFP4."""
+HALVES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
+"""Block formats of a GGUF, and at which bytes of a block their float16 are."""
+FORMS = ("int4", "int4, zero points", "int8", "fp8", *HALVES, "MXFP4")
+"""Integers in groups of 128, two of them; an output; and blocks of 128 x 128; then blocks as a GGUF has them."""
+_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+"""Twice the numbers of e2m1."""
 
 
 def product(ops: Ops, shape: Shape, form: str, rows: int) -> Subject:
     """Of so many rows with layers of hidden inputs and four times as many outputs."""
     inputs = shape.heads * shape.dim
     outputs = 4 * inputs
-    codes = codes_of(form, outputs, inputs, shape.device)
-    stored = sum(part.nbytes for part in (codes.values, codes.scales))
-    if form.startswith("int4"):
-        stored = outputs * (inputs // 2 + inputs // GROUP * (2 if form == "int4" else 4))
-    moved = stored + rows * (inputs + outputs) * shape.dtype.itemsize
+    sample = form_of_stored(stored(form, outputs, inputs, shape.device))
+    assert sample is not None
+    moved = sample.memory + rows * (inputs + outputs) * shape.dtype.itemsize
     layers = layers_for(moved)
-    each = [codes_of(form, outputs, inputs, shape.device, seed) for seed in range(layers)]
-    weights = [torch.empty(outputs, inputs, dtype=shape.dtype, device=shape.device) for _ in each]
-    for one, weight in zip(each, weights, strict=True):
-        one.write(weight)
+    each = [stored(form, outputs, inputs, shape.device, seed) for seed in range(layers)]
+    weights = [weight_of(one, inputs).to(shape.dtype) for one in each]
     linears = [ops.packed([one], inputs) or ops.linear(weight) for one, weight in zip(each, weights, strict=True)]
     x = torch.randn(rows, inputs, dtype=shape.dtype, device=shape.device)
     return Subject(
@@ -41,9 +45,48 @@ def product(ops: Ops, shape: Shape, form: str, rows: int) -> Subject:
     )
 
 
-def codes_of(form: str, outputs: int, inputs: int, device: torch.device, seed: int = 0) -> Codes:
+def stored(form: str, outputs: int, inputs: int, device: torch.device, seed: int = 0) -> Stored:
     """Random ones; sums of their products with numbers of standard deviation 1 have about that, too."""
-    random, groups = torch.Generator(device).manual_seed(seed), -(-inputs // GROUP)
+    random = torch.Generator(device).manual_seed(seed)
+    if form in HALVES:
+        return _blocks(form, outputs, inputs, random)
+    return _mxfp4(outputs, inputs, random) if form == "MXFP4" else _integers(form, outputs, inputs, random)
+
+
+def weight_of(part: Stored, inputs: int) -> torch.Tensor:
+    """float32 [out, in]."""
+    if isinstance(part, Codes):
+        return part.weights(0, len(part.values))
+    form = FORMATS[part.kind]
+    return form.values(part.data.view(-1, form.bytes)).view(-1, inputs)
+
+
+def _blocks(kind: str, outputs: int, inputs: int, random: torch.Generator) -> StoredRows:
+    """Any bytes, but for the scales."""
+    form, device = FORMATS[kind], random.device
+    count = outputs * inputs // form.size
+    raw = torch.randint(0, 256, (count, form.bytes), generator=random, dtype=torch.uint8, device=device)
+    _scale(kind, raw, 1.0)
+    size = form.values(raw[:256]).square().mean().sqrt() * inputs**0.5
+    _scale(kind, raw, 1 / size.item())
+    return StoredRows(kind, raw.view(outputs, -1))
+
+
+def _scale(kind: str, blocks: torch.Tensor, scale: float) -> None:
+    half = torch.tensor([scale], dtype=torch.float16).view(torch.uint8).to(blocks.device)
+    for at in HALVES[kind]:
+        blocks[:, at : at + 2] = half
+
+
+def _mxfp4(outputs: int, inputs: int, random: torch.Generator) -> Codes:
+    which = torch.randint(0, len(_DOUBLED), (outputs, inputs), generator=random, device=random.device)
+    size = _DOUBLED.float().square().mean().sqrt() * inputs**0.5
+    scales = torch.full((outputs, inputs // RUN), 2.0 ** -round(size.log2().item()), device=random.device)
+    return Codes(_DOUBLED.to(random.device)[which], scales)
+
+
+def _integers(form: str, outputs: int, inputs: int, random: torch.Generator) -> Codes:
+    groups, device = -(-inputs // GROUP), random.device
     low, high = (-127, 127) if form == "int8" else (-8, 7)
     values = torch.randint(low, high + 1, (outputs, inputs), generator=random, dtype=torch.int8, device=device)
     size = (high / 3**0.5) * inputs**0.5

@@ -37,7 +37,7 @@ from router.text.load import load_text_model
 
 PROSE = Path(__file__).with_name("prose.txt").read_text()
 CODE = inspect.getsource(workloads)
-SOURCE_CHARS, OUTPUT = 2000, 256
+SOURCE_CHARS = 2000
 TEXTS = {
     "copy of prose": (f"Text:\n{PROSE[:SOURCE_CHARS]}\n\nThe same text once more:\n{PROSE[:80]}", 0.0),
     "copy of code": (f"```python\n{CODE[:SOURCE_CHARS]}\n```\nThe same code once more:\n```python\n{CODE[:80]}", 0.0),
@@ -49,8 +49,9 @@ TEXTS = {
 class Bench:
     """An engine, and the jobs that it runs."""
 
-    def __init__(self, engine: Engine, most: int) -> None:
+    def __init__(self, engine: Engine, most: int, output: int) -> None:
         self._engine, self._speculation, self._most = engine, engine.stepper._speculation, most
+        self._output = output
         self._runs = 0
 
     def run(self, prompt: Sequence[int], temperature: float, streams: int, speculates: bool) -> Run:
@@ -59,7 +60,7 @@ class Bench:
         self._speculation._most = self._most if speculates else 0
         engine = self._engine
         for number in range(streams):
-            params = SamplingParams(max_tokens=OUTPUT, temperature=temperature, seed=number, ignore_eos=True)
+            params = SamplingParams(max_tokens=self._output, temperature=temperature, seed=number, ignore_eos=True)
             name = f"{self._runs}-{number}"
             engine.add(Job(name, 0, tuple(prompt), len(prompt), Generate(params), "bench"))
         while any(not request.output_here for request in engine.roster):
@@ -108,6 +109,7 @@ def main() -> None:
     )
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--most", type=int, default=8, help="drafts of a stream in a step")
+    parser.add_argument("--output", type=int, default=256, help="tokens of a text")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS))
     parser.add_argument("--rounds", type=int, default=3)
@@ -123,7 +125,7 @@ def main() -> None:
         model=asked.model, dtype="bfloat16", quantization=asked.quantization, threads=asked.threads, kv_cache_gib=0.25,
         num_speculative_tokens=asked.most, speculative_model=asked.speculative_model,
     )  # fmt: skip
-    bench = Bench(assemble(settings).engine, asked.most)
+    bench = Bench(assemble(settings).engine, asked.most, asked.output)
     rows = []
     for streams in asked.streams:
         for name in asked.texts:

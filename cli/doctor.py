@@ -191,13 +191,18 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 
 
 def all_checks(settings: ServeSettings, checks: Iterable[tuple[str, Check]] = CHECKS) -> Iterator[Result]:
-    """Run the checks one after the other. A ConfigError is a failure whose text names the remedy; any other exception
-    is a failure too, so that one broken part does not hide the rest."""
+    """Run the checks one after the other. A ConfigError is a failure whose text names the remedy, and is told once; any
+    other exception is a failure too, so that one broken part does not hide the rest."""
+    told: dict[str, str] = {}
     for name, check in checks:
         try:
             yield check(settings)
         except ConfigError as error:
-            yield Result("fail", name, error.message)
+            first = told.setdefault(error.message, name)
+            if first == name:
+                yield Result("fail", name, error.message)
+            else:
+                yield Result("warn", name, "unknown", f"see what is said of the {first}")
         except Exception as error:
             yield Result("fail", name, f"{type(error).__name__}: {error}", "reinstall the package named in the error")
 

@@ -3,12 +3,59 @@ runs such weights as they are stored has a form of its own for them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 _PIECE = 1 << 20
 """Weights that are computed at once: 4 MiB of float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """A number for each group of each output's inputs: `fine` [out, groups], times, where there is one, the `coarse`
+    [out, groups / n] of n neighbouring groups. Integers of eight bits times float16 are exact in float32."""
+
+    fine: torch.Tensor
+    coarse: torch.Tensor | None = None
+
+    @classmethod
+    def laid(cls, parts: Sequence[Levels], outputs: int) -> Levels:
+        """Parts that go on where the one before ends, as rows of so many outputs."""
+        coarse = [part.coarse for part in parts if part.coarse is not None]
+        fine = torch.cat([part.fine for part in parts]).view(outputs, -1)
+        return cls(fine, torch.cat(coarse).view(outputs, -1) if coarse else None)
+
+    @property
+    def groups(self) -> int:
+        return self.fine.shape[1]
+
+    @property
+    def shared(self) -> int:
+        """Groups of a coarse number; 0: there is none."""
+        return 0 if self.coarse is None else self.groups // self.coarse.shape[1]
+
+    @property
+    def memory(self) -> int:
+        """Bytes."""
+        return self.fine.nbytes + (0 if self.coarse is None else self.coarse.nbytes)
+
+    def numbers(self, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 [n, groups] of outputs `ids`, int64 [n], or of all."""
+        fine, coarse = (part if part is None or ids is None else part[ids] for part in (self.fine, self.coarse))
+        assert fine is not None
+        if coarse is None:
+            return fine.float()
+        return fine.float().view(*coarse.shape, -1).mul_(coarse.float()[..., None]).flatten(1)
+
+    def alike(self, other: Levels | None) -> bool:
+        """Both may be rows of one layer."""
+        return other is not None and self._kind == other._kind
+
+    @property
+    def _kind(self) -> tuple[torch.dtype, int]:
+        return self.fine.dtype, self.shared
 
 
 @dataclass(frozen=True, slots=True)

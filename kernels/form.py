@@ -1,5 +1,5 @@
 """Codes as they lie in a GPU's memory, without Triton: four bits where those of each group are neighbours enough or
-numbers of e2m1, or eight. Nothing is rounded."""
+numbers of e2m1, six, or eight. Nothing is rounded."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from itertools import pairwise
 
 import torch
 
-from kernels.codes import Codes
+from kernels.blocks import FORMATS, taken_apart
+from kernels.codes import Codes, Levels
+from kernels.packing import FP4, FP8, INT4, INT6, INT8, SPANS, codes_of_e2m1, numbers_of_e2m1, packed, unpacked
+from kernels.step import Stored
 
-INT4, INT8, FP4, FP8 = "W4A16", "W8A16", "FP4", "FP8"
-_HALVES = (INT4, FP4)
-"""Kinds of four bits."""
-_NIBBLES, _BYTES = 15, 255
-"""How far codes of four and of eight bits are apart at most."""
-_MIDDLE = 8
-"""Of codes of four bits with neither offsets nor minima."""
-_E2M1 = 12
-"""Twice the largest number of e2m1."""
+_NIBBLES, _SIXES, _BYTES = 15, 63, 255
+"""How far codes of four, six and eight bits are apart at most."""
+_MIDDLES = {INT4: 8, INT6: 32}
+"""What codes with neither offsets nor minima lie above theirs."""
+_SPAN = 16
+"""Inputs that tensor cores multiply at least."""
 _EXACT = 256
 """Integers up to it are numbers of bfloat16."""
 _TILE = 128
+Found = tuple[str, torch.Tensor, torch.Tensor | None]
+"""Kind, codes uint8 [out, in], and offsets as in a form."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodedForm:
-    """codes: uint8 [out, in], or [out, in / 2] of four bits, where a byte of each `tile` inputs has one of its first
-    half in its lower four bits, and the one that lies half a tile behind. scales: float16 or float32 [out, groups],
-    each of `group` neighbouring inputs; a tile, or each half of one of four bits, lies within a group. offsets: int16
-    [out, groups], what is added to codes, or None. minima: float16 or float32 [out, groups], what is added to codes
-    times scales, or None. Codes of INT4 lie 8 above theirs where there is neither. order: int64 [in], the input that
-    stands at each place, or None: all stand at their own."""
+    """codes: uint8 [out, in], or packed by `tile` inputs where they are below eight bits (`kernels/packing.py`).
+    scales: of [out, groups], each of `group` neighbouring inputs; each span of a tile lies within a group. offsets:
+    int16 [out, groups], what is added to codes, or None. minima: of [out, groups], what is added to codes times scales,
+    or None. Codes of four and six bits lie 8 and 32 above theirs where there is neither. order: int64 [in], the input
+    that stands at each place, or None: all stand at their own."""
 
     kind: str
     codes: torch.Tensor
-    scales: torch.Tensor
+    scales: Levels
     offsets: torch.Tensor | None
-    minima: torch.Tensor | None
+    minima: Levels | None
     group: int
     tile: int
     order: torch.Tensor | None
@@ -46,33 +47,31 @@ class CodedForm:
     @property
     def unit(self) -> int:
         """Inputs of a tile that belong to one group."""
-        return self.tile if self.scales.shape[1] == 1 else min(self.tile, _tile(self.group))
+        return self.tile if self.scales.groups == 1 else min(self.tile, _tile(self.group))
 
     @property
     def memory(self) -> int:
         """Bytes."""
-        return sum(part.nbytes for part in (self.codes, self.scales, self.offsets, self.minima) if part is not None)
+        levels = sum(part.memory for part in (self.scales, self.minima) if part is not None)
+        return levels + sum(part.nbytes for part in (self.codes, self.offsets) if part is not None)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """float32 [n, in] of outputs `ids`, int64 [n]."""
-        codes = self.codes[ids]
+        codes = unpacked(self.kind, self.codes[ids], self.tile)
         if self.kind == FP8:
             values = codes.view(torch.float8_e4m3fn).float()
         elif self.kind == INT8:
             values = codes.view(torch.int8).float()
+        elif self.kind == FP4:
+            values = numbers_of_e2m1(codes).float()
         else:
-            halves = codes.view(len(ids), -1, self.tile // 2)
-            values = torch.cat((halves & 15, halves >> 4), -1).flatten(1)
-            if self.kind == FP4:
-                values = _numbers(values).float()
-            else:
-                values = values.float().sub_(_MIDDLE if self.offsets is None and self.minima is None else 0)
+            values = codes.float().sub_(_MIDDLES[self.kind] if self.offsets is None and self.minima is None else 0)
         columns = torch.arange(values.shape[1], device=values.device) // self.group
         if self.offsets is not None:
             values += self.offsets[ids][:, columns]
-        values *= self.scales[ids].float()[:, columns]
+        values *= self.scales.numbers(ids)[:, columns]
         if self.minima is not None:
-            values += self.minima[ids].float()[:, columns]
+            values += self.minima.numbers(ids)[:, columns]
         return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
 
     def joins(self, other: CodedForm) -> bool:
@@ -83,44 +82,57 @@ class CodedForm:
         return (
             all(getattr(self, name) == getattr(other, name) for name in plain)
             and (self.offsets is None) == (other.offsets is None)
-            and self.scales.dtype == other.scales.dtype
-            and getattr(self.minima, "dtype", None) == getattr(other.minima, "dtype", None)
+            and self.scales.alike(other.scales)
+            and (other.minima is None if self.minima is None else self.minima.alike(other.minima))
             and same_order
         )
 
 
-def form_of(codes: Codes, minima: torch.Tensor | None = None) -> CodedForm | None:
-    """On the device of the codes. minima: float32 [out, groups], which are added to codes times scales; codes are
-    integers then, below 0 for none. None: they are of another kind, or their groups are no whole tiles."""
+def form_of(codes: Codes) -> CodedForm | None:
+    """On the device of the codes. None: they are of another kind, or their groups are no whole tiles."""
     own, columns = codes.by_output(), codes.values.shape[1]
-    order, values = None, own.values
+    order, values, scales = None, own.values, Levels(_narrow(own.scales))
     if codes.order is not None:
         order = codes.order.argsort(stable=True)
         if columns % codes.scales.shape[1] or bool((codes.order.bincount() != codes.group).any()):
             return None
         values = values[:, order]
-    group = codes.group
     if values.dtype == torch.float8_e4m3fn:
-        kind, laid, offsets = FP8, values.view(torch.uint8), None
-    elif values.is_floating_point() or columns % group:
+        return _laid((FP8, values.view(torch.uint8), None), scales, None, codes.group, order)
+    if values.is_floating_point() or columns % codes.group:
         return None
-    else:
-        found = _integers(values, group) if minima is None else _above_minima(values)
-        if found is None:
-            return None
-        kind, laid, offsets = found
-    whole, halved = group >= columns, kind in _HALVES
-    tile = _TILE if whole and not halved and minima is None else _tile(group)
-    if tile < 16:
+    return _laid(_integers(values, codes.group), scales, None, codes.group, order)
+
+
+def form_of_stored(part: Stored) -> CodedForm | None:
+    """As `form_of`; rows of a GGUF's blocks are taken apart, those for INT8 are quantised."""
+    if isinstance(part, Codes):
+        return form_of(part)
+    if part.kind in FORMATS:
+        values, scales, minima = taken_apart(part)
+        group = values.shape[1] // scales.groups
+        return _laid(
+            _integers(values, group) if minima is None else _above_minima(values, group), scales, minima, group
+        )
+    return form_of(int8_of(part.data.view(torch.bfloat16))) if part.kind == "INT8" else None
+
+
+def _laid(
+    found: Found | None, scales: Levels, minima: Levels | None, group: int, order: torch.Tensor | None = None
+) -> CodedForm | None:
+    """What was found of codes, as it lies in memory."""
+    if found is None:
         return None
-    if halved:
-        tile = max(2 * 16, tile)
-        if columns % tile:
-            return None
-        halves = laid.view(len(laid), -1, 2, tile // 2)
-        laid = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
-    least = None if minima is None else _narrow(minima)
-    return CodedForm(kind, laid.contiguous(), _narrow(own.scales), offsets, least, group, tile, order)
+    assert minima is None or minima.shared == scales.shared
+    kind, codes, offsets = found
+    columns, spans = codes.shape[1], SPANS[kind]
+    tile = _TILE if group >= columns and spans == 1 and minima is None else _tile(group)
+    if tile < _SPAN:
+        return None
+    tile = max(spans * _SPAN, tile)
+    if spans > 1 and columns % tile:
+        return None
+    return CodedForm(kind, packed(kind, codes, tile), scales, offsets, minima, group, tile, order)
 
 
 def int8_of(weight: torch.Tensor) -> Codes:
@@ -140,29 +152,32 @@ def _joined(forms: Sequence[CodedForm]) -> CodedForm:
     first = forms[0]
     offsets = [form.offsets for form in forms if form.offsets is not None]
     minima = [form.minima for form in forms if form.minima is not None]
+    codes = torch.cat([form.codes for form in forms])
     return CodedForm(
         first.kind,
-        torch.cat([form.codes for form in forms]),
-        torch.cat([form.scales for form in forms]),
+        codes,
+        Levels.laid([form.scales for form in forms], len(codes)),
         torch.cat(offsets) if offsets else None,
-        torch.cat(minima) if minima else None,
+        Levels.laid(minima, len(codes)) if minima else None,
         first.group,
         first.tile,
         first.order,
     )
 
 
-def _integers(values: torch.Tensor, group: int) -> tuple[str, torch.Tensor, torch.Tensor | None] | None:
-    """(kind, codes uint8 [out, in], offsets); None: they do not fit eight bits, or not bfloat16."""
+def _integers(values: torch.Tensor, group: int) -> Found | None:
+    """None: they do not fit eight bits, or not bfloat16."""
     grouped = values.view(len(values), -1, group).to(torch.int16)
     low, high = grouped.aminmax(dim=-1)
     apart, least, most = int((high - low).max()), int(low.min()), int(high.max())
-    if least >= -_MIDDLE and most < _MIDDLE:
-        return INT4, (values + _MIDDLE).to(torch.uint8), None
+    if least >= -8 and most < 8:
+        return INT4, (values + 8).to(torch.uint8), None
     if apart <= _NIBBLES and max(-least, most) <= _EXACT:
         return INT4, (grouped - low[..., None]).to(torch.uint8).flatten(1), low
-    if max(-least, most) <= _E2M1 and (codes := _e2m1(values)) is not None:
+    if (codes := codes_of_e2m1(values)) is not None:
         return FP4, codes, None
+    if least >= -32 and most < 32 and _in_sixes(values, group):
+        return INT6, (values + 32).to(torch.uint8), None
     if least >= -128 and most <= 127:
         return INT8, values.to(torch.int8).view(torch.uint8), None
     if apart <= _BYTES and max(-least, most) <= _EXACT:
@@ -171,28 +186,16 @@ def _integers(values: torch.Tensor, group: int) -> tuple[str, torch.Tensor, torc
     return None
 
 
-def _above_minima(values: torch.Tensor) -> tuple[str, torch.Tensor, None]:
-    """As `_integers`, of codes from 0 to 127."""
+def _above_minima(values: torch.Tensor, group: int) -> Found:
+    """Of codes from 0 to 127."""
     most = int(values.max())
-    return (INT4 if most <= _NIBBLES else INT8), values.view(torch.uint8), None
+    six = INT6 if most <= _SIXES and _in_sixes(values, group) else INT8
+    return (INT4 if most <= _NIBBLES else six), values.view(torch.uint8), None
 
 
-def _numbers(codes: torch.Tensor) -> torch.Tensor:
-    """int8: twice the numbers of e2m1 of these codes, uint8 below 16: three bits, of which the lowest is a fraction,
-    and a sign. Nothing is brought from the host, which would wait for the device."""
-    low = (codes & 7).to(torch.int8)
-    size = torch.where(low == 0, 0, (2 | low & 1) << (low >> 1) >> 1)
-    return torch.where(codes < 8, size, -size)
-
-
-def _e2m1(values: torch.Tensor) -> torch.Tensor | None:
-    """uint8: the codes of twice these numbers; None: some are others."""
-    each = torch.arange(16, dtype=torch.uint8, device=values.device)
-    numbers = _numbers(each).long()
-    codes = torch.full((2 * _E2M1 + 1,), 255, dtype=torch.uint8, device=values.device)
-    codes[numbers + _E2M1] = each * (numbers != 0)
-    found = codes[values.long() + _E2M1]
-    return None if bool((found == 255).any()) else found
+def _in_sixes(values: torch.Tensor, group: int) -> bool:
+    """Inputs are whole tiles of codes of six bits."""
+    return values.shape[1] % max(SPANS[INT6] * _SPAN, _tile(group)) == 0
 
 
 def _tile(group: int) -> int:

@@ -12,6 +12,8 @@ NOWHERE, ON_CPU, ON_GPU = "", "cpu", "gpu"
 """Where weights run as they are stored."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "token_embd.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+_WIDENED = ("kv_b_proj.weight", "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight")
+"""Of latent attention, read in two forms in which its rows are no rows of the file (engine/models/latent.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ def counted(tensors: Iterable[Tensor], expert_share: float) -> tuple[Count, Coun
         count, old = math.prod(tensor.shape), parts[part]
         chosen = ("expert" in tensor.name and "shared_expert" not in tensor.name) or "_exps." in tensor.name
         share = expert_share if chosen else 1.0
-        stored, coded = tensor.stored_bytes, tensor.coded_bytes
+        as_stored = not _ends(tensor, _WIDENED)
+        stored, coded = (tensor.stored_bytes, tensor.coded_bytes) if as_stored else (None, None)
         parts[part] = Count(
             old.weights + count,
             old.stored_bytes + (stored or 0.0),

@@ -40,23 +40,24 @@ _STORED = {
 }
 """Bytes a weight of the block formats in the forms in which they run on a CPU (kernels/cpu/native/forms.h): Q4_0, Q4_1,
 Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, and MXFP4 as Q5_0."""
-_OF_32, _OF_16 = 4 / 32, 4 / 16
+_OF_32, _OF_16, _OF_256 = 1 / 32, 1 / 16, 2 / 256
 _CODED = {
     2: 4 / 8 + _HALVES,
     3: 4 / 8 + _HALVES + _MINIMA,
-    6: 8 / 8 + _HALVES,
-    7: 8 / 8 + _HALVES + _MINIMA,
+    6: 6 / 8 + _HALVES,
+    7: 6 / 8 + _HALVES + _MINIMA,
     8: 8 / 8 + _HALVES,
-    10: 4 / 8 + 2 * _OF_16,
-    11: 4 / 8 + _OF_16,
-    12: 4 / 8 + 2 * _OF_32,
-    13: 8 / 8 + 2 * _OF_32,
-    14: 8 / 8 + _OF_16,
+    10: 4 / 8 + 2 * (_OF_16 + _OF_256),
+    11: 4 / 8 + _OF_16 + _OF_256,
+    12: 4 / 8 + 2 * (_OF_32 + _OF_256),
+    13: 6 / 8 + 2 * (_OF_32 + _OF_256),
+    14: 6 / 8 + _OF_16 + _OF_256,
     20: 8 / 8 + _HALVES,
-    23: 8 / 8 + _OF_32,
+    23: 8 / 8 + _OF_32 + _OF_256,
     39: 4 / 8 + _HALVES,
 }
-"""The same in those of a GPU (kernels/form.py): scales and minima of larger blocks are in 32 bits."""
+"""The same in those of a GPU (kernels/form.py): scales and minima of larger blocks are in eight bits,
+times 16 of the block."""
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

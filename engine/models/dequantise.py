@@ -10,6 +10,7 @@ import torch
 
 from engine.models.mxfp4 import RUN, codes_of_blocks
 from kernels.blocks import FORMATS, Format, Parts
+from kernels.codes import Levels
 from protocol.errors import ConfigError
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, BF16 = 0, 1, 2, 3, 6, 7, 8, 30
@@ -76,7 +77,7 @@ def _format(kind: int) -> Format:
 
 def _mxfp4(blocks: torch.Tensor) -> Parts:
     codes = codes_of_blocks(blocks[:, None])
-    return codes.values.float()[:, None], codes.scales, None
+    return codes.values.float()[:, None], Levels(codes.scales), None
 
 
 _MXFP4 = Format(RUN, 17, _mxfp4)

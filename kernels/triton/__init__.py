@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from kernels.adjustments import Adjusted
-from kernels.blocks import FORMATS, codes_of
 from kernels.capabilities import Capabilities
-from kernels.codes import Codes
 from kernels.draw import NoiseKeys
-from kernels.form import CodedForm, form_of, int8_of, laid_together
+from kernels.form import form_of_stored, laid_together
 from kernels.gate import SILU, Gate
 from kernels.graphs import Capture, CudaCapture, GraphStep
 from kernels.masking import Masks
@@ -90,7 +88,7 @@ class TritonOps(TorchShared):
         return GraphStep(form, one_by_one, self._capture) if gated and self._capture is not None else None
 
     def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> CodedLinear | None:
-        forms = [found for part in parts if (found := _form(part)) is not None]
+        forms = [found for part in parts if (found := form_of_stored(part)) is not None]
         if len(forms) < len(parts):
             return None
         return CodedLinear(laid_together(forms), columns, bias, self._filled(forms[0].codes.device))
@@ -170,11 +168,3 @@ class TritonOps(TorchShared):
             on_gpu = device.type == "cuda"
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
         return self._processors
-
-
-def _form(part: Stored) -> CodedForm | None:
-    if isinstance(part, Codes):
-        return form_of(part)
-    if part.kind in FORMATS:
-        return form_of(*codes_of(part))
-    return form_of(int8_of(part.data.view(torch.bfloat16))) if part.kind == "INT8" else None

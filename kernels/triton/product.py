@@ -14,7 +14,8 @@ import triton.language as tl
 
 from kernels.form import CodedForm
 from kernels.graphs import LADDER
-from kernels.triton.eight_bits import half
+from kernels.packing import SPANS, STORED
+from kernels.triton.codes import level, number
 from kernels.triton.launch import kv_splits, power_of_two, product_tile
 
 ORDERED = LADDER[-1]
@@ -25,45 +26,15 @@ _BAND = 8
 """Tiles of rows that go through the outputs side by side, so that what they read stays in the cache."""
 
 
-@triton.jit
-def float8(bits):
-    """float32 of uint8 in e4m3."""
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half(bits).to(tl.float32) * 256.0)
-
-
-@triton.jit
-def float4(bits):
-    """float32 of uint8 below 16 in e2m1, doubled."""
-    low = bits & 7
-    size = tl.where(low == 0, 0, (2 | low & 1) << (low >> 1) >> 1).to(tl.float32)
-    return tl.where(bits < 8, size, -size)
-
-
-@triton.jit
-def number(code, shift, x, KIND: tl.constexpr, OFFSETS: tl.constexpr, MINIMA: tl.constexpr):
-    """Codes [OUTS, ..] in the number format of x. shift: float32 [OUTS], what is added to the codes of each output."""
-    if KIND == "FP8":
-        value = float8(code)
-    elif KIND == "FP4":
-        value = float4(code)
-    elif KIND == "W8A16":
-        value = code.to(tl.int8, bitcast=True).to(tl.float32)
-    else:
-        value = code.to(tl.float32)
-    if OFFSETS:
-        value += shift[:, None]
-    elif KIND == "W4A16" and not MINIMA:
-        value -= 8.0
-    return value.to(x.dtype)
-
-
 @triton.jit(do_not_specialize=["rows", "share"])
 def product_kernel(
     x,
     codes,  # uint8 [outputs, bytes]
     scales,  # [outputs, groups]
+    coarse_scales,  # [outputs, groups / SHARED]
     offsets,  # int16 [outputs, groups], read if OFFSETS
     minima,  # [outputs, groups], read if MINIMA
+    coarse_minima,
     sums,  # float32 [rows, sums], of UNIT inputs each, read if MINIMA
     bias,  # [outputs], read if BIASED
     out,
@@ -76,6 +47,8 @@ def product_kernel(
     stride_out,
     stride_part,
     KIND: tl.constexpr,
+    SPANS: tl.constexpr,  # of the inputs of a tile
+    STORED: tl.constexpr,  # of bytes, of a tile
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     TILE: tl.constexpr,
@@ -83,6 +56,7 @@ def product_kernel(
     WHOLE: tl.constexpr,  # one scale an output
     EVEN: tl.constexpr,  # inputs are whole tiles
     UNIT: tl.constexpr,  # inputs of a tile that share a scale
+    SHARED: tl.constexpr,  # groups of a coarse scale, and of a coarse minimum, or 0
     OFFSETS: tl.constexpr,
     MINIMA: tl.constexpr,
     BIASED: tl.constexpr,
@@ -99,11 +73,10 @@ def product_kernel(
     output = (within // height).to(tl.int64) * OUTS + tl.arange(0, OUTS)
     there, used = row < rows, output < outputs
 
-    HALVES: tl.constexpr = 2 if KIND == "W4A16" or KIND == "FP4" else 1
-    SPAN: tl.constexpr = TILE // HALVES
+    SPAN: tl.constexpr = TILE // SPANS
     span = tl.arange(0, SPAN)
     source = x + row[:, None] * stride_x + span[None, :]
-    stored = codes + output[:, None] * (columns * SPAN // TILE) + span[None, :]
+    stored = codes + output[:, None] * (columns // SPANS * STORED) + span[None, :]
     acc = tl.zeros([ROWS, OUTS], dtype=tl.float32)
     shift = tl.zeros([OUTS], dtype=tl.float32)
     if WHOLE:
@@ -115,9 +88,10 @@ def product_kernel(
         kept = used[:, None] & (span >= 0)[None, :]
         if not EVEN:
             kept = kept & (tile * TILE + span < columns)[None, :]
-        code = tl.load(stored + tile * SPAN, mask=kept, other=0)
+        if STORED == 3:
+            upper = tl.load(stored + (tile * STORED + 2) * SPAN, mask=kept, other=0)
         added = acc
-        for place in tl.static_range(HALVES):
+        for place in tl.static_range(SPANS):
             start = tile * TILE + place * SPAN
             group = output * groups + start // GROUP
             if place * SPAN % UNIT == 0 and not WHOLE:
@@ -128,17 +102,21 @@ def product_kernel(
             if not EVEN:
                 seen = seen & (start + span < columns)[None, :]
             part_x = tl.load(source + start, mask=seen, other=0.0)
-            bits = code if HALVES == 1 else code >> 4 * place & 15
+            if place % 2 == 0:
+                code = tl.load(stored + (tile * STORED + place // 2) * SPAN, mask=kept, other=0)
+            bits = code if SPANS == 1 else code >> 4 * (place % 2) & 15
+            if STORED == 3:
+                bits |= (upper >> 2 * place & 3) << 4
             value = number(bits, shift, part_x, KIND, OFFSETS, MINIMA)
             added = tl.dot(part_x, tl.trans(value), added, input_precision=PRECISION)
             if (place + 1) * SPAN % UNIT == 0:
                 if WHOLE:
                     acc = added
                 else:
-                    acc += added * tl.load(scales + group, mask=used, other=0.0).to(tl.float32)[None, :]
+                    acc += added * level(scales, coarse_scales, group, used, SHARED)[None, :]
                 if MINIMA:
                     total = tl.load(sums + row * (columns // UNIT) + start // UNIT, mask=there, other=0.0)
-                    acc += total[:, None] * tl.load(minima + group, mask=used, other=0.0).to(tl.float32)[None, :]
+                    acc += total[:, None] * level(minima, coarse_minima, group, used, SHARED)[None, :]
     if WHOLE:
         acc *= scale[None, :]
     if BIASED:
@@ -215,22 +193,26 @@ def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: to
     splits = kv_splits(wide, tiles, processors) if ordered else 1
     parts = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device) if splits > 1 else out
     added = out if bias is None else bias
-    unit, offsets, minima, sums = form.unit, form.offsets, form.minima, out
-    if minima is not None:
+    unit, scales, offsets, sums = form.unit, form.scales, form.offsets, out
+    minima = form.minima or scales
+    if form.minima:
         units = columns // unit
         sums = torch.empty(rows, units, dtype=torch.float32, device=x.device)
         inputs_kernel[(rows, triton.cdiv(units, _SUMS))](
             x, sums, units, x.stride(0), UNIT=unit, BLOCK=_SUMS, num_warps=4
         )
     product_kernel[(triton.cdiv(rows, tile.rows) * wide, splits)](
-        x, form.codes, form.scales, form.codes if offsets is None else offsets,
-        form.scales if minima is None else minima, sums, added, parts,
-        rows, outputs, columns, form.scales.shape[1], triton.cdiv(tiles, splits),
+        x, form.codes, scales.fine, scales.fine if scales.coarse is None else scales.coarse,
+        form.codes if offsets is None else offsets,
+        minima.fine, minima.fine if minima.coarse is None else minima.coarse, sums, added, parts,
+        rows, outputs, columns, scales.groups, triton.cdiv(tiles, splits),
         x.stride(0), parts.stride(-2), parts.stride(0) if splits > 1 else 0,
-        KIND=form.kind, ROWS=tile.rows, OUTS=tile.keys, TILE=form.tile, GROUP=form.group,
-        WHOLE=form.scales.shape[1] == 1 and minima is None, EVEN=columns % form.tile == 0, UNIT=unit,
-        OFFSETS=offsets is not None, MINIMA=minima is not None, BIASED=bias is not None and splits == 1, BAND=_BAND,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+        KIND=form.kind, SPANS=SPANS[form.kind], STORED=STORED[form.kind],
+        ROWS=tile.rows, OUTS=tile.keys, TILE=form.tile, GROUP=form.group,
+        WHOLE=scales.groups == 1 and not form.minima, EVEN=columns % form.tile == 0, UNIT=unit, SHARED=scales.shared,
+        OFFSETS=offsets is not None, MINIMA=form.minima is not None, BIASED=bias is not None and splits == 1,
+        BAND=_BAND, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         block = min(1024, power_of_two(outputs))

@@ -216,6 +216,18 @@ def test_one_broken_check_does_not_hide_the_rest(capsys):
     assert report(all_checks(ServeSettings(), checks[2:])) == 0
 
 
+def test_what_fails_several_checks_is_told_once(capsys):
+    def refuse(settings):
+        raise ConfigError("a does not go with b")
+
+    checks = [("model", refuse), ("memory", refuse)]
+    assert report(all_checks(ServeSettings(), checks)) == 2
+    assert capsys.readouterr().out.splitlines() == [
+        "fail model        a does not go with b",
+        "warn memory       unknown -> see what is said of the model",
+    ]
+
+
 def test_real_redis_and_ports_of_preflight(tmp_path):
     port = preflight.free_port("127.0.0.1", 0)
     assert preflight.free_port("127.0.0.1", port) == port

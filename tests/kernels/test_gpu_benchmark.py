@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import gpu_kernels, gpu_subject
 from benchmarks.gpu_products import FORMS, product
-from kernels.form import form_of
+from kernels.form import form_of_stored
 from kernels.quantised_cache import FP8
 from kernels.reference import ReferenceOps
 
@@ -20,7 +20,7 @@ class CodesAsTold(ReferenceOps):
     """Runs codes in the form that a GPU has them in, if the benchmark's are of the kind that it names."""
 
     def packed(self, parts: Any, columns: int, bias: torch.Tensor | None = None) -> Any:
-        form = form_of(parts[0])
+        form = form_of_stored(parts[0])
         assert form is not None
         return self.linear(form.rows(torch.arange(len(form.codes))), bias)
 
@@ -75,15 +75,29 @@ def test_latents_in_fp8_move_less(bench: dict[str, Any]) -> None:
     assert subject.moved == 2 * 21 * 580 + 4 * (3 * 512 * 256 + 2 * 3 * (192 + 128))
 
 
-@pytest.mark.parametrize(("form", "stored"), [*zip(FORMS, (0.5 + 2 / 128, 0.5 + 4 / 128, 1 + 4 / 128, 1), strict=True)])
+STORED = {
+    "int4": 0.5 + 2 / 128,
+    "int4, zero points": 0.5 + 4 / 128,
+    "int8": 1 + 4 / 256,
+    "fp8": 1 + 4 / 128,
+    "Q4_0": 0.5 + 2 / 32,
+    "Q8_0": 1 + 2 / 32,
+    "Q4_K": 0.5 + 2 / 32 + 4 / 256,
+    "Q6_K": 0.75 + 1 / 16 + 2 / 256,
+    "MXFP4": 0.5 + 2 / 32,
+}
+"""Bytes of a weight."""
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ops", [ReferenceOps(), CodesAsTold()])
-def test_products_agree(bench: dict[str, Any], form: str, stored: float, ops: ReferenceOps) -> None:
-    shape = bench["Shape"](4, 2, 32, torch.float32, torch.device("cpu"))
+def test_products_agree(bench: dict[str, Any], form: str, ops: ReferenceOps) -> None:
+    shape = bench["Shape"](4, 2, 64, torch.float32, torch.device("cpu"))
     subject = product(ops, shape, form, 3)
     bench["check"](subject)
-    scales = 4 * 4 if form == "fp8" else 0
-    assert subject.moved == 4 * 128 * 128 * stored + scales + 4 * 3 * 5 * 128
-    assert subject.work == 2 * 3 * 4 * 128 * 128
+    assert subject.moved == 4 * 256 * 256 * STORED[form] + 4 * 3 * 5 * 256
+    assert subject.work == 2 * 3 * 4 * 256 * 256
+    assert 0.5 < subject.peer(0).std() < 2
 
 
 def test_a_wrong_kernel_is_not_timed(bench: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ def test_products_with_codes_use_tensor_cores_and_wide_copies(
         assert kernel.metadata.shared <= HOPPER_SHARED_BYTES
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1", "Q4_K", "Q2_K", "MXFP4"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1", "Q4_K", "Q2_K", "Q6_K", "Q5_K", "MXFP4"])
 def test_products_with_short_groups(compiled: dict[str, Any], kind: str) -> None:
     """Tiles are of one group or two."""
     part: Stored = Codes(torch.tensor([-12, 0, 1, 6], dtype=torch.int8).repeat(256, 1024), torch.rand(256, 128))
@@ -76,7 +76,7 @@ def test_products_with_short_groups(compiled: dict[str, Any], kind: str) -> None
         part = StoredRows(kind, torch.randint(1, 60, (256, row), dtype=torch.uint8))
     linear = TritonOps(132).packed([part], 4096)
     assert linear is not None
-    sums = {"inputs_kernel"} if kind in ("Q4_1", "Q4_K", "Q2_K") else set()
+    sums = {"inputs_kernel"} if kind in ("Q4_1", "Q4_K", "Q2_K", "Q5_K") else set()
     for rows, product in ((1, "mma.sync"), (ORDERED, "mma.sync"), (ORDERED + 1, "wgmma")):
         compiled.clear()
         linear(torch.zeros(rows, 4096, dtype=torch.bfloat16))

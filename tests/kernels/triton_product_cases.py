@@ -75,6 +75,10 @@ CASES = {
     "int4-16": (Codes(integers(-8, 7, 96), scales_of(OUT, 6)), "W4A16"),
     "int4-48": (Codes(integers(-8, 7, 96), scales_of(OUT, 2)), "W4A16"),
     "int4-zeros-16": (apart(Codes(integers(0, 15, 160), scales_of(OUT, 10)), 16, 160), "W4A16"),
+    "int6-16": (Codes(integers(-32, 31, 192), scales_of(OUT, 12)), "W6A16"),
+    "int6-128": (Codes(integers(-32, 31, 384), scales_of(OUT, 3)), "W6A16"),
+    "int6-whole": (Codes(integers(-32, 31, 192), scales_of(OUT, 1)), "W6A16"),
+    "int6-ordered": (Codes(integers(-32, 31, 256), scales_of(OUT, 4), order=permuted(256, 4)), "W6A16"),
     "int5": (Codes(integers(-12, 12, 96), scales_of(OUT, 3)), "W8A16"),
     "mxfp4": (Codes(doubled(96), scales_of(OUT, 3)), "FP4"),
     "mxfp4-whole": (Codes(doubled(96), scales_of(OUT, 1)), "FP4"),
@@ -87,14 +91,14 @@ CASES = {
 BLOCKS = {
     "Q4_0": ([0], "W4A16"),
     "Q4_1": ([0, 2], "W4A16"),
-    "Q5_0": ([0], "W8A16"),
-    "Q5_1": ([0, 2], "W8A16"),
+    "Q5_0": ([0], "W6A16"),
+    "Q5_1": ([0, 2], "W6A16"),
     "Q8_0": ([0], "W8A16"),
     "Q2_K": ([80, 82], "W4A16"),
     "Q3_K": ([108], "W4A16"),
     "Q4_K": ([0, 2], "W4A16"),
-    "Q5_K": ([0, 2], "W8A16"),
-    "Q6_K": ([208], "W8A16"),
+    "Q5_K": ([0, 2], "W6A16"),
+    "Q6_K": ([208], "W6A16"),
     "IQ4_NL": ([0], "W8A16"),
     "IQ4_XS": ([0], "W8A16"),
 }
@@ -151,14 +155,14 @@ def test_products_are_those_of_the_dequantised_weights(name: str, dtype: torch.d
     expect(linear, weight, inputs(3, weight.shape[1], dtype))
 
 
-@pytest.mark.parametrize("name", ["int4-128", "int8-channel", "fp8-block", "int4-zeros"])
+@pytest.mark.parametrize("name", ["int4-128", "int6-16", "int8-channel", "fp8-block", "int4-zeros"])
 @pytest.mark.parametrize("rows", [1, 17, ORDERED + 9])
 def test_batches_of_all_heights(name: str, rows: int) -> None:
     codes, _ = CASES[name]
     expect(layer(codes), weight_of(codes), inputs(rows, codes.values.shape[1], torch.bfloat16))
 
 
-@pytest.mark.parametrize("name", ["int4-128", "int4-ordered", "int8-channel", "fp8-block"])
+@pytest.mark.parametrize("name", ["int4-128", "int4-ordered", "int6-128", "int8-channel", "fp8-block"])
 def test_a_row_has_the_same_bits_in_every_batch_of_the_ladder(name: str) -> None:
     """The parts of the inputs that are added are those of the layer, whatever the batch."""
     codes, _ = CASES[name]

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from engine.models.families import FAMILIES
-from model_files.counts import ON_CPU
+from model_files.counts import ON_CPU, ON_GPU, counted
 from model_files.decoders import DECODERS
 from model_files.gguf import GGUFFile, GGUFTensor
+from model_files.headers import Tensor
 from model_files.needs import config_needs, gguf_needs, model_needs
 from model_files.source import resolve
 from protocol.errors import ConfigError
@@ -140,3 +141,9 @@ def test_who_runs_on_our_own_decoder_is_known_without_loading_it() -> None:
     text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     assert config_needs({**text, "model_type": "qwen3"}).own
     assert not config_needs({**text, "model_type": "gpt_neox"}).own
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_kv_b", "blk.0.attn_k_b", "model.layers.0.self_attn.kv_b_proj"])
+def test_what_latent_attention_multiplies_queries_by_is_not_in_codes(name):
+    dense, _, _ = counted([Tensor(f"{name}.weight", (64, 32), 1160.0, 1190.0)], 1.0)
+    assert dense.bytes(2, ON_CPU) == dense.bytes(2, ON_GPU) == 2 * 64 * 32
