@@ -31,14 +31,14 @@ CPU = torch.device("cpu")
 PATIENCE_S = 30.0
 
 
-def connected(ranks: int) -> list[Group]:
-    """Groups over gloo."""
+def connected(ranks: int) -> list[DeviceGroup]:
+    """Groups over gloo, to be closed."""
     meeting = os.memfd_create("meeting")
     groups = [DeviceGroup(rank, ranks, CPU, meeting) for rank in range(ranks)]
     with ThreadPoolExecutor(ranks) as threads:
         list(threads.map(DeviceGroup.connect, groups))
     os.close(meeting)
-    return list(groups)
+    return groups
 
 
 class Threads:
@@ -62,7 +62,7 @@ class Threads:
         self.errors: list[BaseException] = []
         self.pools: list[torch.Tensor] = []
         self.apart = apart
-        self.groups = groups = connected(ranks) if apart else self._sharing(ranks, room)
+        self.groups = groups = list[Group](connected(ranks)) if apart else self._sharing(ranks, room)
         source = resolve(str(path))
         options: dict[str, Any] = {"dtype": torch.float32, "impl": "kvferry"} | load
         self.decoders: list[Any] = [
@@ -110,6 +110,9 @@ class Threads:
         for thread in self._threads:
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
+        for group in self.groups:
+            if isinstance(group, DeviceGroup):
+                group.close()
 
 
 @contextmanager

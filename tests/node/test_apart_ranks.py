@@ -48,9 +48,7 @@ from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.settings import WorkerSettings
 
-WANTED = os.environ.get("KVFERRY_TEST_POOLS_APART") == "1"
-REASON = "gloo has ended the process in some runs of these: KVFERRY_TEST_POOLS_APART=1 runs them"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.skipif(not WANTED, reason=REASON)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 CPU = torch.device("cpu")
 
 
@@ -245,13 +243,13 @@ def test_a_rank_connects_once_all_have_loaded_their_parts(monkeypatch: pytest.Mo
     monkeypatch.setattr(rank, "_live", lambda *_: None)
     monkeypatch.setattr(rank, "_decoder", lambda *_: None)
     monkeypatch.setattr(rank, "set_up_log", lambda *_: None)
-    descriptors, lines, moves = make_memory(3), Lines(1), Lines(1)
+    descriptors, lines, moves = (*make_memory(3), os.memfd_create("meeting")), Lines(1), Lines(1)
     line, moved = (Line(os.dup(each.give(0))) for each in (lines, moves))
     for each in (lines, moves):
         each.given()
     lines.tell(pickle.dumps(WorkerSettings(tensor_parallel_size=3, device="cpu", pools_apart=True)))
     with ThreadPoolExecutor(1) as threads:
-        computing = threads.submit(rank.compute, 1, line, *descriptors, moved)
+        computing = threads.submit(rank.compute, 1, line, *descriptors[:2], moved, descriptors[2])
         assert pickle.loads(lines.hear(0))[0] == ""
         lines.close()
         assert isinstance(computing.exception(30.0), EOFError)
