@@ -123,13 +123,6 @@ def form_of(codes: Codes, minima: torch.Tensor | None = None) -> CodedForm | Non
     return CodedForm(kind, laid.contiguous(), _narrow(own.scales), offsets, least, group, tile, order)
 
 
-def int8_of(weight: torch.Tensor) -> Codes:
-    """A weight [out, in] in the nearest integers of eight bits with a scale an output."""
-    scales = weight.abs().amax(1, keepdim=True).float() / 127
-    values = (weight.float() / scales.where(scales > 0, 1.0)).round_().to(torch.int8)
-    return Codes(values, scales)
-
-
 def laid_together(forms: Sequence[CodedForm]) -> list[CodedForm]:
     """Neighbours that are of one form as one."""
     bounds = [0, *(i for i, (a, b) in enumerate(pairwise(forms), 1) if not a.joins(b)), len(forms)]

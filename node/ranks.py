@@ -41,7 +41,6 @@ def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:
     for flag, refused in (
         ("batch-invariant", settings.batch_invariant),
         ("lora", bool(settings.lora)),
-        ("quantization int8", settings.quantization == "int8"),
     ):
         if refused:
             raise ConfigError(f"{asked} does not go with --{flag}", param=FLAG)

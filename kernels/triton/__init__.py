@@ -13,9 +13,9 @@ import torch
 from kernels.adjustments import Adjusted
 from kernels.blocks import FORMATS, codes_of
 from kernels.capabilities import Capabilities
-from kernels.codes import Codes
+from kernels.codes import Codes, int8_of
 from kernels.draw import NoiseKeys
-from kernels.form import CodedForm, form_of, int8_of, laid_together
+from kernels.form import CodedForm, form_of, laid_together
 from kernels.gate import SILU, Gate
 from kernels.graphs import Capture, CudaCapture, GraphStep
 from kernels.masking import Masks
@@ -177,4 +177,4 @@ def _form(part: Stored) -> CodedForm | None:
         return form_of(part)
     if part.kind in FORMATS:
         return form_of(*codes_of(part))
-    return form_of(int8_of(part.data.view(torch.bfloat16))) if part.kind == "INT8" else None
+    return form_of(int8_of(part.data.view(torch.bfloat16), part.peaks)) if part.kind == "INT8" else None
