@@ -38,12 +38,8 @@ def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:
             raise ConfigError("--enable-expert-parallel needs --tensor-parallel-size 2 or more", param=BY_EXPERT)
         return None
     asked = f"--tensor-parallel-size {settings.tensor_parallel_size}"
-    for flag, refused in (
-        ("batch-invariant", settings.batch_invariant),
-        ("lora", bool(settings.lora)),
-    ):
-        if refused:
-            raise ConfigError(f"{asked} does not go with --{flag}", param=FLAG)
+    if settings.batch_invariant:
+        raise ConfigError(f"{asked} does not go with --batch-invariant", param=FLAG)
     from node.apart_ranks import ApartRanks, require_gpus  # which builds on this module
 
     require_gpus(settings, device)

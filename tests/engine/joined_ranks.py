@@ -69,6 +69,7 @@ class Threads:
             load_model(source, device=CPU, ops=ops(), part=Part(group, whole_experts), **options) for group in groups
         ]
         self.model = Led(self.decoders[0], groups[0], self._tell)
+        self.others = [Own(decoder, group) for decoder, group in zip(self.decoders[1:], groups[1:], strict=True)]
         self._threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, ranks)]
 
     def _sharing(self, ranks: int, room: int) -> list[Group]:
@@ -88,7 +89,7 @@ class Threads:
             return waiting.pop() if waiting else self._hear(rank)
 
         try:
-            follow(Own(self.decoders[rank], self.groups[rank]), self.pools[rank], hear)
+            follow(self.others[rank - 1], self.pools[rank], hear)
         except EOFError:
             return
         except BaseException as error:
