@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +51,7 @@ class Threads:
         ranks: int,
         *,
         room: int = 1 << 12,
-        ops: type[Ops] = ReferenceOps,
+        ops: Callable[[], Ops] = ReferenceOps,
         whole_experts: bool = False,
         apart: bool = False,
         **load: Any,

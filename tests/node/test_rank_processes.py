@@ -197,8 +197,8 @@ async def test_a_rank_that_stands_still_does_too(path: Path, busy: bool) -> None
         (2, {"lora": ("a=/nowhere",)}, "adapter /nowhere"),
         (
             2,
-            {"batch_invariant": True, "kernels": "auto"},
-            "--tensor-parallel-size 2 does not go with --batch-invariant",
+            {"batch_invariant": True, "kernels": "auto", "pools_apart": True},
+            "--tensor-parallel-size 2 does not go with --batch-invariant where each rank has its pool",
         ),
         (2, {"quantization": "int8"}, "quantization int8 needs bfloat16 on the cpu kernels"),
         (2, {"enable_expert_parallel": True}, "enable_expert_parallel: llama has no experts"),

@@ -1,4 +1,5 @@
-"""Nodes of several ranks whose weights are not the checkpoint's alone: with adapters, and in int8."""
+"""Nodes of several ranks whose weights are not the checkpoint's alone, with adapters or in int8, and batch-invariant
+ones."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from adapter_files import merge, save_adapter
-from test_rank_processes import answer, degrees, expect_likeliest, prompt, saved
+from test_rank_processes import answer, assembled, degrees, expect_likeliest, prompt, saved
 
 from engine.models.hf import transformers_module
 from kernels.cpu import instruction_set
@@ -60,3 +61,19 @@ async def test_nodes_of_different_degree_are_one_model_in_int8(tmp_path: Path) -
         assert (len(made), reuse.reused_prefill) == (24, 96)
         await router.prefill.settle()
         await router.decode.settle()
+
+
+@pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension")
+async def test_batch_invariant_nodes_are_of_one_degree(tmp_path: Path) -> None:
+    """Others add up in another order."""
+    path = saved(tmp_path, "LlamaConfig", head_dim=32)
+    settings = {"batch_invariant": True, "kernels": "auto", "dtype": "bfloat16"}
+    async with degrees(path, 2, 2, **settings) as router:  # type: ignore[arg-type]
+        tokens = prompt(100)
+        made, _ = await answer(router, "a", tokens)
+        again, reuse = await answer(router, "b", tokens)
+        assert (again, reuse.reused_prefill) == (made, 96)
+        of_two = router.prefill.loaded.parts.fingerprint
+        await router.prefill.settle()
+        await router.decode.settle()
+    assert assembled(path, 1, **settings).fingerprint != of_two
