@@ -35,7 +35,7 @@ from worker_pair import Router, routed, worker
 
 from engine.isolation import DeviceLost
 from engine.ranks.device_group import DeviceGroup
-from node import apart_pool, rank
+from node import apart_pool, rank, segments
 from node.apart_pool import ApartPool
 from node.apart_ranks import ApartRanks
 from node.pool_memory import PoolMemory, make_pool
@@ -127,6 +127,24 @@ def test_a_block_has_the_bytes_of_one_ranks_node_both_ways(layout: KVLayout, joi
     assert all(np.array_equal(row, plain.block(block_id)) for row, block_id in zip(found[:2], (4, 1), strict=True))
     assert not found[2].any()
     assert found[0].nbytes == memory.block_bytes == layout.block_bytes
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_many_blocks_cross_together(
+    at_once: int, layout: KVLayout, joined: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order, however many parts are copied at once: there and back, through the other blocks."""
+    kv, memory = whole_pool(layout, 6), joined.memory
+    monkeypatch.setattr(segments, "STAGED", at_once * joined.pools[0][0].nbytes)
+    plain, order = PoolMemory(kv), [4, 0, 5, 1, 3]
+    rows = memory.room(10)
+    for row, block_id in zip(rows, order, strict=False):
+        row[:] = plain.block(block_id)
+    memory.to_device(rows[:5], order)
+    assert not any(pool.view(torch.uint8)[2].any() for pool in joined.pools)
+    memory.to_host(order[::-1], rows[5:])
+    for row, block_id in zip(rows[5:], order[::-1], strict=True):
+        assert np.array_equal(row, plain.block(block_id))
 
 
 def test_rows_of_tiers_and_rows_that_are_lent_are_never_the_same(layout: KVLayout, joined: Joined) -> None:
