@@ -163,6 +163,26 @@ def test_rows_of_tiers_and_rows_that_are_lent_are_never_the_same(layout: KVLayou
     assert memory.to_fill(1) is lent[0]
 
 
+def test_rows_are_counted_before_there_are_more(
+    layout: KVLayout, joined: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory is taken before it is written, and where it is not there none is."""
+    memory = joined.memory
+    memory.room(64)
+    assert os.fstat(joined.file).st_blocks * 512 >= 64 * layout.block_bytes
+    monkeypatch.setattr(apart_pool, "available_memory", lambda: 100 * layout.block_bytes)
+    memory.room(95)
+    size = os.fstat(joined.file).st_size
+    with pytest.raises(MemoryError, match="more of the host's memory"):
+        memory.room(96)
+    assert os.fstat(joined.file).st_size == size
+    assert not memory.lost
+    monkeypatch.setattr(apart_pool, "available_memory", lambda: 0)
+    with pytest.raises(DeviceLost, match=r"of which 0\.00 are left"):
+        memory.to_fill(0)
+    assert memory.lost, "the node is to end"
+
+
 def test_a_rank_that_does_not_bring_its_part_is_a_lost_device(joined: Joined) -> None:
     memory = joined.memory
     row = memory.to_fill(0)
