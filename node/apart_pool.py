@@ -26,8 +26,9 @@ GROWTH, MOST = 64 << 20, 256
 
 class ApartPool(BlockMemory):
     """Of the first rank; `follow` is the others'. It implements kv_transfer.tiers.staging.Copies, too, from any thread:
-    to tiers a block is its id. Raises DeviceLost once a rank did not do as it was told, and ever after: what has moved
-    is not known. lost: why, from then on; the node must end then, though link and tiers go on where a call raises."""
+    to tiers a block is its id. Raises DeviceLost once a rank did not do as it was told, or there is no memory for what
+    the link moves, and ever after: what has moved is not known. lost: why, from then on; the node must end then, though
+    link and tiers go on where a call raises."""
 
     def __init__(self, own: Segments, rows: Rows, lines: Lines, others: int, block_bytes: int) -> None:
         self._own, self._rows, self._lines, self._others = own, rows, lines, others

@@ -57,8 +57,9 @@ class DeviceGroup:
             raise ConfigError(f"the {self.ranks} ranks add up wrong numbers: {found[0]}", param=FLAG)
 
     def close(self) -> None:
-        """End what is connected. Not while anybody brings something; of a group that was left, the descriptor stays."""
-        if self._backend is not None:
+        """End what is connected. Not while anybody brings something; of a group that was left, the descriptor stays.
+        NCCL's ends with the process: it may wait for ranks that are gone."""
+        if self._backend is not None and self._device.type == "cpu":
             self._backend = None
             os.close(self._meeting_fd)
 
