@@ -119,6 +119,18 @@ class Codes:
         return values.view(len(values), scales.shape[1], -1).mul_(scales[..., None]).flatten(1)
 
 
+def int8_of(weight: torch.Tensor, peaks: torch.Tensor | None = None) -> Codes:
+    """A weight [out, in] in the nearest integers of eight bits with a scale an output: as the compiled kernels make
+    them. peaks: see `kernels.step.StoredRows`."""
+    peaks = (weight.abs().amax(1).float() if peaks is None else peaks)[:, None]
+    most = torch.full_like(peaks, 127)  # not a number: that may be multiplied by an inverse
+    inverse = torch.where(peaks > 0, most / peaks, 0.0)
+    values, step = torch.empty(weight.shape, dtype=torch.int8, device=weight.device), max(1, _PIECE // weight.shape[1])
+    for at in range(0, len(weight), step):
+        values[at : at + step] = (weight[at : at + step].float() * inverse[at : at + step]).round_()
+    return Codes(values, peaks / most)
+
+
 def _narrow(codes: torch.Tensor) -> torch.Tensor:
     low, high = codes.aminmax()
     return codes.to(torch.int8) if low >= -128 and high <= 127 else codes

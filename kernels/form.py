@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 
 from kernels.blocks import FORMATS, taken_apart
-from kernels.codes import Codes, Levels
+from kernels.codes import Codes, Levels, int8_of
 from kernels.packing import FP4, FP8, INT4, INT6, INT8, SPANS, codes_of_e2m1, numbers_of_e2m1, packed, unpacked
 from kernels.step import Stored
 
@@ -114,7 +114,7 @@ def form_of_stored(part: Stored) -> CodedForm | None:
         return _laid(
             _integers(values, group) if minima is None else _above_minima(values, group), scales, minima, group
         )
-    return form_of(int8_of(part.data.view(torch.bfloat16))) if part.kind == "INT8" else None
+    return form_of(int8_of(part.data.view(torch.bfloat16), part.peaks)) if part.kind == "INT8" else None
 
 
 def _laid(
@@ -133,13 +133,6 @@ def _laid(
     if spans > 1 and columns % tile:
         return None
     return CodedForm(kind, packed(kind, codes, tile), scales, offsets, minima, group, tile, order)
-
-
-def int8_of(weight: torch.Tensor) -> Codes:
-    """A weight [out, in] in the nearest integers of eight bits with a scale an output."""
-    scales = weight.abs().amax(1, keepdim=True).float() / 127
-    values = (weight.float() / scales.where(scales > 0, 1.0)).round_().to(torch.int8)
-    return Codes(values, scales)
 
 
 def laid_together(forms: Sequence[CodedForm]) -> list[CodedForm]:

@@ -3,7 +3,7 @@ batch that ask for them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,20 +13,38 @@ import torch.nn.functional as F
 @dataclass(frozen=True, slots=True)
 class LowRank:
     """Adds x @ down.T @ up.T to some outputs of a layer. down: [rank, in]; up: [outputs, rank], scaled already; first:
-    the first of these outputs, which in a fused layer are some of many."""
+    the first of these outputs, which in a fused layer are some of many. joined: where x and down are a part of the
+    inputs, makes of what they make, float32 [n, rank], what all do."""
 
     down: torch.Tensor
     up: torch.Tensor
     first: int
+    joined: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def to(self, device: torch.device) -> LowRank:
+        return LowRank(self.down.to(device), self.up.to(device), self.first, self.joined)
+
+    def narrow(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, rank] of x [n, in], in its dtype; a sum over parts of the inputs is rounded once."""
+        if self.joined is None:
+            return F.linear(x, self.down)
+        return self.joined(F.linear(x.float(), self.down.float())).to(x.dtype)
+
+
+Layers = tuple[Mapping[str, tuple[LowRank, ...]], ...]
+"""For each layer of a decoder what is added to which dense layer, by its name: qkv, o, gate_up or down."""
+
+
+def on_device(layers: Layers, device: torch.device) -> Layers:
+    return tuple({name: tuple(part.to(device) for part in parts) for name, parts in each.items()} for each in layers)
 
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """One adapter on a device, of one decoder. id: of its content, 32 hex digits. layers: for each layer of the decoder
-    what is added to which dense layer, by its name: qkv, o, gate_up or down."""
+    """One adapter on a device, of one decoder. id: of its content, 32 hex digits."""
 
     id: str
-    layers: tuple[Mapping[str, tuple[LowRank, ...]], ...]
+    layers: Layers
 
     @property
     def num_bytes(self) -> int:
@@ -51,4 +69,4 @@ def add_low_rank(y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, parts: 
     rows = x[tokens]
     for part in parts:
         outputs = y.narrow(1, part.first, len(part.up))
-        outputs.index_add_(0, tokens, F.linear(F.linear(rows, part.down), part.up))
+        outputs.index_add_(0, tokens, F.linear(part.narrow(rows), part.up))

@@ -41,13 +41,15 @@ class LinearOfHeads(Protocol):
 class StoredRows:
     """Neighbouring rows of a weight as stored. kind: a ggml block type (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K to
     Q6_K, IQ4_NL or IQ4_XS); BF16; INT8, bfloat16 rows that are to be quantised per channel; or CODES, rows that were: a
-    float32 scale, then int8. data: uint8 [rows, bytes of a row]."""
+    float32 scale, then int8. data: uint8 [rows, bytes of a row]. peaks: float32 [rows], of INT8 of which some inputs
+    are elsewhere the largest magnitudes of whole rows; None: these are whole."""
 
     kind: str
     data: torch.Tensor
+    peaks: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> StoredRows:
-        return StoredRows(self.kind, self.data.to(device))
+        return StoredRows(self.kind, self.data.to(device), None if self.peaks is None else self.peaks.to(device))
 
 
 Stored = StoredRows | Codes

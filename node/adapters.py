@@ -73,8 +73,6 @@ def read_one(settings: WorkerSettings, model: Computing, path: str, held: int) -
     """The adapter at `path`, for a node that holds so many. Raises ConfigError."""
     if settings.batch_invariant:
         raise ConfigError("adapters are not batch-invariant; leave --batch-invariant out", param="lora")
-    if settings.tensor_parallel_size > 1:
-        raise ConfigError("adapters do not go with --tensor-parallel-size", param="lora")
     if held >= settings.max_loras:
         raise ConfigError(f"{held} adapters are loaded, as many as --max-loras allows; unload one", param="lora")
     return load_adapter(read_adapter(path, settings.max_lora_rank), model)

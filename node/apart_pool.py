@@ -13,8 +13,10 @@ import numpy as np
 from engine.isolation import DeviceLost
 from kv_transfer.checksum import Checksums, InlineChecksums
 from kv_transfer.ports import BlockMemory
+from node.pool_memory import GIB, MEMORY_MARGIN
 from node.rows import Rows
 from node.segments import Move, Segments
+from process.limits import available_memory
 from process.lines import Line, Lines
 from protocol.errors import reason
 
@@ -24,8 +26,9 @@ GROWTH, MOST = 64 << 20, 256
 
 class ApartPool(BlockMemory):
     """Of the first rank; `follow` is the others'. It implements kv_transfer.tiers.staging.Copies, too, from any thread:
-    to tiers a block is its id. Raises DeviceLost once a rank did not do as it was told, and ever after: what has moved
-    is not known. lost: why, from then on; the node must end then, though link and tiers go on where a call raises."""
+    to tiers a block is its id. Raises DeviceLost once a rank did not do as it was told, or there is no memory for what
+    the link moves, and ever after: what has moved is not known. lost: why, from then on; the node must end then, though
+    link and tiers go on where a call raises."""
 
     def __init__(self, own: Segments, rows: Rows, lines: Lines, others: int, block_bytes: int) -> None:
         self._own, self._rows, self._lines, self._others = own, rows, lines, others
@@ -46,7 +49,11 @@ class ApartPool(BlockMemory):
 
     def to_fill(self, block_id: int) -> np.ndarray:
         if not self._spare:
-            self._spare += self.room(max(1, min(GROWTH // self._block_bytes, MOST)))
+            try:
+                self._spare += self.room(max(1, min(GROWTH // self._block_bytes, MOST)))
+            except MemoryError as error:
+                self.lost = str(error)
+                raise DeviceLost(self.lost) from error
         return self._spare.pop()
 
     def to_send(self, block_id: int) -> np.ndarray:
@@ -70,6 +77,10 @@ class ApartPool(BlockMemory):
         return self
 
     def room(self, blocks: int) -> Sequence[np.ndarray]:
+        size, left = blocks * self._block_bytes, available_memory()
+        if size > MEMORY_MARGIN * left:
+            what = f"blocks need {size / GIB:.2f} GiB more of the host's memory, of which {left / GIB:.2f} are left"
+            raise MemoryError(what)
         with self._lock:
             rows = {number: self._rows[number].numpy() for number in self._together(blocks)}
         self._numbers.update((_address(row), number) for number, row in rows.items())

@@ -33,6 +33,7 @@ class ApartRanks(Ranks):
         self._meeting_fd = os.memfd_create("meeting", os.MFD_CLOEXEC)
         self._joined = DeviceGroup(0, ranks, device, self._meeting_fd)
         super().__init__(settings, device)
+        os.close(self._meeting_fd)
         self._moves.given()
 
     def lead(self, model: Model) -> Led:
@@ -59,7 +60,7 @@ class ApartRanks(Ranks):
     def close(self) -> None:
         super().close()
         self._moves.close()
-        os.close(self._meeting_fd)
+        self._joined.close()
 
     def _group(self, memory: RankMemory) -> Group:
         return self._joined

@@ -170,10 +170,14 @@ def choose_device(name: str) -> torch.device:
 
 def arithmetic(settings: WorkerSettings, model: Computing, ops: Ops) -> str:
     """What of a node's arithmetic is part of the fingerprint: the model's number format, and the instruction set where
-    equal bits are promised."""
+    equal bits are promised, and how many ranks add up."""
     words = [str(model.dtype).removeprefix("torch.")]
     if settings.batch_invariant and isinstance(ops, CpuOps):
         words += ["batch-invariant", ops.instruction_set]
+        if settings.tensor_parallel_size > 1:
+            words.append(f"{settings.tensor_parallel_size} ranks")
+        if settings.enable_expert_parallel:
+            words.append("of experts")
     return " ".join(words)
 
 

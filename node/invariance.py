@@ -6,13 +6,16 @@ import torch
 
 from engine.models.base import Model
 from engine.models.decoder import Decoder
+from engine.ranks.layers import own_part
+from engine.ranks.led import Led
 from kernels.cpu.dense import PackedLinear
 from protocol.errors import ConfigError
 
 
 def require_batch_invariance(model: Model) -> None:
     """Raises ConfigError unless every operation of the model gives a token the same bits in every batch."""
-    dim = model.info.head_dim
+    dim, led = model.info.head_dim, isinstance(model, Led)
+    model = model.own.decoder if isinstance(model, Led) else model
     if not isinstance(model, Decoder):
         reason = "a model of our own decoder, not transformers' (--model-impl kvferry)"
     elif model.dtype != torch.bfloat16:
@@ -21,7 +24,9 @@ def require_batch_invariance(model: Model) -> None:
         reason = "attention over keys and values, which latent attention is not"
     elif dim % 32 or dim > 512:
         reason = f"head dims that are multiples of 32 up to 512; the model's are {dim}"
-    elif not all(isinstance(linear, PackedLinear) for linear in model.dense_layers()):
+    elif led and model.config.family.wide_qk_norm:
+        reason = "norms of q and k within heads, or --tensor-parallel-size 1"
+    elif not all(isinstance(own_part(linear), PackedLinear) for linear in model.dense_layers()):
         reason = "an even number of inputs of every dense layer"
     else:
         return

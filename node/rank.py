@@ -75,7 +75,8 @@ def compute(
 
 def _decoder(settings: WorkerSettings, device: torch.device, part: Part) -> Decoder:
     source = resolve_runnable(settings.model, settings.load_format)
-    decoder = load(settings, source, device, select(settings.kernels, device, graphs=False), part=part)
+    ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant, graphs=False)
+    decoder = load(settings, source, device, ops, part=part)
     assert isinstance(decoder, Decoder)
     return decoder
 

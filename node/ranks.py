@@ -38,18 +38,14 @@ def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:
             raise ConfigError("--enable-expert-parallel needs --tensor-parallel-size 2 or more", param=BY_EXPERT)
         return None
     asked = f"--tensor-parallel-size {settings.tensor_parallel_size}"
-    for flag, refused in (
-        ("batch-invariant", settings.batch_invariant),
-        ("lora", bool(settings.lora)),
-        ("quantization int8", settings.quantization == "int8"),
-    ):
-        if refused:
-            raise ConfigError(f"{asked} does not go with --{flag}", param=FLAG)
+    apart = device.type == "cuda" or settings.pools_apart
+    if apart and settings.batch_invariant:
+        raise ConfigError(f"{asked} does not go with --batch-invariant where each rank has its pool", param=FLAG)
     from node.apart_ranks import ApartRanks, require_gpus  # which builds on this module
 
     require_gpus(settings, device)
     try:
-        return (ApartRanks if device.type == "cuda" or settings.pools_apart else Ranks)(settings, device)
+        return (ApartRanks if apart else Ranks)(settings, device)
     except (OSError, AttributeError) as error:
         raise ConfigError(f"{asked}: the other ranks cannot be started: {error}", param=FLAG) from error
 

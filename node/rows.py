@@ -23,10 +23,11 @@ class Rows:
         return self._rows[number]
 
     def grow(self, count: int) -> range:
-        """The numbers of new rows. Their pages take memory once they are first written. Raises OSError."""
+        """The numbers of new rows. Their memory is taken at once, so whoever asks next how much is left is told the
+        truth. Raises OSError."""
         size = -(-count * self._row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if os.fstat(self._descriptor).st_size < self._end + size:
-            os.ftruncate(self._descriptor, self._end + size)
+            os.posix_fallocate(self._descriptor, self._end, size)
         pages = mmap.mmap(self._descriptor, size, offset=self._end)
         self._end += size
         first = len(self._rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,11 @@ from engine.models.base import Computing
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
 from engine.models.interleaved import half_split
-from kernels.low_rank import Adapter, LowRank
+from engine.ranks.adapters import BY_INPUT, LedAdapter, joined_layers
+from engine.ranks.led import Led
+from engine.ranks.shard import Shard
+from engine.ranks.weights import Cut
+from kernels.low_rank import Adapter, LowRank, on_device
 from model_files.adapter import WEIGHTS, AdapterFiles
 from protocol.errors import ConfigError
 
@@ -21,62 +25,92 @@ _TENSOR = re.compile(
     r"(?:base_model\.model\.)?model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.default)?\.weight"
 )
 
+_Layer = defaultdict[str, list[LowRank]]
+
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Where a target's outputs are: in which dense layer (see `Adapter`), from which output on, its sizes, and the
-    factor that went into its weights."""
+    """Where a target's outputs are: in which dense layer (see `Layers`), from which output on, its sizes, and the
+    factor that went into its weights. outputs: of each of the layers that are one here. All are those of a rank, which
+    has a part of the inputs or of each of the outputs."""
 
     layer: str
     first: int
     inputs: int
-    outputs: int
+    outputs: tuple[int, ...]
     factor: float = 1.0
+
+    @property
+    def by_input(self) -> bool:
+        return self.layer in BY_INPUT
+
+    def shapes(self, rank: int, ranks: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of A and B of so many dimensions, for all ranks."""
+        of_inputs, of_outputs = (ranks, 1) if self.by_input else (1, ranks)
+        return (rank, self.inputs * of_inputs), (sum(self.outputs) * of_outputs, rank)
+
+    def part(self, whole: LowRank, shard: Shard) -> LowRank:
+        if self.by_input:
+            cut = Cut(1, (self.inputs * shard.ranks,))
+            return replace(whole, down=cut.part(whole.down, shard).contiguous())
+        cut = Cut(0, tuple(each * shard.ranks for each in self.outputs))
+        return replace(whole, up=cut.part(whole.up, shard).contiguous())
 
 
 def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
     """The adapter on the model's device, in its dtype. Raises ConfigError: it does not fit the model, or the device's
     memory does not hold it."""
+    led = model if isinstance(model, Led) else None
+    model, ranks = (model, 1) if led is None else (led.own.decoder, led.ranks)
     if not isinstance(model, Decoder):
         raise _misfit(files, "adapters need a model of our own decoder, not transformers' (--model-impl kvferry)")
     if model.config.latent is not None:
         raise _misfit(files, f"adapters of latent attention, as {model.info.name} has it, are not supported")
     sites = _sites(model.config)
-    layers: list[defaultdict[str, list[LowRank]]] = [defaultdict(list) for _ in range(model.config.num_layers)]
+    count = model.config.num_layers
+    found: list[list[_Layer]] = [[defaultdict(list) for _ in range(count)] for _ in range(ranks)]
     for (index, target), (down, up) in sorted(_pairs(files).items()):
-        if index >= len(layers):
-            raise _misfit(files, f"it adapts layer {index}, and {model.info.name} has {len(layers)}")
+        if index >= count:
+            raise _misfit(files, f"it adapts layer {index}, and {model.info.name} has {count}")
         site = sites.get(target)
         if site is None:
             raise _misfit(files, f"its target {target} is none of {', '.join(sites)}")
-        wanted = ((files.rank, site.inputs), (site.outputs, files.rank))
-        found = (tuple(down.shape), tuple(up.shape))
-        if found != wanted:
-            raise _misfit(files, f"layer {index} {target} has shapes {found}; {model.info.name} takes {wanted}")
+        wanted, given = site.shapes(files.rank, ranks), (tuple(down.shape), tuple(up.shape))
+        if given != wanted:
+            raise _misfit(files, f"layer {index} {target} has shapes {given}; {model.info.name} takes {wanted}")
         if model.config.family.interleaved and target in ("q_proj", "k_proj"):
             half_split(up, model.config.head_dim, model.config.rope.dim)
-        layers[index][site.layer].append(_placed(files, model, site, down, up))
-    return Adapter(files.id, tuple({name: tuple(parts) for name, parts in layer.items()} for layer in layers))
+        scaled = (up.float() * files.scale * site.factor).to(model.dtype)
+        whole = LowRank(down.to(model.dtype).contiguous(), scaled.contiguous(), site.first)
+        for rank, layers in enumerate(found):
+            layers[index][site.layer].append(site.part(whole, Shard(rank, ranks)))
+    own, *others = (tuple({name: tuple(parts) for name, parts in each.items()} for each in layers) for layers in found)
+    try:
+        if led is None:
+            return Adapter(files.id, on_device(own, model.device))
+        return LedAdapter(files.id, joined_layers(own, led.own.group, model.device), tuple(others))
+    except torch.OutOfMemoryError as error:
+        raise _misfit(files, f"it does not fit the memory of {model.device}") from error
 
 
 def _sites(config: DecoderConfig) -> dict[str, _Site]:
     hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
-    attention = {"o_proj": _Site("o", 0, q, hidden, config.factors.residual)}
-    mlp = {"down_proj": _Site("down", 0, inner, hidden, config.factors.residual)}
+    attention = {"o_proj": _Site("o", 0, q, (hidden,), config.factors.residual)}
+    mlp = {"down_proj": _Site("down", 0, inner, (hidden,), config.factors.residual)}
     if config.family.fused:
-        attention["qkv_proj"] = _Site("qkv", 0, hidden, q + 2 * kv)
+        attention["qkv_proj"] = _Site("qkv", 0, hidden, (q, kv, kv))
     else:
         attention |= {
-            "q_proj": _Site("qkv", 0, hidden, q),
-            "k_proj": _Site("qkv", q, hidden, kv),
-            "v_proj": _Site("qkv", q + kv, hidden, kv),
+            "q_proj": _Site("qkv", 0, hidden, (q,)),
+            "k_proj": _Site("qkv", q, hidden, (kv,)),
+            "v_proj": _Site("qkv", q + kv, hidden, (kv,)),
         }
     if config.family.fused or config.family.fused_mlp:
-        mlp["gate_up_proj"] = _Site("gate_up", 0, hidden, 2 * inner)
+        mlp["gate_up_proj"] = _Site("gate_up", 0, hidden, (inner, inner))
     else:
         mlp |= {
-            "gate_proj": _Site("gate_up", 0, hidden, inner),
-            "up_proj": _Site("gate_up", inner, hidden, inner),
+            "gate_proj": _Site("gate_up", 0, hidden, (inner,)),
+            "up_proj": _Site("gate_up", inner, hidden, (inner,)),
         }
     return attention | ({} if config.experts else mlp)
 
@@ -104,17 +138,6 @@ def _pairs(files: AdapterFiles) -> dict[tuple[int, str], tuple[torch.Tensor, tor
         if len(pair) < 2:
             raise _misfit(files, f"layer {index} {target} has only one of lora_A and lora_B")
     return {key: (pair["A"], pair["B"]) for key, pair in found.items()}
-
-
-def _placed(files: AdapterFiles, model: Decoder, site: _Site, down: torch.Tensor, up: torch.Tensor) -> LowRank:
-    try:
-        return LowRank(
-            down.to(model.device, model.dtype).contiguous(),
-            (up.float() * files.scale * site.factor).to(model.device, model.dtype).contiguous(),
-            site.first,
-        )
-    except torch.OutOfMemoryError as error:
-        raise _misfit(files, f"it does not fit the memory of {model.device}") from error
 
 
 def _misfit(files: AdapterFiles, reason: str) -> ConfigError:

@@ -15,7 +15,7 @@ class DenseForms:
 
     def __init__(self, ops: Ops, quantization: str) -> None:
         self.as_stored = quantization == "auto"
-        self._int8 = quantization == "int8"
+        self.int8 = quantization == "int8"
         self._ops = ops
         self.kept: set[str] = set()
 
@@ -26,10 +26,10 @@ class DenseForms:
             self.kept |= packed.kinds
         return packed
 
-    def of_weight(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Of a weight [out, in], contiguous, in bfloat16 where it is to become int8."""
-        if self._int8:
-            quantised: list[Stored] = [StoredRows("INT8", weight.view(torch.uint8))]
+    def of_weight(self, weight: torch.Tensor, bias: torch.Tensor | None, peaks: torch.Tensor | None = None) -> Linear:
+        """Of a weight [out, in], contiguous, in bfloat16 where it is to become int8; peaks: see `StoredRows`."""
+        if self.int8:
+            quantised: list[Stored] = [StoredRows("INT8", weight.view(torch.uint8), peaks)]
             if (packed := self.of_rows(quantised, weight.shape[1], bias)) is not None:
                 return packed
         return self._ops.linear(weight, bias)

@@ -17,7 +17,7 @@ from engine.models.gguf_config import parse_gguf
 from engine.models.heap import trim_heap
 from engine.models.one_copy import one_copy
 from engine.models.parameters import ParameterLoader, Parameters, Progress
-from engine.models.reader import TensorReader
+from engine.models.reader import Peaks, TensorReader, whole_rows
 from engine.models.rope import rope_tables, stretched
 from engine.models.stacked import StackedWeights
 from engine.models.weights import GGUFWeights, Weights
@@ -194,11 +194,13 @@ def _load_decoder(
     part: Part | None,
 ) -> Decoder:
     config, weights = opened.config, opened.weights
+    peaks: Peaks = whole_rows
     if part is not None:
-        config, weights = part.shard.of(config), ShardWeights(weights, config, part.shard)
+        weights = ShardWeights(weights, config, part.shard)
+        config, peaks = part.shard.of(config), weights.peaks
 
     def read() -> tuple[Parameters, list[str]]:
-        reader = TensorReader(config, weights, device, dtype, ops, quantization)
+        reader = TensorReader(config, weights, device, dtype, ops, quantization, peaks)
         return ParameterLoader(reader, progress).load(), sorted(reader.kept)
 
     if weights_fd >= 0 and isinstance(ops, CpuOps) and dtype == torch.bfloat16:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from engine.models.config import DecoderConfig
@@ -13,6 +15,13 @@ from kernels.step import Linear, Stored, StoredRows
 
 Rows = list[tuple[str, int]]
 """Tensors that are laid under each other: names and numbers of rows."""
+Peaks = Callable[[str, tuple[int, int], torch.dtype], torch.Tensor | None]
+"""Of a tensor [rows, columns] that is a part of one with more columns the largest magnitudes [rows] of whole rows, as
+read in the dtype; None: it is whole."""
+
+
+def whole_rows(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """`Peaks` where nothing is divided."""
 
 
 class TensorReader:
@@ -27,11 +36,12 @@ class TensorReader:
         dtype: torch.dtype,
         ops: Ops,
         quantization: str = "none",
+        peaks: Peaks = whole_rows,
     ):
         self.config = config
         self.ops = ops
         self.dtype = dtype
-        self._weights = weights
+        self._weights, self._peaks = weights, peaks
         self._device = device
         self._forms = DenseForms(ops, quantization)
         self.kept = self._forms.kept
@@ -48,7 +58,8 @@ class TensorReader:
             kept = [self._placed(name, rows) for name, rows in stored if rows is not None]
             if len(kept) == len(parts) and (packed := self._forms.of_rows(kept, columns, bias)) is not None:
                 return packed
-        return self._forms.of_weight(self.stack(parts, columns, factor), bias)
+        peaks = self._peaks_of(parts, columns, factor) if self._forms.int8 else None
+        return self._forms.of_weight(self.stack(parts, columns, factor), bias, peaks)
 
     def norm(self, name: str, size: int, factor: float = 1.0) -> torch.Tensor:
         """Weights of a norm; what a family adds to them is added in float32."""
@@ -74,6 +85,11 @@ class TensorReader:
         out = torch.empty(shape, dtype=torch.float32, device=self._device)
         self._weights.read(name, out)
         return out
+
+    def _peaks_of(self, parts: Rows, columns: int, factor: float) -> torch.Tensor | None:
+        found = [self._peaks(name, (rows, columns), self.dtype) for name, rows in parts]
+        peaks = [each for each in found if each is not None]
+        return torch.cat(peaks).mul_(factor).abs().float().to(self._device) if peaks else None
 
     def _placed(self, name: str, stored: Stored) -> Stored:
         """Its rows in our order, on the device."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine.models.base import Halfway, Unwanted, Wanted, always
+from engine.ranks.adapters import Numbers, joined_layers
 from engine.ranks.own import Own
+from kernels.low_rank import Adapter, Layers
 from kernels.plan import BatchPlan
 
 Hear = Callable[[], bytes]
@@ -59,12 +61,36 @@ class CopyBlock:
         part.decoder.copy_block(kv, self.source, self.target)
 
 
-Call = Forward | Logits | CopyBlock
+@dataclass(frozen=True, slots=True)
+class TakeAdapter:
+    """Compute with an adapter where its number is told from now on. others: what each rank but the first adds."""
+
+    number: int
+    id: str
+    others: tuple[Layers, ...]
+
+    def run(self, part: Own, kv: torch.Tensor, hear: Hear) -> None:
+        own = joined_layers(self.others[part.group.rank - 1], part.group, part.decoder.device)
+        part.adapters[self.number] = Adapter(self.id, own)
 
 
-def packed(call: Call) -> bytes:
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """Nobody computes with it any more."""
+
+    number: int
+
+    def run(self, part: Own, kv: torch.Tensor, hear: Hear) -> None:
+        part.adapters.pop(self.number).release()
+
+
+Call = Forward | Logits | CopyBlock | TakeAdapter | DropAdapter
+
+
+def packed(call: Call, numbers: Numbers | None = None) -> bytes:
+    """numbers: of the adapters in it."""
     out = io.BytesIO()
-    _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(call)
+    _Pickler(out, numbers).dump(call)
     return out.getvalue()
 
 
@@ -74,7 +100,7 @@ def follow(part: Own, kv: torch.Tensor, hear: Hear) -> None:
     `hear` raises."""
     kv = part.of_pool(kv)
     while True:
-        call: Call = pickle.loads(hear())
+        call: Call = _Unpickler(io.BytesIO(hear()), part.adapters).load()
         try:
             call.run(part, kv, hear)
         except Unwanted:
@@ -82,6 +108,13 @@ def follow(part: Own, kv: torch.Tensor, hear: Hear) -> None:
 
 
 class _Pickler(pickle.Pickler):
+    def __init__(self, out: io.BytesIO, numbers: Numbers | None) -> None:
+        super().__init__(out, pickle.HIGHEST_PROTOCOL)
+        self._numbers = numbers
+
+    def persistent_id(self, each: object) -> int | None:
+        return self._numbers[each] if isinstance(each, Adapter) and self._numbers is not None else None
+
     def reducer_override(self, each: object) -> Any:
         if not isinstance(each, torch.Tensor):
             return NotImplemented
@@ -90,6 +123,15 @@ class _Pickler(pickle.Pickler):
             each.dtype,
             tuple(each.shape),
         )
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, message: io.BytesIO, adapters: Mapping[int, Adapter]) -> None:
+        super().__init__(message)
+        self._adapters = adapters
+
+    def persistent_load(self, number: int) -> Adapter:
+        return self._adapters[number]
 
 
 def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -2,7 +2,9 @@
 gloo between CPUs.
 
 They meet over a file that has no name: whoever has its descriptor is one of them. Each has its own group object, of no
-process-wide registry, so a process may be a rank of several nodes.
+process-wide registry, so a process may be a rank of several nodes. torch knows the file by its descriptor's number and
+writes to it again when a group ends, so a group has a descriptor of its own, which is open for longer than that: what
+else got its number would be written to, or end the process where it is no file.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ class DeviceGroup:
     apart = True
 
     def __init__(self, rank: int, ranks: int, device: torch.device, meeting_fd: int) -> None:
-        """meeting_fd: of a file that all ranks have open for as long as they are a group, empty before the first one
-        connects."""
+        """meeting_fd: of a file that all ranks have, empty before the first one connects; it may be closed at once.
+        Raises OSError."""
         self.rank, self.ranks = rank, ranks
-        self._device, self._meeting_fd = device, meeting_fd
+        self._device, self._meeting_fd = device, os.dup(meeting_fd)
         self._backend: Any = None
 
     def connect(self) -> None:
@@ -53,6 +55,13 @@ class DeviceGroup:
             raise ConfigError(what, param=FLAG) from error
         if found != [self.ranks * (self.ranks + 1) / 2] * 3:
             raise ConfigError(f"the {self.ranks} ranks add up wrong numbers: {found[0]}", param=FLAG)
+
+    def close(self) -> None:
+        """End what is connected. Not while anybody brings something; of a group that was left, the descriptor stays.
+        NCCL's ends with the process: it may wait for ranks that are gone."""
+        if self._backend is not None and self._device.type == "cpu":
+            self._backend = None
+            os.close(self._meeting_fd)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         self._backend.allreduce([x]).wait()

@@ -69,6 +69,11 @@ class NormedTogether:
         return q_normed, k_normed
 
 
+def own_part(linear: Linear) -> Linear:
+    """What the rank itself computes of a layer."""
+    return linear.own if isinstance(linear, Summed | Vocabulary) else linear
+
+
 def joined(parameters: Parameters, group: Group, config: DecoderConfig) -> Parameters:
     """The parameters of a rank's part, as layers of the whole decoder."""
     vocab_size = config.vocab_size

@@ -10,7 +10,8 @@ import torch
 from engine.isolation import DeviceLost
 from engine.models.base import Halfway, Model, Unwanted, Wanted, always
 from engine.models.decoder import Decoder
-from engine.ranks.calls import GO_ON, STOP, CopyBlock, Forward, Logits, packed
+from engine.ranks.adapters import Numbers
+from engine.ranks.calls import GO_ON, STOP, CopyBlock, DropAdapter, Forward, Logits, TakeAdapter, packed
 from engine.ranks.group import Group
 from engine.ranks.own import Own
 from kernels.plan import BatchPlan
@@ -20,8 +21,9 @@ from protocol.errors import reason
 
 class Led(Model):
     """A `Model`. Whatever it computes, it tells the other ranks before, and what it returns is there once their K/V is
-    in the pool, too: in the one that all of them share, or in theirs. tell: brings them a message, in order. Raises
-    DeviceLost for whatever goes wrong on the way, and ever after: the ranks compute no longer the same."""
+    in the pool, too: in the one that all of them share, or in theirs. own: of this rank; tell: brings them a message,
+    in order. Raises DeviceLost for whatever goes wrong on the way, and ever after: the ranks compute no longer the
+    same."""
 
     resumable = True
     fed_by_host = True
@@ -29,7 +31,11 @@ class Led(Model):
     def __init__(self, decoder: Decoder, group: Group, tell: Callable[[bytes], None]) -> None:
         self.info, self.dtype, self.device, self.ops = decoder.info, decoder.dtype, decoder.device, decoder.ops
         self.ranks = group.ranks
-        self._own, self._tell, self._lost = Own(decoder, group), tell, ""
+        self.own, self._tell, self._lost = Own(decoder, group), tell, ""
+        self._numbers = Numbers(
+            lambda number, adapter: tell(packed(TakeAdapter(number, adapter.id, adapter.others))),
+            lambda number: tell(packed(DropAdapter(number))),
+        )
 
     def forward(
         self,
@@ -41,25 +47,29 @@ class Led(Model):
     ) -> torch.Tensor:
         with self._together():
             asks = wanted is not always
-            self._tell(packed(Forward(token_ids, plan, halfway, asks, draws=False)))
+            self._tell_step(Forward(token_ids, plan, halfway, asks, draws=False))
             wanted = self._agreed(wanted) if asks else wanted
             return self._forward(token_ids, kv, plan, wanted, halfway)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         with self._together():
             self._tell(packed(Logits(hidden)))
-            return self._own.decoder.logits(hidden)
+            return self.own.decoder.logits(hidden)
 
     def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
         with self._together():
-            self._tell(packed(Forward(token_ids, plan, None, asks=False, draws=True)))
-            return NextLogits(self._own.decoder.logits(self._forward(token_ids, kv, plan)))
+            self._tell_step(Forward(token_ids, plan, None, asks=False, draws=True))
+            return NextLogits(self.own.decoder.logits(self._forward(token_ids, kv, plan)))
 
     def copy_block(self, kv: torch.Tensor, source: int, target: int) -> None:
         with self._together():
-            if self._own.group.apart:
+            if self.own.group.apart:
                 self._tell(packed(CopyBlock(source, target)))
             kv[target].copy_(kv[source])
+
+    def _tell_step(self, step: Forward) -> None:
+        self._numbers.bring(step.plan)
+        self._tell(packed(step, self._numbers))
 
     def _forward(
         self,
@@ -69,8 +79,8 @@ class Led(Model):
         wanted: Wanted = always,
         halfway: Halfway | None = None,
     ) -> torch.Tensor:
-        token_ids, plan = self._own.inputs(token_ids, plan)
-        return self._own.decoder.forward(token_ids, self._own.of_pool(kv), plan, wanted, halfway)
+        token_ids, plan = self.own.inputs(token_ids, plan)
+        return self.own.decoder.forward(token_ids, self.own.of_pool(kv), plan, wanted, halfway)
 
     def _agreed(self, wanted: Wanted) -> Wanted:
         """All stop before the same layer."""

@@ -9,15 +9,17 @@ import torch
 from engine.models.base import Halfway
 from engine.models.decoder import Decoder
 from engine.ranks.group import Group
+from kernels.low_rank import Adapter
 from kernels.plan import BatchPlan
 from kernels.staging import Staging
 
 
 class Own:
-    """One rank's. decoder: the part of `group.rank`."""
+    """One rank's. decoder: the part of `group.rank`; adapters: of ranks but the first, by their numbers."""
 
     def __init__(self, decoder: Decoder, group: Group) -> None:
         self.decoder, self.group = decoder, group
+        self.adapters: dict[int, Adapter] = {}
         self._staging = Staging(decoder.device)
 
     def of_pool(self, kv: torch.Tensor) -> torch.Tensor:
@@ -35,10 +37,14 @@ class Own:
         if self.group.rank and not self.group.apart and self.decoder.config.latent is not None:
             slots = torch.full_like(slots, -1)
         small = (token_ids, plan.positions, slots, plan.block_table, plan.query_start, plan.total_len)
-        ids, positions, slots, table, query_start, total_len = self._staging.put([each.numpy() for each in small])
+        tokens = [each.tokens for each in plan.adapted]
+        put = self._staging.put([each.numpy() for each in (*small, *tokens)])
+        ids, positions, slots, table, query_start, total_len, *tokens = put
+        adapted = tuple(replace(each, tokens=own) for each, own in zip(plan.adapted, tokens, strict=True))
         return ids, replace(
-            plan, positions=positions, slots=slots, block_table=table, query_start=query_start, total_len=total_len
-        )
+            plan, positions=positions, slots=slots, block_table=table, query_start=query_start, total_len=total_len,
+            adapted=adapted,
+        )  # fmt: skip
 
     def brought(self, halfway: Halfway) -> Halfway:
         """To the rank's device."""

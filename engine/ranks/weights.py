@@ -22,6 +22,8 @@ OUTPUTS = (
 """Dense layers of whose outputs a rank has a part."""
 INPUTS = ("o_proj", "down_proj", "w2")
 """Those of whose inputs it has; what they put out is added up."""
+RUN = 32
+"""Inputs of one scale of activations in int8."""
 LARGE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 """Kinds of stored rows with 256 inputs in a block; the others have 32."""
 
@@ -81,6 +83,18 @@ class ShardWeights:
             return StoredRows(rows.kind, cut.part(rows.data, self._shard).contiguous())
         self._require_whole(name, 256 if rows.kind in LARGE else 32, shape[1])
         return StoredRows(rows.kind, self._columns(rows.data))
+
+    def peaks(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
+        """See `engine.models.reader.Peaks`. Raises ConfigError where that would cut a run of inputs that is quantised
+        with one scale."""
+        cut = self._cut(name, shape)
+        if cut is None or cut.dim == 0:
+            return None
+        whole = torch.empty(cut.shape(shape), dtype=dtype)
+        if whole.shape[1] % RUN == 0:
+            self._require_whole(name, RUN, shape[1])
+        self._weights.read(name, whole)
+        return whole.abs().amax(1)
 
     def _codes(self, name: str, codes: Codes, cut: Cut, inputs: int) -> Codes:
         codes = codes.by_output()

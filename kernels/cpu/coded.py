@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.codes import Codes
+from kernels.codes import Codes, int8_of
 from kernels.step import StoredRows
 
 RUN = 32
@@ -32,10 +32,21 @@ def rows_of(codes: Codes) -> StoredRows | None:
     if low < -128 or high > 127:
         return _nearest(codes)
     if groups == 1 and (low < -16 or high > 15):
-        scales = scales.expand(count, 1).contiguous()
-        return StoredRows("CODES", torch.cat((scales.view(torch.uint8), values.view(torch.uint8)), 1))
+        return _signed(values, scales.expand(count, 1).contiguous())
     scales = scales.repeat_interleave(columns // RUN // groups, 1).expand(count, -1)
     return _blocks(values, scales, low, high)
+
+
+def packable(rows: StoredRows) -> StoredRows:
+    """As the kernels quantise them: with the scales of whole rows, where some inputs are elsewhere."""
+    if rows.peaks is None:
+        return rows
+    codes = int8_of(rows.data.view(torch.bfloat16), rows.peaks)
+    return _signed(codes.values, codes.scales)
+
+
+def _signed(values: torch.Tensor, scales: torch.Tensor) -> StoredRows:
+    return StoredRows("CODES", torch.cat((scales.view(torch.uint8), values.view(torch.uint8)), 1))
 
 
 def _nearest(codes: Codes) -> StoredRows:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.codes import Codes
-from kernels.cpu.coded import rows_of
+from kernels.cpu.coded import packable, rows_of
 from kernels.shared import TorchLinear, TorchLinearOfHeads
 from kernels.step import Linear, LinearOfHeads, Stored, StoredRows
 
@@ -31,7 +31,7 @@ class PackedLinear:
         self.kernels = kernels
         self.in_features, self.out_features = columns, sum(len(part.data) for part in parts)
         self.kinds = frozenset(part.kind for part in parts)
-        stored = [(part.kind, part.data) for part in parts]
+        stored = [(part.kind, part.data) for part in map(packable, parts)]
         self.weights = kernels.pack(stored, columns, None if bias is None else bias.float())
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,14 +31,14 @@ CPU = torch.device("cpu")
 PATIENCE_S = 30.0
 
 
-def connected(ranks: int) -> list[Group]:
-    """Groups over gloo."""
+def connected(ranks: int) -> list[DeviceGroup]:
+    """Groups over gloo, to be closed."""
     meeting = os.memfd_create("meeting")
     groups = [DeviceGroup(rank, ranks, CPU, meeting) for rank in range(ranks)]
     with ThreadPoolExecutor(ranks) as threads:
         list(threads.map(DeviceGroup.connect, groups))
     os.close(meeting)
-    return list(groups)
+    return groups
 
 
 class Threads:
@@ -51,7 +51,7 @@ class Threads:
         ranks: int,
         *,
         room: int = 1 << 12,
-        ops: type[Ops] = ReferenceOps,
+        ops: Callable[[], Ops] = ReferenceOps,
         whole_experts: bool = False,
         apart: bool = False,
         **load: Any,
@@ -62,13 +62,14 @@ class Threads:
         self.errors: list[BaseException] = []
         self.pools: list[torch.Tensor] = []
         self.apart = apart
-        self.groups = groups = connected(ranks) if apart else self._sharing(ranks, room)
+        self.groups = groups = list[Group](connected(ranks)) if apart else self._sharing(ranks, room)
         source = resolve(str(path))
         options: dict[str, Any] = {"dtype": torch.float32, "impl": "kvferry"} | load
         self.decoders: list[Any] = [
             load_model(source, device=CPU, ops=ops(), part=Part(group, whole_experts), **options) for group in groups
         ]
         self.model = Led(self.decoders[0], groups[0], self._tell)
+        self.others = [Own(decoder, group) for decoder, group in zip(self.decoders[1:], groups[1:], strict=True)]
         self._threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, ranks)]
 
     def _sharing(self, ranks: int, room: int) -> list[Group]:
@@ -88,7 +89,7 @@ class Threads:
             return waiting.pop() if waiting else self._hear(rank)
 
         try:
-            follow(Own(self.decoders[rank], self.groups[rank]), self.pools[rank], hear)
+            follow(self.others[rank - 1], self.pools[rank], hear)
         except EOFError:
             return
         except BaseException as error:
@@ -110,6 +111,9 @@ class Threads:
         for thread in self._threads:
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
+        for group in self.groups:
+            if isinstance(group, DeviceGroup):
+                group.close()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,8 +82,7 @@ def test_a_rank_that_is_gone_is_a_lost_device(tmp_path: Path) -> None:
     with joined_ranks(tmp_path, 2, apart=True) as ranks:
         cache = Pooled(ranks)
         cache.step({"a": tokens_for(9)})
-        ranks.end()
-        ranks.groups[1]._backend = None  # its connections end, as with its process
+        ranks.end()  # its connections end, as with its process
         for name in "bc":
             with pytest.raises(DeviceLost, match="2 ranks do not compute together any more"):
                 cache.step({name: tokens_for(9)})
@@ -96,6 +96,27 @@ def test_sums_and_gathers_are_of_all_ranks_and_of_any_shape() -> None:
         summed = list(threads.map(lambda each: each[0].sum(each[1].clone()), zip(groups, brought, strict=True)))
     assert all(torch.equal(each, torch.stack(brought)) for each in gathered)
     assert all(torch.equal(each, sum(brought)) for each in summed)
+    for each in groups:
+        each.close()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_group_writes_to_no_file_but_its_own_as_it_ends(closed: bool, tmp_path: Path) -> None:
+    """Which its descriptor's number was: others may have that by then."""
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    groups = connected(2)
+    for each in groups if closed else ():
+        each.close()
+    assert (set(os.listdir("/proc/self/fd")) == before) == closed
+    others = [
+        (tmp_path / str(index)).open("wb+") for index in range(8)
+    ]  # of which some get numbers that are free again
+    del groups
+    gc.collect()
+    for other in others:
+        assert not other.seek(0, os.SEEK_END)
+        other.close()
 
 
 def test_ranks_that_do_not_come_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.cpu import CpuOps, instruction_sets
+from kernels.cpu.dense import PackedLinear
 from kernels.step import Linear, StoredRows
 
 SETS = instruction_sets()
@@ -121,6 +122,21 @@ def test_rows_are_the_dequantised_values(name: str, kind: str) -> None:
     ids = torch.tensor([0, 99, 31, 32, 47, 16, 99])
     got = packed(CpuOps(2, name), part).rows(ids)
     torch.testing.assert_close(got.double(), values[ids], rtol=2 * EPSILON, atol=float(values.abs().max()) * 1e-3)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_some_inputs_of_rows_have_the_codes_of_whole_rows(name: str) -> None:
+    """COLUMNS inputs of rows of three times as many, of which some are zeros and some have zeros here."""
+    weight, ops, ids = noise(70, 3 * COLUMNS).bfloat16(), CpuOps(2, name), torch.arange(70)
+    weight[4], weight[40, :COLUMNS] = 0, 0
+    whole = ops.packed([StoredRows("INT8", weight.view(torch.uint8))], 3 * COLUMNS)
+    assert whole is not None
+    peaks = weight.abs().amax(1).float()
+    for part, rows in zip(weight.split(COLUMNS, 1), whole.rows(ids).split(COLUMNS, 1), strict=True):
+        layer = packed(ops, StoredRows("INT8", part.contiguous().view(torch.uint8), peaks))
+        assert isinstance(layer, PackedLinear)
+        assert layer.kinds == {"INT8"}
+        assert torch.equal(layer.rows(ids), rows)
 
 
 def test_rows_of_plain_weights_are_exact() -> None:

@@ -35,7 +35,7 @@ from worker_pair import Router, routed, worker
 
 from engine.isolation import DeviceLost
 from engine.ranks.device_group import DeviceGroup
-from node import apart_pool, rank
+from node import apart_pool, rank, segments
 from node.apart_pool import ApartPool
 from node.apart_ranks import ApartRanks
 from node.pool_memory import PoolMemory, make_pool
@@ -48,9 +48,7 @@ from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.settings import WorkerSettings
 
-WANTED = os.environ.get("KVFERRY_TEST_POOLS_APART") == "1"
-REASON = "gloo has ended the process in some runs of these: KVFERRY_TEST_POOLS_APART=1 runs them"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.skipif(not WANTED, reason=REASON)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 CPU = torch.device("cpu")
 
 
@@ -131,6 +129,24 @@ def test_a_block_has_the_bytes_of_one_ranks_node_both_ways(layout: KVLayout, joi
     assert found[0].nbytes == memory.block_bytes == layout.block_bytes
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_many_blocks_cross_together(
+    at_once: int, layout: KVLayout, joined: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order, however many parts are copied at once: there and back, through the other blocks."""
+    kv, memory = whole_pool(layout, 6), joined.memory
+    monkeypatch.setattr(segments, "STAGED", at_once * joined.pools[0][0].nbytes)
+    plain, order = PoolMemory(kv), [4, 0, 5, 1, 3]
+    rows = memory.room(10)
+    for row, block_id in zip(rows, order, strict=False):
+        row[:] = plain.block(block_id)
+    memory.to_device(rows[:5], order)
+    assert not any(pool.view(torch.uint8)[2].any() for pool in joined.pools)
+    memory.to_host(order[::-1], rows[5:])
+    for row, block_id in zip(rows[5:], order[::-1], strict=True):
+        assert np.array_equal(row, plain.block(block_id))
+
+
 def test_rows_of_tiers_and_rows_that_are_lent_are_never_the_same(layout: KVLayout, joined: Joined) -> None:
     memory, (pool, *_) = joined.memory, joined.pools
     kept = memory.room(3)
@@ -145,6 +161,26 @@ def test_rows_of_tiers_and_rows_that_are_lent_are_never_the_same(layout: KVLayou
     memory.to_host([2], [kept[0]])
     memory.give_back(lent[0])
     assert memory.to_fill(1) is lent[0]
+
+
+def test_rows_are_counted_before_there_are_more(
+    layout: KVLayout, joined: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory is taken before it is written, and where it is not there none is."""
+    memory = joined.memory
+    memory.room(64)
+    assert os.fstat(joined.file).st_blocks * 512 >= 64 * layout.block_bytes
+    monkeypatch.setattr(apart_pool, "available_memory", lambda: 100 * layout.block_bytes)
+    memory.room(95)
+    size = os.fstat(joined.file).st_size
+    with pytest.raises(MemoryError, match="more of the host's memory"):
+        memory.room(96)
+    assert os.fstat(joined.file).st_size == size
+    assert not memory.lost
+    monkeypatch.setattr(apart_pool, "available_memory", lambda: 0)
+    with pytest.raises(DeviceLost, match=r"of which 0\.00 are left"):
+        memory.to_fill(0)
+    assert memory.lost, "the node is to end"
 
 
 def test_a_rank_that_does_not_bring_its_part_is_a_lost_device(joined: Joined) -> None:
@@ -245,13 +281,13 @@ def test_a_rank_connects_once_all_have_loaded_their_parts(monkeypatch: pytest.Mo
     monkeypatch.setattr(rank, "_live", lambda *_: None)
     monkeypatch.setattr(rank, "_decoder", lambda *_: None)
     monkeypatch.setattr(rank, "set_up_log", lambda *_: None)
-    descriptors, lines, moves = make_memory(3), Lines(1), Lines(1)
+    descriptors, lines, moves = (*make_memory(3), os.memfd_create("meeting")), Lines(1), Lines(1)
     line, moved = (Line(os.dup(each.give(0))) for each in (lines, moves))
     for each in (lines, moves):
         each.given()
     lines.tell(pickle.dumps(WorkerSettings(tensor_parallel_size=3, device="cpu", pools_apart=True)))
     with ThreadPoolExecutor(1) as threads:
-        computing = threads.submit(rank.compute, 1, line, *descriptors, moved)
+        computing = threads.submit(rank.compute, 1, line, *descriptors[:2], moved, descriptors[2])
         assert pickle.loads(lines.hear(0))[0] == ""
         lines.close()
         assert isinstance(computing.exception(30.0), EOFError)

@@ -12,10 +12,10 @@ import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 import torch
@@ -31,10 +31,8 @@ from model_files.needs import has_experts
 from model_files.source import resolve
 from node import vitals
 from node.assembly import Assembled, assemble
-from protocol.adapters import ChangeAdapter
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
-from protocol.wire import pack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 WORDS = 97
@@ -92,9 +90,9 @@ async def degrees(path: Path, first: int, second: int, **settings: Any) -> Async
         yield router
 
 
-async def answer(router: Router, name: str, tokens: list[int]) -> tuple[list[int], Any]:
+async def answer(router: Router, name: str, tokens: list[int], adapter: str = "") -> tuple[list[int], Any]:
     """What both nodes make of a prompt, and what the prefill node says of its reuse."""
-    sent = router.post_prefill(make_job(name, tokens, 24), router.decode.target)
+    sent = router.post_prefill(replace(make_job(name, tokens, 24), adapter=adapter), router.decode.target)
     first, _ = await sent.ended()
     await until(lambda: router.finished(name))
     return [*first.delta.token_ids, *router.tokens(name)], first.delta.reuse
@@ -196,13 +194,13 @@ async def test_a_rank_that_stands_still_does_too(path: Path, busy: bool) -> None
     ("ranks", "settings", "why"),
     [
         (3, {}, "tensor_parallel_size 3 does not divide the model's K/V heads: 4"),
-        (2, {"lora": ("a=b",)}, "--tensor-parallel-size 2 does not go with --lora"),
+        (2, {"lora": ("a=/nowhere",)}, "adapter /nowhere"),
         (
             2,
-            {"batch_invariant": True, "kernels": "auto"},
-            "--tensor-parallel-size 2 does not go with --batch-invariant",
+            {"batch_invariant": True, "kernels": "auto", "pools_apart": True},
+            "--tensor-parallel-size 2 does not go with --batch-invariant where each rank has its pool",
         ),
-        (2, {"quantization": "int8"}, "--tensor-parallel-size 2 does not go with --quantization int8"),
+        (2, {"quantization": "int8"}, "quantization int8 needs bfloat16 on the cpu kernels"),
         (2, {"enable_expert_parallel": True}, "enable_expert_parallel: llama has no experts"),
         (1, {"enable_expert_parallel": True}, "--enable-expert-parallel needs --tensor-parallel-size 2 or more"),
         (2, {"model_impl": "transformers"}, "tensor_parallel_size needs our own decoder"),
@@ -229,11 +227,3 @@ def test_a_rank_that_cannot_load_its_part_is_named(path: Path, monkeypatch: pyte
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConfigError, match=r"rank 1 ended while it loaded its part|the other ranks cannot be started"):
         assembled(path, 2)
-
-
-async def test_an_adapter_is_refused_while_the_node_runs(path: Path) -> None:
-    async with two_ranks(path) as (router, _), httpx.AsyncClient(trust_env=False) as client:
-        url = f"{router.decode.node.face.url}/adapters"
-        answer = await client.post(url, content=pack(ChangeAdapter("name", "/nowhere")))
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"] == "adapters do not go with --tensor-parallel-size"
