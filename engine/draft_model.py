@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from engine.block_pool import BlockPool
 from engine.findable import make_findable
-from engine.models.base import always
 from engine.request import Key, Request
 from engine.roster import Roster
 from engine.runner import Found, Runner
@@ -22,6 +21,7 @@ from engine.sampler import Sampled
 from engine.shift import Shift
 from engine.slices import Slice, chunks_of
 from engine.step_cost import StepCost
+from kernels.step import always
 from protocol.layout import blocks_for
 from protocol.work import Generate
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from engine.masks import Masks
-from engine.models.base import Halfway, Unwanted, Wanted, always
+from engine.models.base import Halfway, Unwanted, Wanted
 from engine.models.hf_encoder import EncoderModel, Text
 from engine.pooling import Pooler, Read, read, take
 from engine.slices import Slice
+from kernels.step import always
 from protocol.work import Classify, Embed
 
 SHORTEST = 0.5

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.base import Halfway, Unwanted, Wanted, always
+from engine.models.base import Halfway, Unwanted, Wanted
 from engine.request import Request
 from engine.runner import Found, Runs
 from engine.slices import Slice
+from kernels.step import always
 from protocol.errors import KvferryError, StepFailed, reason
 
 log = logging.getLogger("kvferry.engine")

@@ -11,7 +11,7 @@ import torch
 from engine.acceptance import Accepted, accept
 from engine.flight import Flight, Launch
 from engine.masks import Masks
-from engine.models.base import Computing, Halfway, Model, Unwanted, Wanted, always
+from engine.models.base import Computing, Halfway, Model, Unwanted, Wanted
 from engine.planner import Part, Planner, lay_out
 from engine.pooling import Pooler, Read, take
 from engine.sampler import Sampled, SampleRow, draw_plain, sample, score_prompt
@@ -20,6 +20,7 @@ from engine.slices import Slice
 from kernels.plan import BatchPlan
 from kernels.readback import Readback
 from kernels.staging import Staging
+from kernels.step import always
 
 Found = Sampled | Accepted | Read | None
 """For a slice: the next token, or several where it had drafts, or a vector; None for one that does not sample."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, NextLogits, OneByOne
+from kernels.step import DecoderForm, NextLogits, OneByOne, always
 from protocol.layout import blocks_for
 
 log = logging.getLogger("kvferry.kernels")
@@ -118,7 +118,9 @@ class GraphStep:
         decodes = plan.num_decodes == plan.num_seqs <= LADDER[-1]
         return decodes and not self._failed and max(plan.total_lens) <= len(self._form.cos)
 
-    def __call__(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+    def __call__(
+        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Callable[[], bool] = always
+    ) -> torch.Tensor:
         recorded = self._replay(token_ids, kv, plan)
         if recorded is None:
             return self._one_by_one(token_ids, kv, plan)

@@ -194,15 +194,31 @@ OneByOne = Callable[[torch.Tensor, torch.Tensor, BatchPlan], torch.Tensor]
 """A decoder's layers through the table's operations: of (token ids, kv, plan), as `Step` takes them, hidden states."""
 
 
+class Halted(Exception):
+    """A step was given up between two layers. layer: the next one; residual: [T, hidden], what it adds to."""
+
+    def __init__(self, layer: int, residual: torch.Tensor) -> None:
+        super().__init__(f"given up before layer {layer}")
+        self.layer, self.residual = layer, residual
+
+
+def always() -> bool:
+    """Nothing is given up."""
+    return True
+
+
 class Step(Protocol):
     """A decoder recorded once. Not thread-safe."""
 
     def takes(self, plan: BatchPlan, kv: torch.Tensor) -> bool:
         """Whether it runs batches like this one over the pool `kv` [block, layer, plane, kv_head, slot, dim]."""
 
-    def __call__(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+    def __call__(
+        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Callable[[], bool] = always
+    ) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm, good until the next call; writes K/V. Equal to the layers run
-        one by one through the table's operations."""
+        one by one through the table's operations. Raises Halted where a batch of prompts alone is not `wanted` between
+        two layers."""
 
     def logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
         """The head's logits instead."""

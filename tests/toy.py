@@ -14,11 +14,12 @@ from engine.engine import Engine, EngineConfig
 from engine.events import Generated
 from engine.ledger import Ledger
 from engine.masks import Masks
-from engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted, always
+from engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted
 from engine.runner import Runner
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
+from kernels.step import always
 from protocol.messages import Job
 from protocol.sampling import SamplingParams
 from protocol.work import Generate

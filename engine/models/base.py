@@ -10,7 +10,7 @@ import torch
 
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
-from kernels.step import NextLogits
+from kernels.step import NextLogits, always
 from protocol.layout import KVLayout
 
 Wanted = Callable[[], bool]
@@ -37,11 +37,6 @@ class Unwanted(Exception):
     def __init__(self, halfway: Halfway | None = None) -> None:
         super().__init__("given up")
         self.halfway = halfway
-
-
-def always() -> bool:
-    """A `Wanted` of what is computed in any case."""
-    return True
 
 
 @dataclass(frozen=True, slots=True)

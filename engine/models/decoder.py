@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted, always
+from engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted
 from engine.models.config import DecoderConfig
 from engine.models.parameters import Parameters
 from kernels.experts import mixture
@@ -16,7 +16,7 @@ from kernels.gate import GELU, SILU, Gate
 from kernels.layer_norm import layer_norm
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, Experts, Latent, Linear, NextLogits
+from kernels.step import DecoderForm, Experts, Halted, Latent, Linear, NextLogits, always
 
 
 class Decoder(Model):
@@ -71,7 +71,11 @@ class Decoder(Model):
         halfway: Halfway | None = None,
     ) -> torch.Tensor:
         if self._step is not None and halfway is None and not plan.adapted and self._step.takes(plan, kv):
-            return self._step(token_ids, kv, plan)
+            try:
+                return self._step(token_ids, kv, plan, wanted)
+            except Halted as halted:
+                x = self._normed(halted.residual, self.parameters.layers[halted.layer].input_norm)
+                raise Unwanted(Halfway(halted.layer, x, halted.residual)) from None
         return self._one_by_one(token_ids, kv, plan, wanted, halfway)
 
     def _one_by_one(

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from engine.models.base import Halfway, Model, ModelInfo, Wanted, always
+from engine.models.base import Halfway, Model, ModelInfo, Wanted
 from engine.models.hf_attention import PagedAttention, Seat, seated_attention
 from engine.models.hf_dense import DenseModule
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
+from kernels.step import always
 
 ATTENTION = "kvferry_paged"
 

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import torch
 
 from engine.isolation import DeviceLost
-from engine.models.base import Halfway, Model, Unwanted, Wanted, always
+from engine.models.base import Halfway, Model, Unwanted, Wanted
 from engine.models.decoder import Decoder
 from engine.ranks.adapters import Numbers
 from engine.ranks.calls import GO_ON, STOP, CopyBlock, DropAdapter, Forward, Logits, TakeAdapter, packed
 from engine.ranks.group import Group
 from engine.ranks.own import Own
 from kernels.plan import BatchPlan
-from kernels.step import NextLogits
+from kernels.step import NextLogits, always
 from protocol.errors import reason
 
 

@@ -164,5 +164,8 @@ class Step:
     ) -> None:
         """The batch of the runs that follow, whose arrays may be changed between them where all are decodes, and where
         they write: hidden states, or logits where `out` is float32."""
-    def run(self) -> list[int]:
-        """Where the largest of each row's logits lies, -1 for a row with a NaN or where it is no finite number."""
+    def run(self, first: int, last: int) -> list[int]:
+        """Layers [first, last), the next ones of the batch. Where the largest of each row's logits lies, -1 for a row
+        with a NaN or where it is no finite number."""
+    def residual(self, out: Tensor) -> None:
+        """out [T, hidden] = what the next layer adds to."""

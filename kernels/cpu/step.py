@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,15 +11,13 @@ import torch
 from kernels.cpu.dense import PackedLinear
 from kernels.plan import BatchPlan
 from kernels.quantised_cache import vector_width
-from kernels.step import DecoderForm, Gated, Gqa, LayerForm, NextLogits
+from kernels.step import DecoderForm, Gated, Gqa, Halted, LayerForm, NextLogits, always
 
 if TYPE_CHECKING:
     from kernels.cpu._native import Kernels, Packed, Step
 
 MAX_ROWS, MAX_DECODES = 256, 128
 """Rows of a recorded step, and decodes among them; larger batches run layer by layer."""
-BRIEF = 32
-"""Rows of prompts alone: more may have to make room for others between two layers."""
 _UNIT = 32
 _MAX_HEAD_DIM = 512
 _MAX_GROUP = 16
@@ -26,7 +25,8 @@ _POOL_DTYPES = (torch.bfloat16, torch.int8)
 
 
 class CpuStep:
-    """A `kernels.step.Step` for batches of up to `MAX_ROWS` tokens in bfloat16, of streams or `BRIEF`."""
+    """A `kernels.step.Step` for batches of up to `MAX_ROWS` tokens in bfloat16: one call, or one a layer for
+    prompts alone."""
 
     def __init__(self, native: Step, form: DecoderForm, vocab_size: int):
         self._native = native
@@ -40,17 +40,25 @@ class CpuStep:
             return True
         width = vector_width(self._head_dim, kv.dtype)
         shape = (self._layers, 2, self._kv_heads, plan.block_size, width)
-        fits = plan.num_decodes <= MAX_DECODES and plan.num_tokens <= (MAX_ROWS if plan.num_decodes else BRIEF)
+        fits = plan.num_decodes <= MAX_DECODES and plan.num_tokens <= MAX_ROWS
         return fits and kv.dtype in _POOL_DTYPES and kv.shape[1:] == shape and kv.is_contiguous()
 
-    def __call__(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+    def __call__(
+        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Callable[[], bool] = always
+    ) -> torch.Tensor:
         self._bind(token_ids, kv, plan, self._hidden, torch.bfloat16)
-        self._native.run()
+        at_once = self._layers if plan.num_decodes else 1
+        for layer in range(0, self._layers, at_once):
+            if layer and not wanted():
+                residual = torch.empty_like(self._out)
+                self._native.residual(residual)
+                raise Halted(layer, residual)
+            self._native.run(layer, layer + at_once)
         return self._out
 
     def logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
         self._bind(token_ids, kv, plan, self._vocab, torch.float32)
-        best = self._native.run()
+        best = self._native.run(0, self._layers)
         return NextLogits(self._out, best)
 
     def _bind(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, width: int, dtype: torch.dtype) -> None:

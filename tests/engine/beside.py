@@ -10,11 +10,12 @@ from dataclasses import fields, replace
 import torch
 
 from engine.flight import Flight
-from engine.models.base import Halfway, Wanted, always
+from engine.models.base import Halfway, Wanted
 from engine.runner import Found, Runner
 from engine.sampler import SampleRow, draw_plain
 from engine.slices import Slice
 from kernels.readback import Readback
+from kernels.step import always
 
 POISON = -1000
 

@@ -22,7 +22,7 @@ from engine.engine import Engine, EngineConfig
 from engine.events import Generated
 from engine.ledger import Ledger
 from engine.masks import Masks
-from engine.models.base import Halfway, ModelInfo, Wanted, always
+from engine.models.base import Halfway, ModelInfo, Wanted
 from engine.planner import Planner, build_plan
 from engine.runner import Runner
 from engine.shift import Shift
@@ -30,6 +30,7 @@ from engine.slices import Slice
 from grammars.pool import Inline
 from kernels.plan import BatchPlan
 from kernels.staging import Staging
+from kernels.step import always
 from protocol.layout import blocks_for
 from protocol.messages import Job
 from protocol.sampling import SamplingParams

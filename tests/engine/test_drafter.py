@@ -16,9 +16,10 @@ from engine import draft_model, drafter, step
 from engine.drafter import worth
 from engine.drafts import Drafts
 from engine.engine import Engine
-from engine.models.base import Halfway, Wanted, always
+from engine.models.base import Halfway, Wanted
 from engine.shift import Shift
 from kernels.plan import BatchPlan
+from kernels.step import always
 
 STEP_S, ROW_S = 0.050, 0.002
 

@@ -13,8 +13,9 @@ from waiting import wait_for
 from engine.engine import Engine
 from engine.events import Failed, Generated
 from engine.loop import EngineLoop
-from engine.models.base import Halfway, Wanted, always
+from engine.models.base import Halfway, Wanted
 from engine.slices import Slice
+from kernels.step import always
 from protocol.messages import Job
 from protocol.work import Embed
 

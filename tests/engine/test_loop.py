@@ -17,9 +17,10 @@ from engine import loop as engine_loop
 from engine.engine import Engine
 from engine.events import Event, Failed, Generated
 from engine.loop import EngineLoop
-from engine.models.base import Halfway, Unwanted, Wanted, always
+from engine.models.base import Halfway, Unwanted, Wanted
 from engine.self_check import audit
 from kernels.plan import BatchPlan
+from kernels.step import always
 from protocol.messages import Job
 
 

@@ -16,10 +16,11 @@ from toy import ToyModel, expected, finish, make_engine, make_job, tokens_of
 from engine import suspended
 from engine.engine import Engine
 from engine.models import load_model
-from engine.models.base import Halfway, Unwanted, Wanted, always
+from engine.models.base import Halfway, Unwanted, Wanted
 from engine.suspended import DEEPEST
 from kernels.plan import BatchPlan
 from kernels.reference import ReferenceOps
+from kernels.step import always
 from model_files.source import resolve
 from protocol.messages import Job
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from engine.models.base import Halfway, Model, Wanted, always
+from engine.models.base import Halfway, Model, Wanted
 from engine.models.hf import transformers_module
 from kernels.plan import BatchPlan
 from kernels.quantised_cache import PEAKS
+from kernels.step import always
 
 transformers = transformers_module()
 

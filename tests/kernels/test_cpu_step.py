@@ -9,7 +9,7 @@ import pytest
 import torch
 from paged_batch import make_plan
 
-from engine.models.base import ModelInfo
+from engine.models.base import Halfway, ModelInfo, Unwanted
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
 from engine.models.parameters import ParameterLoader
@@ -17,7 +17,7 @@ from engine.models.reader import TensorReader
 from engine.models.rope import rope_tables
 from engine.models.rope_config import RopeConfig
 from kernels.cpu import CpuOps, instruction_sets
-from kernels.cpu.step import BRIEF, MAX_DECODES, MAX_ROWS, CpuStep
+from kernels.cpu.step import MAX_DECODES, MAX_ROWS, CpuStep
 from kernels.draw import NO_TOKEN
 from kernels.ops import Ops
 from kernels.plan import BatchPlan
@@ -202,15 +202,49 @@ def test_a_row_does_not_depend_on_its_batch_or_on_the_threads() -> None:
     assert torch.equal(run(decoder(PLAIN, CpuOps(2)), first, kv, tokens[:1])[0], whole[:1])
 
 
+def halfway_of(model: Decoder, layers: int, plan: BatchPlan, kv: torch.Tensor, tokens: torch.Tensor) -> Halfway:
+    """Where a pass is given up after so many layers."""
+    answers = iter([True] * (layers - 1) + [False])
+    with pytest.raises(Unwanted) as given_up, torch.inference_mode():
+        model.forward(tokens, kv, plan, lambda: next(answers))
+    assert given_up.value.halfway is not None
+    return given_up.value.halfway
+
+
+def test_a_prompt_that_is_given_up_between_two_layers_goes_on_there() -> None:
+    plan, kv, tokens = batch(PLAIN, [90, 40], query_lens=[70, 40])
+    recorded, layered = decoder(PLAIN, CpuOps(2)), decoder(PLAIN, Layered(2))
+    assert recorded._step is not None
+    assert recorded._step.takes(plan, kv)
+    whole, written = run(recorded, plan, kv, tokens)
+    for layers in (1, 2):
+        pools = kv.clone(), kv.clone()
+        got, expected = (
+            halfway_of(model, layers, plan, pool, tokens)
+            for model, pool in zip((recorded, layered), pools, strict=True)
+        )
+        assert torch.equal(*pools)
+        assert got.layer == expected.layer == layers
+        assert torch.equal(got.x, expected.x)
+        assert torch.equal(got.residual, expected.residual)
+        run(recorded, *batch(PLAIN, [50], query_lens=[50]))
+        with torch.inference_mode():
+            assert torch.equal(recorded.forward(tokens, pools[0], plan, halfway=got), whole)
+        assert torch.equal(pools[0], written)
+
+
+def test_steps_with_streams_are_not_given_up() -> None:
+    plan, kv, tokens = batch(PLAIN, [90, 40], query_lens=[1, 40])
+    with torch.inference_mode():
+        decoder(PLAIN, CpuOps(2)).forward(tokens, kv, plan, lambda: False)
+
+
 def test_what_is_not_recorded_runs_layer_by_layer() -> None:
     model = decoder(PLAIN, CpuOps(2))
     assert model._step is not None
     plan, kv, _ = batch(PLAIN, [5, 9])
     assert not model._step.takes(batch(PLAIN, [5] * (MAX_DECODES + 1))[0], kv)
     assert not model._step.takes(batch(PLAIN, [5, MAX_ROWS], query_lens=[1, MAX_ROWS])[0], kv)
-    assert not model._step.takes(batch(PLAIN, [90], query_lens=[BRIEF + 1])[0], kv), (
-        "it may have to stop between layers"
-    )
     assert not model._step.takes(plan, kv.float())
     assert not model._step.takes(plan, kv[:, :2])
     assert decoder(PLAIN, CpuOps(2), torch.float32)._step is None
@@ -290,7 +324,7 @@ def test_nothing_runs_before_a_batch_is_bound() -> None:
     step = decoder(PLAIN, CpuOps(1))._step
     assert isinstance(step, CpuStep)
     with pytest.raises(ValueError, match="no batch"):
-        step._native.run()
+        step._native.run(0, 1)
 
 
 @pytest.mark.parametrize("name", SETS)

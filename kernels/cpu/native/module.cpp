@@ -52,5 +52,6 @@ NB_MODULE(_native, m) {
       .def("add_layer", &NativeStep::add_layer, "input_norm"_a, "q_norm"_a.none(), "k_norm"_a.none(), "post_norm"_a,
            "qkv"_a, "o"_a, "gate_up"_a, "down"_a, "rotated"_a, "window"_a)
       .def("bind", &NativeStep::bind)
-      .def("run", &NativeStep::run);
+      .def("run", &NativeStep::run)
+      .def("residual", &NativeStep::residual);
 }

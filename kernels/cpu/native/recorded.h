@@ -1,6 +1,7 @@
 // A whole decode step recorded: what Python calls, checked.
 #pragma once
 
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -94,13 +95,20 @@ class NativeStep {
     bound_ = {tokens, positions, slots, block_table, query_start, total_len, kv, out};
   }
 
-  // Where the largest of each row's logits lies, kNoToken where it is no finite number; nothing where there are no logits.
-  const std::vector<int64_t>& run() {
-    require(!bound_.empty(), "no batch is bound");
-    for (int64_t i = 0; i < task_.rows; ++i)
+  // Layers [first, last), the next ones. Where the largest of each row's logits lies, kNoToken where it is no finite number; nothing where there are no logits.
+  const std::vector<int64_t>& run(int64_t first, int64_t last) {
+    require(!bound_.empty() && first >= 0 && first < last && last <= model_.num_layers, "no batch or no layer to run");
+    task_.first = first, task_.last = last;
+    for (int64_t i = 0; first == 0 && i < task_.rows; ++i)
       require(task_.tokens[i] >= 0 && task_.tokens[i] < model_.embedding.out, "a token lies outside the vocabulary");
     kernels_->run(kernels_->table().step, &task_, 1, 0);
     return best_;
+  }
+
+  // out [rows, hidden] = what the next layer adds to.
+  void residual(Array out) const {
+    require(!bound_.empty() && elements(out) == task_.rows * model_.hidden, "the result does not fit the batch");
+    std::memcpy(whole(out, 1, 2), view_.residual, elements(out) * sizeof(uint16_t));
   }
 
  private:

@@ -103,16 +103,19 @@ void run_step(void* argument, int member, int, Barrier& barrier) {
   const StepTask& t = *static_cast<StepTask*>(argument);
   const StepModel& m = *t.model;
   const StepView s{t, m, t.batch, barrier, member};
-  barrier.each_run(t.rows, member, [&](Share rows) {
-    for (int64_t row = rows.begin; row < rows.end; ++row)
-      read_row(m.embedding, t.tokens[row], t.scratch.residual + row * m.hidden);
-  });
-  barrier.wait(member);
-  for (int64_t index = 0; index < m.num_layers; ++index) {
+  if (t.first == 0) {
+    barrier.each_run(t.rows, member, [&](Share rows) {
+      for (int64_t row = rows.begin; row < rows.end; ++row)
+        read_row(m.embedding, t.tokens[row], t.scratch.residual + row * m.hidden);
+    });
+    barrier.wait(member);
+  }
+  for (int64_t index = t.first; index < t.last; ++index) {
     KVLayer kv = t.kv;
     kv.data = static_cast<uint8_t*>(t.kv.data) + index * t.layer_step;
     run_layer(s, m.layers[index], kv);
   }
+  if (t.last < m.num_layers) return;
   if (t.logits == nullptr) {
     barrier.each_run(t.rows, member, [&](Share rows) { norm_rows(s, m.norm, static_cast<bf16*>(t.out), rows); });
   } else {

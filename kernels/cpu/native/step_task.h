@@ -36,9 +36,9 @@ struct StepScratch {
 };
 constexpr int64_t kOwnRows = 16;
 
-// Of `tokens`, of which those of `batch` come first: out [rows, hidden] = their hidden states after the final norm, or
-// logits [rows, vocabulary] and best [rows], where each row's largest lies; what is not made is null. layer_step: bytes
-// between layers of kv. chained: some rows of `batch`, which has positions and slots of all rows, read what others write in
+// Layers [first, last) of `tokens`, of which those of `batch` come first; the layers before them have run. With the last
+// layer out [rows, hidden] = their hidden states after the final norm, or logits [rows, vocabulary] and best [rows], where
+// each row's largest lies; what is not made is null. layer_step: bytes between layers of kv. chained: some rows of `batch`, which has positions and slots of all rows, read what others write in
 // this step. prompts: of the other rows, in order, with queries and results in scratch.qkv; each packs its K and V behind
 // those of the one before it, or where the first one does, when those were used.
 struct StepTask {
@@ -46,7 +46,7 @@ struct StepTask {
   const StepModel* model;
   StepScratch scratch;
   Batch batch;
-  int64_t rows;
+  int64_t rows, first, last;
   const PrefillTask* prompts;
   int64_t num_prompts;
   const int64_t* tokens;
