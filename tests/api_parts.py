@@ -59,6 +59,7 @@ class FakeJourney:
         self.cancelled = asyncio.Event()
         self.enough = False
         self.yielded = 0
+        self._listener: Callable[[Output], None] | None = None
         self._outputs, self._route, self._gap_s = outputs, route, gap_s
 
     async def __aiter__(self) -> AsyncIterator[Output]:
@@ -70,7 +71,13 @@ class FakeJourney:
                 raise output
             self.route, self.fork = self._route, Fork(self.spec.request_id, None)
             self.yielded += 1
-            yield output
+            if self._listener is None or self.yielded == 1 or output.finish_reason is not None:
+                yield output
+            else:
+                self._listener(output)
+
+    def listen(self, listener: Callable[[Output], None] | None) -> None:
+        self._listener = listener
 
     async def cancel(self, *, enough: bool = False) -> None:
         self.enough = enough

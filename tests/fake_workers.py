@@ -423,7 +423,12 @@ def ids(outputs: Sequence[Output]) -> list[int]:
 
 
 async def collect(journey: RouterJourney) -> list[Output]:
-    return [output async for output in journey]
+    """All outputs, as the API takes them: most are heard, the others iterated."""
+    outputs: list[Output] = []
+    journey.listen(outputs.append)
+    async for output in journey:
+        outputs.append(output)
+    return outputs
 
 
 def prefill(node_id: str = "p1", **fields: Any) -> FakeWorker:

@@ -1,66 +1,95 @@
-"""What a stream's writer holds back while more is at hand: one write for all that came, not one for each token.
+"""What a stream's writer holds back for a moment: one write for all that came together, not one for each token.
 
-A write to a socket costs as much as the rest of what a token takes here. A router that keeps up writes each token by
-itself; one that is behind finds several tokens of a stream at once.
+A write to a socket costs as much as the rest of what a token takes here. What is added in one turn of the loop is
+written in the next: a router that keeps up writes each token by itself; one that is behind finds several tokens of a
+stream at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator
+import asyncio
+from collections.abc import Generator
 from types import coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from router.api.responder import Responder
 
-T = TypeVar("T")
-
 MOST_BYTES = 64 * 1024
-"""Held back at most; the client's pace is asked for then."""
+"""Held back at most, and one event; the client's pace is asked for then."""
 
 
 class Held:
-    """Bytes of one stream that are to be written before anything is waited for."""
+    """Bytes of one stream, written by themselves, without a task while the client takes them. `full`: nothing should be
+    added before `flush` was awaited."""
 
     def __init__(self, responder: Responder) -> None:
         self._responder = responder
+        self._soon = asyncio.get_running_loop().call_soon
         self._parts: list[bytes] = []
         self._size = 0
+        self._waiting: asyncio.Task[None] | None = None
+        """A write that the client must be waited for."""
 
-    async def add(self, data: bytes) -> None:
+    @property
+    def full(self) -> bool:
+        return self._waiting is not None or self._size >= MOST_BYTES
+
+    def add(self, data: bytes) -> None:
         if data:
+            if not self._parts:
+                self._soon(self._write)
             self._parts.append(data)
             self._size += len(data)
-            if self._size >= MOST_BYTES:
-                await self.flush()
 
-    def take(self) -> bytes:
-        """For who writes it with more."""
+    async def flush(self) -> None:
+        """Returns once the client's connection has taken all."""
+        if data := await self.last():
+            await self._responder.write(data)
+
+    async def last(self) -> bytes:
+        """What is left when all before it is written, for who writes it with more."""
+        while self._waiting is not None:
+            await self._waiting
+        return self._take()
+
+    def drop(self) -> None:
+        """Nobody is there to take it."""
+        self._take()
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    def _take(self) -> bytes:
         data, self._size = b"".join(self._parts), 0
         self._parts.clear()
         return data
 
-    async def flush(self) -> None:
-        if self._parts:
-            await self._responder.write(self.take())
+    def _write(self) -> None:
+        if self._parts and self._waiting is None:
+            step = self._responder.write(self._take()).__await__()
+            try:
+                waits = step.send(None)
+            except StopIteration:
+                return
+            self._waiting = asyncio.create_task(_resumed(step, waits))
+            self._waiting.add_done_callback(self._written)
+
+    def _written(self, waiting: asyncio.Task[None]) -> None:
+        """Go on with what came meanwhile, unless the write failed, which whoever flushes is told."""
+        if not waiting.cancelled() and waiting.exception() is None:
+            self._waiting = None
+            self._write()
 
 
 @coroutine
-def flushing(step: Awaitable[T], flush: Callable[[], Awaitable[None]]) -> Generator[Any, Any, T]:
-    """The result of `step`. Where it cannot go on without waiting, `flush` is awaited first, once."""
-    inner = step.__await__()
+def _resumed(step: Generator[Any, Any, None], waits: Any) -> Generator[Any, Any, None]:
+    """The rest of a step that has begun to wait."""
     try:
-        waits = inner.send(None)
-        try:
-            yield from flush().__await__()
-        except BaseException as error:
-            waits = inner.throw(error)
         while True:
             try:
                 sent = yield waits
             except BaseException as error:
-                waits = inner.throw(error)
+                waits = step.throw(error)
             else:
-                waits = inner.send(sent)
-    except StopIteration as done:
-        result: T = done.value
-        return result
+                waits = step.send(sent)
+    except StopIteration:
+        return

@@ -12,7 +12,7 @@ from protocol.errors import KvferryError
 from router.api.answers import ErrorAnswer
 from router.api.bodies.generating import RequestBody
 from router.api.bodies.translated import TranslatedChat
-from router.api.coalescing import Held, flushing
+from router.api.coalescing import Held
 from router.api.following import Choice, ChoicePiece
 from router.api.generation import Generation
 from router.api.pool import Pool, Pools
@@ -37,18 +37,32 @@ class Answer:
         is written together (see `coalescing`), and what comes last with the end."""
         if not self._streams:
             self.take(*first)
+            self.generation.listen(self.take)
             async for choice, piece in rest:
                 self.take(choice, piece)
             return
         await responder.begin_stream(self._route(), self.failing)
         held = self._held = Held(responder)
-        await held.add(self.opening() + self.events(*first))
+        held.add(self.opening() + self.events(*first))
         try:
-            while (found := await flushing(anext(rest, None), held.flush)) is not None:
-                await held.add(self.events(*found))
-        except KvferryError:
+            self.generation.listen(self._tell)
+            async for choice, piece in rest:
+                held.add(self.events(choice, piece))
+                if held.full:
+                    await held.flush()
+                self.generation.listen(self._tell)
+        except Exception:
             await held.flush()
             raise
+        except BaseException:
+            held.drop()
+            raise
+
+    def _tell(self, choice: Choice, piece: Piece) -> None:
+        assert self._held
+        self._held.add(self.events(choice, piece))
+        if self._held.full:
+            self.generation.listen(None)
 
     async def settle(self) -> None:
         """What must have happened before the client hears of the end, after the last piece. Never raises. The last
@@ -61,7 +75,7 @@ class Answer:
 
     async def finish(self, responder: Responder) -> None:
         if self._streams:
-            last = self._held.take() if self._held is not None else b""
+            last = await self._held.last() if self._held is not None else b""
             await responder.write(last + self.closing(), more=False)
         else:
             await responder.whole(200, self.body(), self._route())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,7 @@ class Choice:
 
 
 ChoicePiece = tuple[Choice, Piece]
+Listener = Callable[[Choice, Piece], None]
 
 
 class Pieces(Protocol):
@@ -59,6 +60,7 @@ class Following:
     def __init__(self, choice: Choice, outputs: AsyncGenerator[Output], whole: Whole) -> None:
         self._choice, self._outputs, self._whole = choice, outputs, whole
         self._last, self._finished = 0.0, False
+        self._listener: Listener | None = None
 
     def __aiter__(self) -> Following:
         return self
@@ -73,6 +75,21 @@ class Following:
         if output is None:
             choice.ended = True
             raise KvferryError("the request ended without a finish reason")
+        return choice, self._piece(output)
+
+    def listen(self, listener: Listener | None) -> None:
+        """Pieces that come while the next one is waited for go there instead (see Journey.listen). Not for texts that
+        may end before their journey."""
+        assert self._choice.journey
+        self._listener = listener
+        self._choice.journey.listen(self._tell if listener else None)
+
+    def _tell(self, output: Output) -> None:
+        assert self._listener
+        self._listener(self._choice, self._piece(output))
+
+    def _piece(self, output: Output) -> Piece:
+        choice = self._choice
         now, metrics = time.monotonic(), self._whole.metrics
         transcript = choice.transcript
         if transcript is None:
@@ -86,7 +103,7 @@ class Following:
         metrics.output_tokens.inc(len(piece.token_ids))
         choice.ended = output.finish_reason is not None
         self._finished = piece.finish_reason is not None
-        return choice, piece
+        return piece
 
     async def aclose(self) -> None:
         """Left to the collector, the journey would be ended by a task of its own."""

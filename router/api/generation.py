@@ -15,7 +15,7 @@ from protocol.model_metrics import ModelMetrics
 from protocol.reuse import Reuse
 from protocol.sampling import SamplingParams
 from protocol.work import Generate
-from router.api.following import Choice, ChoicePiece, Following, Pieces
+from router.api.following import Choice, ChoicePiece, Following, Listener, Pieces
 from router.api.pool import Pool
 from router.api.visit import Used
 from router.journey.spec import RequestSpec, Route
@@ -56,6 +56,7 @@ class Generation:
             self._options = replace(options, shown=shown(pool.text.tokenizer, options, channels=parsing.channels))
         self._parsing = parsing
         self.turn: Turn | None = None
+        self._only: Following | None = None
         self._started = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self.prompts = tuple(prompts)
@@ -72,7 +73,16 @@ class Generation:
         if self.turn is not None and self.turn.newcomer:
             for leader in self._leaders:
                 leader.spec = replace(leader.spec, newcomer=True)
-        return self._follow(self.choices[0]) if len(self.choices) == 1 else self._merged()
+        if len(self.choices) > 1:
+            return self._merged()
+        self._only = self._follow(self.choices[0])
+        return self._only
+
+    def listen(self, listener: Listener | None) -> None:
+        """Where there is one choice, which only its nodes end: pieces that come while the next one is waited for go
+        there instead, and no task wakes for them. `pieces` was asked for."""
+        if self._only is not None and not self._options.stops:
+            self._only.listen(listener)
 
     async def _merged(self) -> AsyncGenerator[ChoicePiece]:
         queue: asyncio.Queue[tuple[Choice, Piece | Exception]] = asyncio.Queue()

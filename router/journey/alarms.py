@@ -24,10 +24,16 @@ class Mail(Generic[T]):
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
         return len(self._items)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether its reader has all that was told and waits for more."""
+        return self._waiter is not None and not self._waiter.done()
 
     def post(self, item: T) -> None:
         self._items.append(item)
@@ -37,7 +43,7 @@ class Mail(Generic[T]):
     async def next(self) -> T:
         """The oldest, once there is one."""
         while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:

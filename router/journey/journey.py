@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from math import inf
 
 from placement.terms import Placement
@@ -21,6 +21,7 @@ from router.journey.blame import Failure
 from router.journey.chronicle import Record
 from router.journey.course import Course
 from router.journey.events import Drains, Event
+from router.journey.listening import Listening
 from router.journey.ports import Ground
 from router.journey.prediction import Prediction
 from router.journey.race import Race
@@ -44,9 +45,9 @@ class RouterJourney:
         self.route: Route | None = None
         self._spec, self._ground = spec, ground
         self._wire_id = f"{spec.request_id}-{secrets.token_hex(6)}"
-        self._mail: Mail[Event | Alarm | KvferryError | None] = Mail()
-        self._sequence = Sequence()
-        self._race = Race()
+        self._mail: Mail[Event | Alarm | Exception | None] = Mail()
+        self._sequence, self._race = Sequence(), Race()
+        self._listening = Listening(self._mail, self._sequence, self._race, self._output)
         self._attempts = 0
         self._prediction = Prediction()
         self._course = Course(spec, ground, self._sequence.tokens)
@@ -69,6 +70,9 @@ class RouterJourney:
             return Fork(self._wire_id, None)
         node = leader.placement.decode if self.route.decode else leader.placement.prefill
         return Fork(leader.job.request_id, node_key(node) if node else None)
+
+    def listen(self, listener: Callable[[Output], None] | None) -> None:
+        self._listening.listener = listener
 
     async def cancel(self, *, enough: bool = False) -> None:
         if not self._over:
@@ -116,7 +120,7 @@ class RouterJourney:
         if isinstance(event, TokenDelta) or isinstance(event, Failure | Drains):  # noqa: SIM101 - for every token
             number, heirs = event.attempt, self._succession
             return event if number in self._race.runners or (heirs and heirs.concerns(number)) else None
-        if isinstance(event, KvferryError):
+        if isinstance(event, Exception):
             raise event
         return event
 
@@ -152,8 +156,8 @@ class RouterJourney:
         assert self._alarms and self._record  # noqa: PT018
         made, job = self._attempts, self._job(name)
         self._prediction.began(job.attempt, placement)
-        post, hashes = self._mail.post, self._course.hashes
-        self._race.enter(self._ground.launch(job, placement, post, hashes=hashes))
+        hear, hashes = self._listening.hear, self._course.hashes
+        self._race.enter(self._ground.launch(job, placement, hear, hashes=hashes))
         self._attempts += 1
         if not self.route:
             self._record.sent(placement)
@@ -170,7 +174,7 @@ class RouterJourney:
     async def _bequeath(self, number: int) -> None:
         """The node of that attempt drains."""
         if self._succession is None:
-            self._succession = Succession(self._race, self._course, self._ground, self._mail.post)
+            self._succession = Succession(self._race, self._course, self._ground, self._listening.hear)
         leaves = self._race.leader.placement.decode if self._race.leader else None
         if await self._succession.begin(number, self._job):
             self._attempts += 1

@@ -20,6 +20,10 @@ class Sequence:
     def restart(self) -> None:
         self._early.clear()
 
+    def due(self, delta: TokenDelta) -> bool:
+        """Whether it follows at once what is out, and more will."""
+        return 0 < len(self.tokens) == delta.index and delta.finish_reason is None and not self._early
+
     def push(self, delta: TokenDelta) -> Iterable[TokenDelta]:
         """Take a delta. Those that are now due, trimmed to begin where the last one ended: to be looked at at once, for
         each is handed out as it is looked at."""

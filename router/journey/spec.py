@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,6 +93,10 @@ class Journey(Protocol):
         """For those that fork from it."""
 
     def __aiter__(self) -> AsyncGenerator[Output]: ...
+
+    def listen(self, listener: Callable[[Output], None] | None) -> None:
+        """Outputs that come while the next one is waited for go to `listener` instead, in their order and at once, as
+        far as they are tokens and nothing else; the last one never does. What it raises, the iteration raises."""
 
     async def cancel(self, *, enough: bool = False) -> None:
         """Drop the request everywhere. `enough`: it ends well, its client has all that it asked for, as at a stop

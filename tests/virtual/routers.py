@@ -78,6 +78,7 @@ class Client:
                     asked.leaves_s, lambda: self.router.process.task(self._leave(journey))
                 )
             finished = None
+            journey.listen(lambda output: self.tokens.extend(output.token_ids))
             async for output in journey:
                 self.tokens += output.token_ids
                 finished = output.finish_reason

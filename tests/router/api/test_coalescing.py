@@ -1,19 +1,23 @@
-"""Streams hold back what is followed at once, and nothing else."""
+"""Streams write what came together at once, wait for nothing else, and hold back what their client does not take."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from router.api.coalescing import MOST_BYTES, Held, flushing
+from router.api.coalescing import MOST_BYTES, Held
+from router.api.fold import Answer
+from router.api.following import Choice, ChoicePiece, Listener
 from router.api.responder import Responder
+from router.text.transcript import Piece
 
 
 class Wire:
-    """What was sent, write by write. While `paused`, nobody takes anything."""
+    """What was sent, write by write. While it is not `open`, nobody takes anything."""
 
     def __init__(self) -> None:
         self.writes: list[bytes] = []
@@ -22,92 +26,168 @@ class Wire:
 
     async def send(self, message: Any) -> None:
         await self.open.wait()
-        self.writes.append(message["body"])
+        if message["type"] == "http.response.body":
+            self.writes.append(message["body"])
 
 
-async def written(source: AsyncIterator[bytes], wire: Wire) -> None:
-    held = Held(Responder(wire.send, "/"))
-    while (data := await flushing(anext(source, None), held.flush)) is not None:
-        await held.add(data)
-    await held.flush()
+class Generated:
+    """A generation of one choice, whose pieces are heard while somebody listens, and iterated otherwise."""
+
+    route = None
+
+    def __init__(self) -> None:
+        self.listener: Listener | None = None
+        self.queue: asyncio.Queue[str | Exception | None] = asyncio.Queue()
+        self.choice = Choice(0, 0, SimpleNamespace())  # type: ignore[arg-type]
+
+    def listen(self, listener: Listener | None) -> None:
+        self.listener = listener
+
+    def put(self, text: str) -> bool:
+        """Whether it was heard."""
+        listener = self.listener
+        if listener:
+            listener(self.choice, Piece(text))
+        else:
+            self.queue.put_nowait(text)
+        return listener is not None
+
+    async def pieces(self) -> AsyncIterator[ChoicePiece]:
+        while (text := await self.queue.get()) is not None:
+            if isinstance(text, Exception):
+                raise text
+            yield self.choice, Piece(text)
 
 
-async def queued(queue: asyncio.Queue[bytes | None]) -> AsyncIterator[bytes]:
-    try:
-        while (data := await queue.get()) is not None:
-            yield data
-    finally:
-        queue.put_nowait(b"closed")
+class Plain(Answer):
+    def events(self, choice: Choice, piece: Piece) -> bytes:
+        return piece.text.encode()
+
+    def closing(self) -> bytes:
+        return b"."
 
 
-async def test_what_is_at_hand_is_one_write_and_what_is_waited_for_is_another() -> None:
-    queue, wire = asyncio.Queue[bytes | None](), Wire()
-    for part in (b"a", b"b", b"c"):
-        queue.put_nowait(part)
-    writing = asyncio.create_task(written(queued(queue), wire))
-    while not queue.empty() or not wire.writes:  # noqa: ASYNC110
+class Stream:
+    """A client's answer under way."""
+
+    def __init__(self) -> None:
+        self.generated, self.wire = Generated(), Wire()
+        self.answer = Plain(self.generated, streams=True)  # type: ignore[arg-type]
+        self.task = asyncio.create_task(self._fold())
+
+    async def _fold(self) -> None:
+        responder, pieces = Responder(self.wire.send, "/"), self.generated.pieces()
+        await self.answer.fold((self.generated.choice, Piece("a")), pieces, responder)
+        await self.answer.finish(responder)
+
+
+async def turns(count: int = 10) -> None:
+    for _ in range(count):
         await asyncio.sleep(0)
-    assert wire.writes == [b"abc"]
-    queue.put_nowait(b"d")
-    while len(wire.writes) < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    queue.put_nowait(b"e")
-    queue.put_nowait(None)
-    await writing
-    assert wire.writes == [b"abc", b"d", b"e"]
+
+
+@pytest.fixture
+async def stream() -> AsyncIterator[Stream]:
+    stream = Stream()
+    await turns()
+    yield stream
+    stream.task.cancel()
+    await asyncio.wait((stream.task,))
+
+
+async def test_what_is_heard_together_is_one_write_and_what_comes_later_another(stream: Stream) -> None:
+    assert stream.wire.writes == [b"a"]
+    assert [stream.generated.put(text) for text in "bcd"] == [True] * 3
+    await turns()
+    assert stream.wire.writes == [b"a", b"bcd"]
+    stream.generated.put("e")
+    await turns()
+    assert stream.wire.writes == [b"a", b"bcd", b"e"]
+
+
+async def test_what_comes_last_goes_out_with_the_end(stream: Stream) -> None:
+    stream.generated.queue.put_nowait("b")
+    stream.generated.queue.put_nowait(None)
+    await stream.task
+    assert stream.wire.writes == [b"a", b"b."]
+
+
+async def test_a_client_that_takes_nothing_is_waited_for_and_then_listened_for_again(stream: Stream) -> None:
+    stream.wire.open.clear()
+    stream.generated.put("b")
+    await turns()
+    assert stream.generated.put("c")
+    assert not stream.generated.put("d")
+    await turns()
+    assert not stream.generated.put("e")
+    await turns()
+    assert stream.wire.writes == [b"a"]
+    stream.wire.open.set()
+    await turns()
+    assert b"".join(stream.wire.writes) == b"abcde"
+    assert stream.generated.put("f")
+
+
+async def test_what_waited_is_written_although_nothing_follows(stream: Stream) -> None:
+    stream.wire.open.clear()
+    stream.generated.put("b")
+    await turns()
+    stream.generated.put("c")
+    stream.wire.open.set()
+    await turns()
+    assert stream.wire.writes == [b"a", b"b", b"c"]
+
+
+async def test_the_end_waits_for_a_client_that_takes_nothing(stream: Stream) -> None:
+    stream.wire.open.clear()
+    stream.generated.put("b")
+    await turns()
+    stream.generated.put("c")
+    stream.generated.queue.put_nowait(None)
+    await turns()
+    assert not stream.task.done()
+    stream.wire.open.set()
+    await stream.task
+    assert b"".join(stream.wire.writes) == b"abc."
+
+
+async def test_an_error_comes_behind_what_was_heard(stream: Stream) -> None:
+    stream.wire.open.clear()
+    stream.generated.put("b")
+    await turns()
+    stream.generated.put("c")
+    stream.generated.queue.put_nowait(ValueError("no more"))
+    await turns()
+    stream.wire.open.set()
+    with pytest.raises(ValueError, match="no more"):
+        await stream.task
+    assert b"".join(stream.wire.writes) == b"abc"
+
+
+@pytest.mark.parametrize("waits", ["for the next piece", "for the client"])
+async def test_after_a_cancel_nothing_is_written(stream: Stream, waits: str) -> None:
+    stream.wire.open.clear()
+    stream.generated.put("b")
+    await turns()
+    stream.generated.put("c")
+    if waits == "for the client":
+        stream.generated.put("d")
+        await turns()
+    stream.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stream.task
+    stream.wire.open.set()
+    await turns()
+    assert stream.wire.writes == [b"a"]
 
 
 async def test_much_is_written_before_the_end() -> None:
-    async def many() -> AsyncIterator[bytes]:
-        for _ in range(100):
-            yield b"x" * 4096
-
     wire = Wire()
-    await written(many(), wire)
-    assert max(map(len, wire.writes)) <= MOST_BYTES + 4096
+    held = Held(Responder(wire.send, "/"))
+    for _ in range(100):
+        held.add(b"x" * 4096)
+        if held.full:
+            await held.flush()
+    await held.flush()
+    assert max(map(len, wire.writes)) <= MOST_BYTES
     assert sum(map(len, wire.writes)) == 100 * 4096
-
-
-@pytest.mark.parametrize("paused", [False, True])
-async def test_a_cancel_reaches_the_source_wherever_it_comes(paused: bool) -> None:
-    """Also while the flush waits for a client that does not read."""
-    queue, wire = asyncio.Queue[bytes | None](), Wire()
-    if paused:
-        wire.open.clear()
-    queue.put_nowait(b"a")
-    source = queued(queue)
-    writing = asyncio.create_task(written(source, wire))
-    for _ in range(10):
-        await asyncio.sleep(0)
-    writing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await writing
-    assert await queue.get() == b"closed"
-    await source.aclose()  # type: ignore[attr-defined]
-
-
-async def test_what_the_source_raises_comes_through() -> None:
-    async def failing() -> AsyncIterator[bytes]:
-        yield b"a"
-        await asyncio.sleep(0)
-        raise ValueError("no more")
-
-    wire = Wire()
-    with pytest.raises(ValueError, match="no more"):
-        await written(failing(), wire)
-    assert wire.writes == [b"a"]
-
-
-async def test_a_source_goes_on_after_a_wait_within_the_flush() -> None:
-    queue, wire = asyncio.Queue[bytes | None](), Wire()
-    wire.open.clear()
-    queue.put_nowait(b"a")
-    writing = asyncio.create_task(written(queued(queue), wire))
-    for _ in range(10):
-        await asyncio.sleep(0)
-    queue.put_nowait(b"b")
-    queue.put_nowait(None)
-    await asyncio.sleep(0)
-    wire.open.set()
-    await asyncio.wait_for(writing, 30)
-    assert wire.writes == [b"a", b"b"]

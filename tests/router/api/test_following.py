@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +41,10 @@ class Journey:
     def __init__(self, tokens: int) -> None:
         self.over, self.route = False, None
         self._tokens = tokens
+        self.listener: Callable[[Output], None] | None = None
+
+    def listen(self, listener: Callable[[Output], None] | None) -> None:
+        self.listener = listener
 
     async def outputs(self) -> AsyncGenerator[Output]:
         try:
@@ -81,3 +85,18 @@ async def test_a_journey_that_ends_without_a_reason_is_an_error() -> None:
     with pytest.raises(KvferryError, match="finish reason"):
         await anext(pieces)
     assert choice.ended
+
+
+async def test_pieces_that_are_heard_count_like_those_that_are_read() -> None:
+    pieces, journey, whole, choice = following(9)
+    heard: list[tuple[bool, str]] = []
+    await anext(pieces)
+    pieces.listen(lambda told, piece: heard.append((told is choice, piece.text)))
+    assert journey.listener
+    for token in (5, 6):
+        journey.listener(Output((token,)))
+    assert heard == [(True, "x")] * 2
+    assert sum(whole.metrics.itl.counts) == 2
+    assert whole.metrics.output_tokens._value.get() == 3
+    pieces.listen(None)
+    assert journey.listener is None
