@@ -23,8 +23,8 @@ MAX_ITEMS = 2**22
 MAX_DEPTH = 8
 """Messages within messages. Each level is a call on the C stack, which hostile bytes could otherwise exhaust."""
 BUFFER_BYTES = 256
-"""Where a message's bytes begin to be gathered; it grows. The codec's own default, 256 KiB, costs more to get than most
-messages to write."""
+"""Where a message's bytes begin to be gathered; it grows. The codec's own defaults, 256 KiB to write one and 1 MiB to
+read a stream of them, cost more to get than most messages to write or read."""
 
 _READING: dict[str, Any] = {
     "raw": False, "strict_map_key": False, "max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS
@@ -88,7 +88,9 @@ class FrameReader:
     """Messages out of a byte stream that was written as `pack(...)` after `pack(...)`."""
 
     def __init__(self) -> None:
-        self._unpacker = msgpack.Unpacker(ext_hook=_from_ext, max_buffer_size=MAX_FRAME_BYTES, **_READING)
+        self._unpacker = msgpack.Unpacker(
+            ext_hook=_from_ext, read_size=BUFFER_BYTES, max_buffer_size=MAX_FRAME_BYTES, **_READING
+        )
 
     def feed(self, data: bytes) -> Iterator[Any]:
         """Add bytes; yield every message that is now whole. Raises WireError."""
