@@ -19,8 +19,7 @@ MOST_BYTES = 64 * 1024
 
 
 class Held:
-    """Bytes of one stream, written by themselves, without a task while the client takes them. `full`: nothing should be
-    added before `flush` was awaited."""
+    """Bytes of one stream, written by themselves, without a task while the client takes them."""
 
     def __init__(self, responder: Responder) -> None:
         self._responder = responder
@@ -30,16 +29,14 @@ class Held:
         self._waiting: asyncio.Task[None] | None = None
         """A write that the client must be waited for."""
 
-    @property
-    def full(self) -> bool:
-        return self._waiting is not None or self._size >= MOST_BYTES
-
-    def add(self, data: bytes) -> None:
+    def add(self, data: bytes) -> bool:
+        """Whether more may be added before `flush` was awaited."""
         if data:
             if not self._parts:
                 self._soon(self._write)
             self._parts.append(data)
             self._size += len(data)
+        return self._waiting is None and self._size < MOST_BYTES
 
     async def flush(self) -> None:
         """Returns once the client's connection has taken all."""

@@ -47,8 +47,7 @@ class Answer:
         try:
             self.generation.listen(self._tell)
             async for choice, piece in rest:
-                held.add(self.events(choice, piece))
-                if held.full:
+                if not held.add(self.events(choice, piece)):
                     await held.flush()
                 self.generation.listen(self._tell)
         except Exception:
@@ -60,8 +59,7 @@ class Answer:
 
     def _tell(self, choice: Choice, piece: Piece) -> None:
         assert self._held
-        self._held.add(self.events(choice, piece))
-        if self._held.full:
+        if not self._held.add(self.events(choice, piece)):
             self.generation.listen(None)
 
     async def settle(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from math import inf
 
 from placement.terms import Placement
@@ -48,6 +48,7 @@ class RouterJourney:
         self._mail: Mail[Event | Alarm | Exception | None] = Mail()
         self._sequence, self._race = Sequence(), Race()
         self._listening = Listening(self._mail, self._sequence, self._race, self._output)
+        self.listen = self._listening.listen
         self._attempts = 0
         self._prediction = Prediction()
         self._course = Course(spec, ground, self._sequence.tokens)
@@ -70,9 +71,6 @@ class RouterJourney:
             return Fork(self._wire_id, None)
         node = leader.placement.decode if self.route.decode else leader.placement.prefill
         return Fork(leader.job.request_id, node_key(node) if node else None)
-
-    def listen(self, listener: Callable[[Output], None] | None) -> None:
-        self._listening.listener = listener
 
     async def cancel(self, *, enough: bool = False) -> None:
         if not self._over:
@@ -178,8 +176,7 @@ class RouterJourney:
         leaves = self._race.leader.placement.decode if self._race.leader else None
         if await self._succession.begin(number, self._job):
             self._attempts += 1
-            heir = self._succession.goes_to
-            ends = [node.node_id for node in (leaves, heir) if node]
+            ends = [node.node_id for node in (leaves, self._succession.goes_to) if node]
             self._ground.chronicle.rung(self._record, "move", ends, "its node drains")
 
     def _fail(self, failure: Failure) -> None:
@@ -207,8 +204,7 @@ class RouterJourney:
         return jobs.output(delta)
 
     def _take_route(self, delta: TokenDelta) -> None:
-        assert self._race.leader
-        assert self._record
+        assert self._race.leader and self._record  # noqa: PT018
         attempt, place = self._race.leader, self._race.leader.placement
         computed_by = place.prefill or place.decode
         assert computed_by

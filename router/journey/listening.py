@@ -14,8 +14,8 @@ from router.journey.spec import Output
 
 class Listening:
     """Hears the attempts of one journey. What its reader waits for, and what does nothing but go on with the sequence,
-    is told to the `listener`, if there is one, as `output` makes it of the delta; all else goes to the mail. What the
-    listener raises goes there, too: it must end no request but its own."""
+    is told to who listens, as `output` makes it of the delta; all else goes to the mail, and so does what a listener
+    raises: it must end no request but its own."""
 
     def __init__(
         self,
@@ -24,16 +24,19 @@ class Listening:
         race: Race,
         output: Callable[[TokenDelta], Output],
     ) -> None:
-        self.listener: Callable[[Output], None] | None = None
+        self._listener: Callable[[Output], None] | None = None
         self._mail, self._sequence, self._race, self._output = mail, sequence, race, output
 
+    def listen(self, listener: Callable[[Output], None] | None) -> None:
+        """See Journey.listen."""
+        self._listener = listener
+
     def hear(self, event: Event) -> None:
-        if self.listener is None or not (isinstance(event, TokenDelta) and self._goes_on(event)):
+        if self._listener is None or not (isinstance(event, TokenDelta) and self._goes_on(event)):
             self._mail.post(event)
             return
         try:
-            for delta in self._sequence.push(event):
-                self.listener(self._output(delta))
+            self._listener(self._output(event))
         except Exception as error:
             self._mail.post(error)
 
@@ -41,8 +44,8 @@ class Listening:
         runners = self._race.runners
         return (
             self._mail.awaited
-            and self._sequence.due(delta)
             and delta.reuse is None
             and delta.attempt in runners
             and len(runners) == 1
+            and self._sequence.goes_on(delta)
         )

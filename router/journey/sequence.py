@@ -20,9 +20,12 @@ class Sequence:
     def restart(self) -> None:
         self._early.clear()
 
-    def due(self, delta: TokenDelta) -> bool:
-        """Whether it follows at once what is out, and more will."""
-        return 0 < len(self.tokens) == delta.index and delta.finish_reason is None and not self._early
+    def goes_on(self, delta: TokenDelta) -> bool:
+        """Whether a delta follows at once what is out, and more will; it is taken then."""
+        if not 0 < len(self.tokens) == delta.index or delta.finish_reason is not None or self._early:
+            return False
+        self.tokens += delta.token_ids
+        return True
 
     def push(self, delta: TokenDelta) -> Iterable[TokenDelta]:
         """Take a delta. Those that are now due, trimmed to begin where the last one ended: to be looked at at once, for

@@ -30,7 +30,7 @@ class Heard:
         list(self.sequence.push(FIRST))
         self.listening = Listening(self.mail, self.sequence, self.race, jobs.output)
         self.outputs: list[tuple[int, ...]] = []
-        self.listening.listener = lambda output: self.outputs.append(output.token_ids)
+        self.listening.listen(lambda output: self.outputs.append(output.token_ids))
 
     async def posted(self, event: Any) -> bool:
         """Whether an event that is heard while the reader waits wakes it."""
@@ -102,5 +102,5 @@ async def test_what_the_listener_raises_is_told_to_the_reader(heard: Heard) -> N
     def broken(output: Any) -> None:
         raise ValueError("no text for that")
 
-    heard.listening.listener = broken
+    heard.listening.listen(broken)
     assert await heard.posted(NEXT)
