@@ -11,7 +11,7 @@ from walk import Walk
 from protocol.messages import PrefillRequest
 
 
-async def test_twenty_eight_files_from_a_spec_to_the_post_to_prefill() -> None:
+async def test_twenty_nine_files_from_a_spec_to_the_post_to_prefill() -> None:
     walk = Walk("router", "placement")
 
     async def arrived(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -36,6 +36,7 @@ async def test_twenty_eight_files_from_a_spec_to_the_post_to_prefill() -> None:
         "router/journey/prediction.py",
         "router/journey/chronicle.py",
         "router/journey/race.py",
+        "router/journey/listening.py",
         "router/journey/attempt.py",
         "router/journey/errands.py",
         "router/nodes/entry.py",
