@@ -53,11 +53,13 @@ class Budget:
         self._cost.saw(rows, seconds)
 
     def _beside(self, decodes: int, prompts: int) -> int:
-        """prompts: how many of them have a seat, or find one."""
+        """prompts: how many of them have a seat, or find one. The least of them is doubled until steps tell that it is right:
+        with as few in every step they would never tell."""
         most = self._limits.max_prefill_tokens_while_decoding
         if not self._cost.known:
             return most
         first, further = self._cost.line()
         alone_s = first + further * (decodes - 1)
         longest_s = max(self._limits.beside_s * max(1.0, prompts / decodes), ALONE * alone_s)
-        return round(min(most, max(LEAST, (longest_s - alone_s) / further)))
+        tokens = round(min(most, max(LEAST, (longest_s - alone_s) / further)))
+        return tokens if tokens > LEAST or self._cost.told else min(most, 2 * LEAST)

@@ -12,6 +12,9 @@ differ by more than this share of their rows, the guess counts for more than the
 NEAR, FADE = 1 / 8, 0.001
 """Steps of about as many rows as usual tell nothing of what a row costs: what was known of that fades, by so much a
 step."""
+ODD, FEW = 4.0, 8
+"""Behind a few steps, one that takes so many times what they foretell counts as if it took no longer: something else held
+it up. Where steps do take as long now, those to come tell it."""
 
 
 class StepCost:
@@ -23,6 +26,9 @@ class StepCost:
 
     def saw(self, rows: int, seconds: float) -> None:
         mean = self._rows / self._count if self._count else rows
+        if self._count > FEW:
+            first, further = self.line()
+            seconds = min(seconds, ODD * (first + further * (rows - 1)))
         self._count = FORGET * self._count + 1
         self._rows = FORGET * self._rows + rows
         self._seconds = FORGET * self._seconds + seconds
@@ -40,6 +46,11 @@ class StepCost:
         return max(0.0, self._squares - self._rows**2 / self._count) if self._count else 0.0
 
     @property
+    def told(self) -> bool:
+        """Whether steps differ enough to tell more of what a row costs than the guess does."""
+        return self.spread > self._trust
+
+    @property
     def known(self) -> bool:
         """Whether any step was seen."""
         return self._count > 0
@@ -50,7 +61,11 @@ class StepCost:
             return 1.0, ROW
         rows, seconds = self._rows / self._count, self._seconds / self._count
         guessed = self._row * seconds / (1 + self._row * (rows - 1))
-        trust = max(TRUST, (NOISE * rows) ** 2)
+        trust = self._trust
         slope = (self._products - rows * self._seconds + trust * guessed) / (self.spread + trust)
         slope = min(max(slope, 0.01 * seconds / rows), seconds / rows)
         return seconds - slope * (rows - 1), slope
+
+    @property
+    def _trust(self) -> float:
+        return max(TRUST, (NOISE * self._rows / self._count) ** 2) if self._count else TRUST

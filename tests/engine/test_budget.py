@@ -70,6 +70,26 @@ def test_steps_of_almost_as_many_rows_that_differ_by_chance_tell_nothing_of_a_ro
     assert budget.tokens(4, ()) == pytest.approx(30, abs=15)
 
 
+def test_a_step_that_something_else_held_up_changes_little() -> None:
+    budget = Budget(Limits(256, 128, 64, beside_s=0.050))
+    before = taken(budget, 100)[-1]
+    budget.stepped(4 + before, 5.0)
+    assert taken(budget, 100) == pytest.approx([before] * 100, rel=0.15)
+
+
+def test_a_machine_that_is_slower_from_now_on_is_learned_all_the_same() -> None:
+    budget = Budget(Limits(256, 128, 64, beside_s=0.050))
+    taken(budget, 100, first_s=0.2)
+    assert taken(budget, 300, first_s=0.2, token_s=0.05)[-1] == LEAST
+
+
+def test_one_long_step_before_all_others_does_not_leave_prompts_with_the_least_for_ever() -> None:
+    """Steps of equal rows tell nothing of a row, so that what it was taken to cost would confirm itself."""
+    budget = Budget(Limits(256, 128, 64, beside_s=0.050))
+    budget.stepped(4 + 128, 5.0)
+    assert taken(budget, 600, first_s=0.2)[-1] > 100
+
+
 def prompts(count: int) -> list[Request]:
     return [Request(make_job(f"prompt {i}", [7] * 300), b"", 16) for i in range(count)]
 
