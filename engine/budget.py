@@ -53,8 +53,8 @@ class Budget:
         self._cost.saw(rows, seconds)
 
     def _beside(self, decodes: int, prompts: int) -> int:
-        """prompts: how many of them have a seat, or find one. The least of them is doubled until steps tell that it is right:
-        with as few in every step they would never tell."""
+        """prompts: how many of them have a seat, or find one. The least of them is doubled until steps tell that it is
+        right: with as few in every step they would never tell."""
         most = self._limits.max_prefill_tokens_while_decoding
         if not self._cost.known:
             return most

@@ -13,8 +13,8 @@ NEAR, FADE = 1 / 8, 0.001
 """Steps of about as many rows as usual tell nothing of what a row costs: what was known of that fades, by so much a
 step."""
 ODD, FEW = 4.0, 8
-"""Behind a few steps, one that takes so many times what they foretell counts as if it took no longer: something else held
-it up. Where steps do take as long now, those to come tell it."""
+"""Behind a few steps, one that takes so many times what they foretell counts as if it took no longer: something else
+held it up. Where steps do take as long now, those to come tell it."""
 
 
 class StepCost:

@@ -274,6 +274,23 @@ def test_a_plan_whose_arrays_moved_on_is_read_anew() -> None:
         assert torch.equal(model.forward(tokens, pool, plan), expected)
 
 
+@torch.inference_mode()
+def test_a_batch_that_is_refused_leaves_nothing_behind() -> None:
+    """Not even for the one before it, whose arrays are known."""
+    model = decoder(PLAIN, CpuOps(2))
+    plan, kv, tokens = batch(PLAIN, [30, 70, 90], query_lens=[1, 40, 20])
+    expected = run(model, plan, kv, tokens)[0].clone()
+    pool = kv.clone()
+    model.forward(tokens, pool, plan)
+    wrong, _, other = batch(PLAIN, [31, 41, 61], query_lens=[1, 41, 19])
+    wrong = replace(wrong, total_len=torch.tensor([31, 41, 18], dtype=torch.int32))
+    for refused in (wrong, replace(wrong, total_len=wrong.total_len * 100)):
+        with pytest.raises(ValueError, match="longer than its blocks"):
+            model.forward(other, pool, refused)
+        pool.copy_(kv)
+        assert torch.equal(model.forward(tokens, pool, plan), expected)
+
+
 class Silence(NamedNoise):
     def read(self, name: str, out: torch.Tensor) -> None:
         out.zero_()
