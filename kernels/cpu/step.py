@@ -66,6 +66,7 @@ class CpuStep:
         arrays = (token_ids, plan.positions, plan.slots, plan.block_table, plan.query_start, plan.total_len, kv)
         if self._out.dtype != dtype or not self._bound or not all(map(operator.is_, arrays, self._bound)):
             out = torch.empty(len(token_ids), width, dtype=dtype)
+            self._bound = ()
             self._native.bind(*arrays[:-1], plan.num_decodes, plan.chained, kv, out)
             self._bound, self._out = arrays, out
 

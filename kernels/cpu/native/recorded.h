@@ -60,9 +60,11 @@ class NativeStep {
 
   // The batch that the following runs are of: they read these arrays anew, which may change in between but for
   // query_start, and write `out`: hidden states, or logits where it is float32. The first `decodes` sequences have a row each.
+  // What is refused leaves no batch bound.
   void bind(Array tokens, Array positions, Array slots, Array block_table, Array query_start, Array total_len,
             int64_t decodes, bool chained, Array kv, Array out) {
     const int64_t rows = elements(positions), sequences = elements(total_len);
+    bound_.clear();
     require(rows <= max_rows_ && decodes <= max_decodes_ && !layers_.empty(), "more rows than the step was made for");
     StepTask task{};
     task.kv = kv_layer(kv, 1);
