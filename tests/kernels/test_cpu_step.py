@@ -156,6 +156,15 @@ def test_equals_the_layers_one_by_one(
         assert torch.equal(pool, written)
 
 
+def test_prompts_whose_packed_keys_and_values_do_not_fit_beside_each_other_take_turns() -> None:
+    """Seventy of 500 tokens: 10 MB."""
+    plan, kv, tokens = batch(PLAIN, [40] + [500] * 70, query_lens=[1] + [3] * 70)
+    expected, pool = run(decoder(PLAIN, Layered(2)), plan, kv, tokens)
+    got, written = run(decoder(PLAIN, CpuOps(3)), plan, kv, tokens)
+    assert torch.equal(got, expected)
+    assert torch.equal(written, pool)
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_bits_do_not_depend_on_threads_of_which_most_come_late(quantization: str, batch_invariant: bool) -> None:
