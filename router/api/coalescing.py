@@ -23,17 +23,17 @@ class Held:
 
     def __init__(self, responder: Responder) -> None:
         self._responder = responder
-        self._soon = asyncio.get_running_loop().call_soon
+        self._loop = asyncio.get_running_loop()
         self._parts: list[bytes] = []
         self._size = 0
-        self._waiting: asyncio.Task[None] | None = None
-        """A write that the client must be waited for."""
+        self._waiting: asyncio.Future[None] | None = None
+        """A write that the client must be waited for, or that failed."""
 
     def add(self, data: bytes) -> bool:
         """Whether more may be added before `flush` was awaited."""
         if data:
             if not self._parts:
-                self._soon(self._write)
+                self._loop.call_soon(self._write)
             self._parts.append(data)
             self._size += len(data)
         return self._waiting is None and self._size < MOST_BYTES
@@ -62,15 +62,19 @@ class Held:
 
     def _write(self) -> None:
         if self._parts and self._waiting is None:
-            step = self._responder.write(self._take()).__await__()
             try:
+                step = self._responder.write(self._take()).__await__()
                 waits = step.send(None)
             except StopIteration:
                 return
-            self._waiting = asyncio.create_task(_resumed(step, waits))
+            except Exception as error:
+                self._waiting = self._loop.create_future()
+                self._waiting.set_exception(error)
+            else:
+                self._waiting = self._loop.create_task(_resumed(step, waits))
             self._waiting.add_done_callback(self._written)
 
-    def _written(self, waiting: asyncio.Task[None]) -> None:
+    def _written(self, waiting: asyncio.Future[None]) -> None:
         """Go on with what came meanwhile, unless the write failed, which whoever flushes is told."""
         if not waiting.cancelled() and waiting.exception() is None:
             self._waiting = None

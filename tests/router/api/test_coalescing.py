@@ -17,15 +17,18 @@ from router.text.transcript import Piece
 
 
 class Wire:
-    """What was sent, write by write. While it is not `open`, nobody takes anything."""
+    """What was sent, write by write. While it is not `open`, nobody takes anything; `broken`: what a send raises."""
 
     def __init__(self) -> None:
         self.writes: list[bytes] = []
+        self.broken: Exception | None = None
         self.open = asyncio.Event()
         self.open.set()
 
     async def send(self, message: Any) -> None:
         await self.open.wait()
+        if self.broken:
+            raise self.broken
         if message["type"] == "http.response.body":
             self.writes.append(message["body"])
 
@@ -162,6 +165,22 @@ async def test_an_error_comes_behind_what_was_heard(stream: Stream) -> None:
     with pytest.raises(ValueError, match="no more"):
         await stream.task
     assert b"".join(stream.wire.writes) == b"abc"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_write_that_fails_ends_the_stream(stream: Stream, waits: bool) -> None:
+    if waits:
+        stream.wire.open.clear()
+    stream.wire.broken = OSError("no such socket")
+    stream.generated.put("b")
+    await turns()
+    stream.wire.open.set()
+    await turns()
+    stream.generated.put("c")
+    assert not stream.generated.put("d")
+    with pytest.raises(OSError, match="no such socket"):
+        await asyncio.wait_for(stream.task, 5)
+    assert stream.wire.writes == [b"a"]
 
 
 @pytest.mark.parametrize("waits", ["for the next piece", "for the client"])
