@@ -45,8 +45,9 @@ class Held:
 
     async def last(self) -> bytes:
         """What is left when all before it is written, for who writes it with more."""
-        while self._waiting is not None:
-            await self._waiting
+        while (waiting := self._waiting) is not None:
+            await waiting
+            self._written(waiting)  # whose turn may not have come yet
         return self._take()
 
     def drop(self) -> None:
@@ -76,7 +77,7 @@ class Held:
 
     def _written(self, waiting: asyncio.Future[None]) -> None:
         """Go on with what came meanwhile, unless the write failed, which whoever flushes is told."""
-        if not waiting.cancelled() and waiting.exception() is None:
+        if waiting is self._waiting and not waiting.cancelled() and waiting.exception() is None:
             self._waiting = None
             self._write()
 

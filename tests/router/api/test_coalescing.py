@@ -200,6 +200,19 @@ async def test_after_a_cancel_nothing_is_written(stream: Stream, waits: str) -> 
     assert stream.wire.writes == [b"a"]
 
 
+async def test_a_write_that_ended_in_this_turn_of_the_loop_is_not_waited_for() -> None:
+    """That would be forever, and without a pause."""
+    wire = Wire()
+    wire.open.clear()
+    held = Held(Responder(wire.send, "/"))
+    held.add(b"a")
+    await turns()
+    held.add(b"b")
+    wire.open.set()
+    await asyncio.create_task(held.flush())
+    assert b"".join(wire.writes) == b"ab"
+
+
 async def test_much_is_written_before_the_end() -> None:
     wire = Wire()
     held = Held(Responder(wire.send, "/"))
