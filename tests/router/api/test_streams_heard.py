@@ -1,0 +1,193 @@
+"""Streams whose tokens pass by the journey's mail are, byte for byte, those whose tokens are iterated."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
+
+import pytest
+from api_parts import EOS, MESSAGES, Api, FakeCluster, ids_of, logprobs_of
+
+from placement.terms import Placement
+from protocol.errors import FatalRequest, NodeLost
+from protocol.lease import NodeLease
+from protocol.messages import Job, TokenDelta
+from protocol.reuse import Reuse
+from router.journey.blame import Failure
+from router.journey.events import Event
+from router.journey.held import Held
+from router.journey.journey import RouterJourney
+from router.journey.spec import RequestSpec
+
+TEXT = "Once upon a time there were three little foxes who read <b>books</b>, and nothing else at all. The end"
+NODE = NodeLease("d", "decode", 1, "ready", "http://d", "d:1", "f", "m", 4096, 16, 1)
+CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {}),
+    (CHAT, {"logprobs": True, "top_logprobs": 2}),
+    (CHAT, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    (CHAT, {"stop": ["books"]}),
+    (CHAT, {"n": 2}),
+    (TEXTS, {"max_tokens": 9}),
+    (TEXTS, {"return_token_ids": True}),
+    ("/v1/responses", {}),
+    ("/v1/messages", {"max_tokens": 64}),
+]
+
+
+class Attempt:
+    """A node's work on a job: deltas cut anyhow, some twice, early or of others, and perhaps an error."""
+
+    def __init__(self, job: Job, post: Callable[[Event], None], dice: random.Random, fails: bool) -> None:
+        self.job, self.placement, self.decoding, self.age_s = job, Placement(None, NODE, 0, 0.0, 0.0), True, 0.0
+        self.cancelled: bool | None = None
+        self._post, self._dice = post, dice
+        self._task = asyncio.create_task(self._run(self._events(fails)))
+
+    def close(self, *, cancel: bool) -> None:
+        if self.cancelled is None:
+            self.cancelled = cancel
+            self._task.cancel()
+
+    async def _run(self, events: list[Event]) -> None:
+        for event in events:
+            for _ in range(self._dice.choice((0, 0, 0, 1, 2, 5, 9))):
+                await asyncio.sleep(0)
+            self._post(event)
+
+    def _events(self, fails: bool) -> list[Event]:
+        dice, job, params = self._dice, self.job, self.job.work.params  # type: ignore[union-attr]
+        ids = [*ids_of(TEXT), EOS][: params.max_tokens]
+        at, found = len(job.token_ids) - job.prompt_len, list[Event]()
+        while at < len(ids):
+            some = tuple(ids[at : at + dice.choice((1, 1, 1, 2, 4))])
+            last = at + len(some) == len(ids)
+            stop = EOS if last and some[-1] == EOS else None
+            found.append(
+                TokenDelta(
+                    job.request_id, job.attempt, at, some, logprobs_of(some, params.logprobs),
+                    (("length" if stop is None else "stop") if last else None), stop,
+                    Reuse(job.prompt_len, computed=job.prompt_len) if not found else None,
+                )
+            )  # fmt: skip
+            at += len(some)
+        for _ in range(dice.choice((0, 0, 1, 3))):
+            place = dice.randrange(len(found))
+            found.insert(dice.randint(place, len(found)), found[place])
+        for place in range(len(found) - 1):
+            if dice.random() < 0.05:
+                found[place], found[place + 1] = found[place + 1], found[place]
+        if fails:
+            error = FatalRequest("no more") if dice.random() < 0.2 else NodeLost("gone")
+            found[dice.randrange(len(found)) :] = [Failure(job.attempt, error, (NODE,), frozenset({"decode"}))]
+        return found
+
+
+class Nodes(FakeCluster):
+    """Real journeys over such attempts. heard: somebody may listen to them."""
+
+    def __init__(self, seed: int, heard: bool) -> None:
+        super().__init__(lambda spec: ())
+        self.attempts: list[Attempt] = []
+        self._seed, self._heard = seed, heard
+
+    def start(self, spec: RequestSpec) -> Any:
+        ground = MagicMock(group=SimpleNamespace(members=(), name=SimpleNamespace(first="m")), patience_s=1.0)
+        ground.held, ground.deaths.any, ground.reuse = Held(), False, AsyncMock(return_value={})
+        ground.place.return_value = Placement(None, NODE, 0, 0.0, 0.0)
+        ground.account.side_effect = lambda told, job, node: told
+        ground.launch.side_effect = self._launch
+        journey = RouterJourney(spec, ground)
+        if not self._heard:
+            journey.listen = lambda listener: None  # type: ignore[method-assign]
+        return journey
+
+    def _launch(self, job: Job, placement: Placement, post: Callable[[Event], None], hashes: Any = ()) -> Attempt:
+        dice = random.Random(f"{self._seed} {job.request_id[:14]} {job.attempt}")
+        fails = job.attempt < 2 and dice.random() < 0.3
+        self.attempts.append(Attempt(job, post, dice, fails))
+        return self.attempts[-1]
+
+
+class Client:
+    """Reads at its own pace; leaves, or breaks the next write, after so many writes."""
+
+    def __init__(self, dice: random.Random, leaves: int, breaks: int) -> None:
+        self.written, self.writes, self.left = b"", 0, asyncio.Event()
+        self._dice, self._leaves, self._breaks = dice, leaves, breaks
+        self._asked: list[bytes] = []
+
+    async def answer(self, api: Api, path: str, body: dict[str, Any]) -> None:
+        prompt = {"messages": MESSAGES} if path in (CHAT, "/v1/messages") else {"prompt": "Hi"}
+        prompt = {"input": "Hi"} if path == "/v1/responses" else prompt
+        self._asked = [json.dumps({"stream": True, "seed": 1, **prompt, **body}).encode()]
+        headers = [(b"x-request-id", b"the-one-request"), (b"content-type", b"application/json")]
+        scope = {
+            "type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b"", "client": None,
+            "http_version": "1.1", "raw_path": path.encode(), "root_path": "", "scheme": "http",
+        }  # fmt: skip
+        await api.app(scope, self._receive, self._send)
+
+    async def _receive(self) -> Any:
+        if self._asked:
+            return {"type": "http.request", "body": self._asked.pop(), "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] != "http.response.body" or self.left.is_set():
+            return
+        self.writes += 1
+        if self.writes == self._leaves:
+            self.left.set()
+            return
+        if self.writes >= self._breaks:
+            raise ConnectionError("no such socket")
+        for _ in range(self._dice.choice((0, 0, 0, 0, 1, 3, 20))):
+            await asyncio.sleep(0)
+            if self.left.is_set():
+                return
+        self.written += message["body"]
+
+
+async def answered(seed: int, heard: bool, leaves: int = 10**9, breaks: int = 10**9) -> tuple[bytes, Nodes]:
+    nodes = Nodes(seed, heard)
+    client = Client(random.Random(seed), leaves, breaks)
+    path, body = BODIES[seed % len(BODIES)]
+    try:
+        await asyncio.wait_for(client.answer(Api(nodes), path, body), 20)
+    except ConnectionError:
+        assert client.writes >= breaks
+    return re.sub(rb'("created(_at)?"|"completed_at"): ?[\d.]+|the-one-request-\w+', b"", client.written), nodes
+
+
+@pytest.mark.parametrize("seed", range(18))
+async def test_a_stream_is_the_same_whether_heard_or_iterated(seed: int) -> None:
+    heard, nodes = await answered(seed, True)
+    iterated, _ = await answered(seed, False)
+    assert len(heard) > 100
+    assert b"not_found" not in heard
+    assert events(heard) == events(iterated)
+    assert all(attempt.cancelled is not None for attempt in nodes.attempts)
+
+
+@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("how", ["leaves", "breaks"])
+async def test_nodes_drop_the_stream_of_a_client_that_is_gone(seed: int, how: str) -> None:
+    whole, _ = await answered(seed, False)
+    at = random.Random(seed).randint(1, 6)
+    some, nodes = await answered(seed, True, **{how: at})
+    assert all(event in events(whole) for event in events(some))
+    assert all(attempt.cancelled is not None for attempt in nodes.attempts)
+
+
+def events(body: bytes) -> list[bytes]:
+    """In order, but for those of several choices, which come as their nodes make them."""
+    found = body.split(b"\n\n")
+    return sorted(found) if b'"index":1' in body and b"chat.completion" in body else found
