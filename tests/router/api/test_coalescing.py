@@ -213,6 +213,23 @@ async def test_a_write_that_ended_in_this_turn_of_the_loop_is_not_waited_for() -
     assert b"".join(wire.writes) == b"ab"
 
 
+async def test_a_write_that_ended_says_nothing_of_the_one_behind_it() -> None:
+    wire = Wire()
+    wire.open.clear()
+    held = Held(Responder(wire.send, "/"))
+    held.add(b"a")
+    await turns()
+    held.add(b"b")
+    wire.open.set()
+    wire.open.clear()
+    flush = asyncio.create_task(held.flush())
+    await turns()
+    assert not held.add(b"c")
+    wire.open.set()
+    await flush
+    assert wire.writes == [b"a", b"b", b"c"]
+
+
 async def test_much_is_written_before_the_end() -> None:
     wire = Wire()
     held = Held(Responder(wire.send, "/"))
