@@ -16,6 +16,9 @@ ODD, FEW = 4.0, 8
 """Behind a few steps, one that takes so many times what they foretell counts as if it took no longer: something else
 held it up. Where steps do take as long now, those to come tell it."""
 
+LEAST_S = 1e-6
+"""That a step takes, also by a clock that does not tell."""
+
 
 class StepCost:
     """Seconds of a step by its rows, as a line through the steps so far, the latest of which count most."""
@@ -25,7 +28,7 @@ class StepCost:
         self._row = ROW
 
     def saw(self, rows: int, seconds: float) -> None:
-        mean = self._rows / self._count if self._count else rows
+        mean, seconds = self._rows / self._count if self._count else rows, max(LEAST_S, seconds)
         if self._count > FEW:
             first, further = self.line()
             seconds = min(seconds, ODD * (first + further * (rows - 1)))

@@ -90,6 +90,13 @@ def test_one_long_step_before_all_others_does_not_leave_prompts_with_the_least_f
     assert taken(budget, 600, first_s=0.2)[-1] > 100
 
 
+def test_steps_that_take_no_time_by_a_coarse_clock_leave_the_limit() -> None:
+    budget = Budget(Limits(256, 64, 64, beside_s=0.050))
+    for rows in (64, 4, 68, 4, 128, 1) * 5:
+        budget.stepped(rows, 0.0)
+        assert budget.tokens(4, ()) == 64
+
+
 def prompts(count: int) -> list[Request]:
     return [Request(make_job(f"prompt {i}", [7] * 300), b"", 16) for i in range(count)]
 
