@@ -200,8 +200,8 @@ async def test_after_a_cancel_nothing_is_written(stream: Stream, waits: str) -> 
     assert stream.wire.writes == [b"a"]
 
 
-async def test_a_write_that_ended_in_this_turn_of_the_loop_is_not_waited_for() -> None:
-    """That would be forever, and without a pause."""
+async def ended_write() -> tuple[Wire, Held]:
+    """A slow client takes `a` in this turn of the loop, which the stream has not heard of, and `b` is behind it."""
     wire = Wire()
     wire.open.clear()
     held = Held(Responder(wire.send, "/"))
@@ -209,18 +209,18 @@ async def test_a_write_that_ended_in_this_turn_of_the_loop_is_not_waited_for() -
     await turns()
     held.add(b"b")
     wire.open.set()
+    return wire, held
+
+
+async def test_a_write_that_ended_in_this_turn_of_the_loop_is_not_waited_for() -> None:
+    """That would be forever, and without a pause."""
+    wire, held = await ended_write()
     await asyncio.create_task(held.flush())
     assert b"".join(wire.writes) == b"ab"
 
 
 async def test_a_write_that_ended_says_nothing_of_the_one_behind_it() -> None:
-    wire = Wire()
-    wire.open.clear()
-    held = Held(Responder(wire.send, "/"))
-    held.add(b"a")
-    await turns()
-    held.add(b"b")
-    wire.open.set()
+    wire, held = await ended_write()
     wire.open.clear()
     flush = asyncio.create_task(held.flush())
     await turns()
