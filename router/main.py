@@ -46,7 +46,7 @@ from router.text.load import load_text_models
 log = logging.getLogger(__name__)
 
 GARBAGE = 50_000
-"""Objects that are made before the garbage collector looks for cycles among them: requests leave few, and a thousand
+"""Objects that are made before the garbage collector looks for cycles among them: requests leave none, and a thousand
 that run at once hold more than the default, so that it would look through them all the time. What is there before the
 first request is never looked through."""
 SWITCH_S = 0.001

@@ -117,6 +117,7 @@ class Exchange(Generic[Described]):
         finally:
             metrics.requests.labels(self._path, str(status)).inc()
             visit.over(status)
+            responder.over()
 
     async def _work(self, visit: Visit, data: bytes, responder: Responder) -> Finishing:
         """All of the work but the last bytes: once those are out, the server reports the client as gone."""

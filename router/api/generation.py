@@ -101,6 +101,7 @@ class Generation:
 
     async def close(self) -> None:
         """Cancel every journey that has not ended."""
+        self._only = None
         if self._tasks:
             for task in self._tasks:
                 task.cancel()

@@ -54,6 +54,10 @@ class Responder:
         elif self._failing is not None:
             await self.write(self._failing(error), more=False)
 
+    def over(self) -> None:
+        """All is told: what told it is not held any longer."""
+        self._failing = None
+
     async def _start(self, status: int, media_type: str, headers: Mapping[str, str]) -> None:
         self._started = True
         pairs = [(b"content-type", media_type.encode())]

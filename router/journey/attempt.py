@@ -66,7 +66,7 @@ class Attempt:
         self.placement = placement
         self._post, self._suspicion, self._client, self._errands = post, suspicion, client, errands
         self._prefill_node, self.decode_node, self._chronicle, self._expected = prefill, decode, chronicle, expected
-        self._over = self._closed = self._first_seen = self._prefilled = self.decoding = False
+        self._over = self._first_seen = self._prefilled = self.decoding = False
         self._error, self._launched_at = "", time.monotonic()
         self._bookings: dict[str, Booking] = {}
         self._book()
@@ -74,13 +74,14 @@ class Attempt:
             suspicion.use(prefill.key if prefill else None, decode.key if decode else None)
         if decode:
             decode.listeners[job.request_id] = self
-        self._task = errands.send(self._begin())
+        self._task: asyncio.Task[None] | None = errands.send(self._begin())
 
     def close(self, *, cancel: bool) -> None:
         """Give everything back. `cancel`: the request has not ended, so tell the nodes to drop it."""
-        if self._closed:
+        if self._task is None:
             return
-        self._over = self._closed = True
+        task, self._task = self._task, None
+        self._over, self._post = True, lambda _: None
         self._span.end((self._error or "cancelled") if cancel else "")
         for booking in self._bookings.values():
             booking.release()
@@ -89,12 +90,11 @@ class Attempt:
         if self.decode_node:
             self.decode_node.listeners.pop(self.job.request_id, None)
         if cancel:
-            self._task.cancel()
+            task.cancel()
             for node in filter(None, (None if self._prefilled else self.placement.prefill, self.placement.decode)):
                 self._errands.send(self._client.drop(node, CancelRequest(self.job.request_id, self.job.attempt)))
-        elif not self._task.done():
-            timer = asyncio.get_running_loop().call_later(TAIL_S, self._task.cancel)
-            self._task.add_done_callback(lambda _: timer.cancel())
+        else:
+            self._errands.bound(task, TAIL_S)
 
     @property
     def age_s(self) -> float:

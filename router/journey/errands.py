@@ -19,6 +19,12 @@ class Errands:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def bound(self, task: asyncio.Task[None], limit_s: float) -> None:
+        """Let the call go on for so long."""
+        if not task.done():
+            timer = asyncio.get_running_loop().call_later(limit_s, task.cancel)
+            task.add_done_callback(lambda _: timer.cancel())
+
     @property
     def open(self) -> int:
         return len(self._tasks)

@@ -108,6 +108,8 @@ class RouterJourney:
             raise
         finally:
             self._end(cancel=not self._sequence.finished)
+            self._alarms = None
+            self._listening.end()
 
     async def _next(self) -> Event | Alarm | None:
         """The next event of an attempt that is under way. Raises what ends the request: its deadline, its

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from protocol.messages import TokenDelta
+from router.journey import jobs
 from router.journey.alarms import Alarm, Mail
 from router.journey.events import Event
 from router.journey.race import Race
@@ -30,6 +31,10 @@ class Listening:
     def listen(self, listener: Callable[[Output], None] | None) -> None:
         """See Journey.listen."""
         self._listener = listener
+
+    def end(self) -> None:
+        """The journey is over: nothing is heard any more."""
+        self._listener, self._output = None, jobs.output
 
     def hear(self, event: Event) -> None:
         if self._listener is None or not (isinstance(event, TokenDelta) and self._goes_on(event)):

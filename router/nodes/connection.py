@@ -48,7 +48,8 @@ class Connection(asyncio.Protocol):
         try:
             error = await self._ended
         finally:
-            self._ended = None
+            self._ended = self._opened = self._deliver = None
+            del self._parser  # which holds this connection
             self._move_on()
             if error is not None:
                 self._transport.abort()

@@ -1,0 +1,99 @@
+"""A request leaves nothing to the garbage collector: its memory is used again at once, and no pass over all requests
+that are open holds their tokens up."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from fake_workers import Bench, FakeWorker, decode, honest_prefill, prefill
+from test_router_process import router
+
+from process.signals import Stop
+from protocol.errors import BlocksCorrupt
+from protocol.messages import AttemptFailed, PrefillRequest
+
+PROMPT = list(range(100, 164))
+CHAT = [{"role": "user", "content": "What does a ferry carry?"}]
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "stream": ("/v1/completions", {"prompt": PROMPT, "stream": True}),
+    "whole": ("/v1/completions", {"prompt": PROMPT}),
+    "one token": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 1}),
+    "chat": ("/v1/chat/completions", {"messages": CHAT, "stream": True, "logprobs": True}),
+    "choices": ("/v1/completions", {"prompt": PROMPT, "n": 3, "stream": True}),
+    "prompts": ("/v1/completions", {"prompt": [PROMPT, PROMPT[1:]]}),
+    "stop": ("/v1/completions", {"prompt": PROMPT, "stop": ["e", "a"], "stream": True}),
+    "response": ("/v1/responses", {"input": "What does a ferry carry?", "store": False, "stream": True}),
+    "messages": ("/v1/messages", {"messages": CHAT, "max_tokens": 8, "stream": True}),
+    "refused": ("/v1/completions", {"prompt": PROMPT, "temperature": -1}),
+}
+
+
+@contextmanager
+def garbage() -> Iterator[list[str]]:
+    """What of the router only a collector would free, after the block."""
+    found: list[str] = []
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        kinds = (type(each) for each in gc.garbage)
+        found += [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if kind.__module__.startswith("router.")]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+async def left_by(ask: Callable[[], Awaitable[None]]) -> Counter[str]:
+    """By requests that come after the first one."""
+    await ask()
+    with garbage() as found:
+        for _ in range(3):
+            await ask()
+        await asyncio.sleep(0.3)
+    return Counter(found)
+
+
+@pytest.mark.timeout(120)
+async def test_a_request_leaves_nothing_whatever_it_asks_for() -> None:
+    async with Bench([prefill(), decode()]) as bench, router(bench, Stop()) as (client, _):
+
+        async def ask(path: str, body: dict[str, Any]) -> None:
+            answer = await client.post(path, json={"model": "", "max_tokens": 8, **body})
+            assert answer.status_code == (400 if "temperature" in body else 200), answer.text
+
+        left = {kind: await left_by(partial(ask, *asked)) for kind, asked in BODIES.items()}
+    assert not {kind: found for kind, found in left.items() if found}
+
+
+async def test_a_client_that_leaves_and_a_node_that_fails_leave_nothing() -> None:
+    tries = 0
+
+    async def every_other(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        nonlocal tries
+        tries += 1
+        if tries % 2:
+            failed = BlocksCorrupt("as the test wants")
+            yield AttemptFailed(request.job.request_id, request.job.attempt, failed.code, str(failed))
+            return
+        async for answer in honest_prefill(worker, request):
+            yield answer
+
+    workers = [prefill(prefill_script=every_other), decode(step_s=0.01)]
+    async with Bench(workers) as bench, router(bench, Stop()) as (client, _):
+
+        async def leave() -> None:
+            body = {"model": "", "prompt": PROMPT, "max_tokens": 500, "stream": True}
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                await anext(response.aiter_lines())
+
+        assert await left_by(leave) == Counter()
