@@ -79,9 +79,9 @@ class Generation:
         return self._only
 
     def listen(self, listener: Listener | None) -> None:
-        """Where there is one choice, which only its nodes end: pieces that come while the next one is waited for go
-        there instead, and no task wakes for them. `pieces` was asked for."""
-        if self._only is not None and not self._options.stops:
+        """Where there is one choice: pieces that come while the next one is waited for go there instead, and no task
+        wakes for them. `pieces` was asked for."""
+        if self._only is not None:
             self._only.listen(listener)
 
     async def _merged(self) -> AsyncGenerator[ChoicePiece]:

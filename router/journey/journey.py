@@ -26,7 +26,7 @@ from router.journey.ports import Ground
 from router.journey.prediction import Prediction
 from router.journey.race import Race
 from router.journey.sequence import Sequence
-from router.journey.spec import Fork, Output, RequestSpec, Route
+from router.journey.spec import Enough, Fork, Output, RequestSpec, Route
 from router.journey.succession import Succession
 from router.nodes.entry import node_key
 
@@ -103,6 +103,8 @@ class RouterJourney:
                     await self._bequeath(event.attempt)
                 elif event is Alarm.LATE:
                     await self._hedge()
+        except Enough:
+            self._outcome = "done"
         except KvferryError as error:
             self._outcome = error.code
             raise
