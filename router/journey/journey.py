@@ -156,8 +156,7 @@ class RouterJourney:
         assert self._alarms and self._record  # noqa: PT018
         made, job = self._attempts, self._job(name)
         self._prediction.began(job.attempt, placement)
-        hear, hashes = self._listening.hear, self._course.hashes
-        self._race.enter(self._ground.launch(job, placement, hear, hashes=hashes))
+        self._race.enter(self._ground.launch(job, placement, self._listening.hear, hashes=self._course.hashes))
         self._attempts += 1
         if not self.route:
             self._record.sent(placement)
