@@ -55,7 +55,7 @@ class Generation:
             self._options = replace(options, shown=shown(pool.text.tokenizer, options, channels=parsing.channels))
         self._parsing = parsing
         self.turn: Turn | None = None
-        self._only: Following | None = None
+        self._pieces: Following | Merged | None = None
         self._started = False
         self.prompts = tuple(prompts)
         self.choices = [
@@ -71,15 +71,16 @@ class Generation:
             for leader, *_ in self._groups:
                 leader.spec = replace(leader.spec, newcomer=True)
         if len(self.choices) > 1:
-            return Merged(self._groups, self._follow, self.turn.at_once if self.turn else len(self.choices))
-        self._only = self._follow(self.choices[0])
-        return self._only
+            self._pieces = Merged(self._groups, self._follow, self.turn.at_once if self.turn else len(self.choices))
+        else:
+            self._pieces = self._follow(self.choices[0])
+        return self._pieces
 
     def listen(self, listener: Listener | None) -> None:
-        """Where there is one choice: pieces that come while the next one is waited for go there instead, and no task
-        wakes for them. `pieces` was asked for."""
-        if self._only is not None:
-            self._only.listen(listener)
+        """Pieces that come while the next one is waited for go there instead, and no task wakes for them; not those of
+        beams. `pieces` was asked for."""
+        if self._pieces is not None:
+            self._pieces.listen(listener)
 
     async def close(self) -> None:
         """Cancel every journey that has not ended."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from router.api.following import Choice, ChoicePiece, Following
+from router.api.following import Choice, ChoicePiece, Following, Listener
 from router.journey.alarms import Mail
 from router.text.transcript import Piece
 
@@ -27,6 +27,7 @@ class Merged:
         self._left = sum(map(len, groups))
         self._room = asyncio.Semaphore(at_once)
         self._mail: Mail[tuple[Choice, Piece | Exception]] = Mail()
+        self._listener: Listener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __aiter__(self) -> Merged:
@@ -43,6 +44,10 @@ class Merged:
         self._left -= item.finish_reason is not None
         return choice, item
 
+    def listen(self, listener: Listener | None) -> None:
+        """See Following.listen."""
+        self._listener = listener
+
     async def aclose(self) -> None:
         """End the journeys that have not ended."""
         for task in self._tasks:
@@ -58,7 +63,9 @@ class Merged:
     async def _pump(self, choice: Choice, followers: Sequence[Choice] = ()) -> None:
         try:
             async with self._room:
-                async for found in self._follow(choice):
+                pieces = self._follow(choice)
+                pieces.listen(self._hear)
+                async for found in pieces:
                     self._mail.post(found)
                     for follower in followers:
                         assert choice.journey
@@ -67,3 +74,10 @@ class Merged:
                     followers = ()
         except Exception as error:
             self._mail.post((choice, error))
+
+    def _hear(self, choice: Choice, piece: Piece) -> None:
+        """A piece that no task of its choice woke for."""
+        if self._listener is not None and self._mail.awaited:
+            self._listener(choice, piece)
+        else:
+            self._mail.post((choice, piece))
