@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import re
 from collections.abc import Callable
@@ -16,15 +17,19 @@ from api_parts import EOS, MESSAGES, Api, FakeCluster, ids_of, logprobs_of
 from waiting import until
 
 from placement.terms import Placement
+from process.log import JsonFormatter
 from protocol.errors import FatalRequest, NodeLost
 from protocol.lease import NodeLease
 from protocol.messages import Job, TokenDelta
 from protocol.reuse import Reuse
+from router.api.following import Choice
+from router.api.shapes.chunks import ChunkAnswer
 from router.journey.blame import Failure
 from router.journey.events import Event
 from router.journey.held import Held
 from router.journey.journey import RouterJourney
 from router.journey.spec import RequestSpec
+from router.text.transcript import Piece
 
 TEXT = "Once upon a time there were little 🦊🦊🦊 who read <b>books</b> (naïve, 日本語), and nothing else. 👩‍🚒 end"
 NODE = NodeLease("d", "decode", 1, "ready", "http://d", "d:1", "f", "m", 4096, 16, 1)
@@ -223,6 +228,41 @@ async def test_choices_end_at_stops_although_their_client_does_not_read() -> Non
     assert not asking.done()
     client.left.set()
     await asking
+
+
+class Lines(logging.Handler):
+    """What is logged, as the router's log has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[dict[str, str]] = []
+        self.setFormatter(JsonFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.all.append(json.loads(self.format(record)))
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+async def test_what_breaks_while_a_token_is_heard_is_logged_with_its_request(
+    choices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = asyncio.current_task()
+
+    def broken(answer: ChunkAnswer, choice: Choice, piece: Piece) -> bytes:
+        if asyncio.current_task() is not asking:
+            raise ValueError("no event for that")
+        return b"event"
+
+    monkeypatch.setattr(ChunkAnswer, "events", broken)
+    logging.getLogger().addHandler(lines := Lines())
+    try:
+        client = Client(random.Random(0), 10**9, 10**9)
+        await client.answer(Api(nodes := Nodes(1, True)), CHAT, {"n": choices})
+    finally:
+        logging.getLogger().removeHandler(lines)
+    (line,) = [line for line in lines.all if "no event" in line.get("error", "")]
+    assert line["request_id"] == "the-one-request"
+    assert all(attempt.cancelled is not None for attempt in nodes.attempts)
 
 
 def events(body: bytes) -> list[bytes]:
