@@ -58,7 +58,7 @@ class FakeJourney:
         self.fork: Fork | None = None
         self.cancelled = asyncio.Event()
         self.enough = False
-        self.yielded = 0
+        self.yielded = self.heard = 0
         self._listener: Callable[[Output], None] | None = None
         self._outputs, self._route, self._gap_s = outputs, route, gap_s
 
@@ -74,6 +74,7 @@ class FakeJourney:
             if self._listener is None or self.yielded == 1 or output.finish_reason is not None:
                 yield output
             else:
+                self.heard += 1
                 try:
                     self._listener(output)
                 except Enough:
