@@ -33,7 +33,7 @@ from router.batch.batches import Batches
 from router.dashboard.board import Board
 from router.journey.cluster import RouterCluster
 from router.journey.held import Held
-from router.journey.spec import Cluster, ClusterInfo, Fork, Output, RequestSpec, Route
+from router.journey.spec import Cluster, ClusterInfo, Enough, Fork, Output, RequestSpec, Route
 from router.tenants.tenancy import Tenancy
 from router.text.load import load_text_model
 from router.text.text_model import TextModel
@@ -58,7 +58,7 @@ class FakeJourney:
         self.fork: Fork | None = None
         self.cancelled = asyncio.Event()
         self.enough = False
-        self.yielded = 0
+        self.yielded = self.heard = 0
         self._listener: Callable[[Output], None] | None = None
         self._outputs, self._route, self._gap_s = outputs, route, gap_s
 
@@ -74,7 +74,11 @@ class FakeJourney:
             if self._listener is None or self.yielded == 1 or output.finish_reason is not None:
                 yield output
             else:
-                self._listener(output)
+                self.heard += 1
+                try:
+                    self._listener(output)
+                except Enough:
+                    return
 
     def listen(self, listener: Callable[[Output], None] | None) -> None:
         self._listener = listener

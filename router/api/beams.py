@@ -38,20 +38,26 @@ class BeamGeneration(Generation):
         self._width = body.sequences()
         self._penalty = 1.0 if body.length_penalty is None else body.length_penalty
         self._top = body.top()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def size(self) -> Size:
         return replace(super().size, sequences=len(self.prompts) * self._width)
 
     async def pieces(self) -> AsyncGenerator[ChoicePiece]:
-        searches = [self._task(self._search(leader)) for leader in self._leaders]
-        for leader, search in zip(self._leaders, searches, strict=True):
-            beams, first = await search
-            for choice, beam in zip([leader, *self._followers[leader.index]], beams, strict=True):
-                yield choice, self._piece(choice, beam, first if choice is leader else None)
+        try:
+            searches = [self._task(self._search(group[0], len(group))) for group in self._groups]
+            for group, search in zip(self._groups, searches, strict=True):
+                beams, first = await search
+                for choice, beam in zip(group, beams, strict=True):
+                    yield choice, self._piece(choice, beam, first if choice is group[0] else None)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _search(self, leader: Choice) -> tuple[list[Beam], Output]:
-        """The best beams of the leader's prompt, and what its first step brought."""
+    async def _search(self, leader: Choice, count: int) -> tuple[list[Beam], Output]:
+        """The `count` best beams of the leader's prompt, and what its first step brought."""
         spec = leader.spec
         params = spec.params
         search = BeamSearch(self._width, len(spec.token_ids), params.max_tokens, params.ending_token_ids, self._penalty)
@@ -69,7 +75,7 @@ class BeamGeneration(Generation):
             forks = [told[beam.parent][2] for beam in search.live]
             step += 1
         assert first
-        return search.best(len(self._followers[leader.index]) + 1), first
+        return search.best(count), first
 
     async def _step(
         self, leader: Choice, request_id: str, beam: Beam, fork_of: Fork | None
@@ -115,7 +121,7 @@ class BeamGeneration(Generation):
         return transcript.add(output)
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Held until it ends, and cancelled by `close`."""
+        """Held until it ends, and cancelled with the pieces."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

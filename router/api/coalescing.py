@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
+from contextvars import copy_context
 from types import coroutine
 from typing import Any
 
@@ -24,6 +25,8 @@ class Held:
     def __init__(self, responder: Responder) -> None:
         self._responder = responder
         self._loop = asyncio.get_running_loop()
+        self._context = copy_context()
+        """Of the request: what is heard is added in that of its node's stream."""
         self._parts: list[bytes] = []
         self._size = 0
         self._waiting: asyncio.Future[None] | None = None
@@ -33,7 +36,7 @@ class Held:
         """Whether more may be added before `flush` was awaited."""
         if data:
             if not self._parts:
-                self._loop.call_soon(self._write)
+                self._loop.call_soon(self._write, context=self._context)
             self._parts.append(data)
             self._size += len(data)
         return self._waiting is None and self._size < MOST_BYTES

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from protocol.errors import KvferryError
 from protocol.model_metrics import ModelMetrics
-from router.journey.spec import Journey, Output, RequestSpec, Route
+from router.journey.spec import Enough, Journey, Output, RequestSpec, Route
 from router.text.parsers.stage import Stage
 from router.text.transcript import Piece, Transcript
 
@@ -61,6 +61,8 @@ class Following:
         self._choice, self._outputs, self._whole = choice, outputs, whole
         self._last, self._finished = 0.0, False
         self._listener: Listener | None = None
+        self._end: Piece | None = None
+        """Of a text that ended while it was heard."""
 
     def __aiter__(self) -> Following:
         return self
@@ -72,21 +74,27 @@ class Following:
             await self.aclose()
             raise StopAsyncIteration
         output = await anext(self._outputs, None)
-        if output is None:
-            choice.ended = True
-            raise KvferryError("the request ended without a finish reason")
-        return choice, self._piece(output)
+        if output is not None:
+            return choice, self._piece(output)
+        if self._end is not None:
+            return choice, self._end
+        choice.ended = True
+        raise KvferryError("the request ended without a finish reason")
 
     def listen(self, listener: Listener | None) -> None:
-        """Pieces that come while the next one is waited for go there instead (see Journey.listen). Not for texts that
-        may end before their journey."""
+        """Pieces that come while the next one is waited for go there instead (see Journey.listen), but for the last
+        one: a text that ends before its journey ends that at once."""
         assert self._choice.journey
         self._listener = listener
         self._choice.journey.listen(self._tell if listener else None)
 
     def _tell(self, output: Output) -> None:
         assert self._listener
-        self._listener(self._choice, self._piece(output))
+        piece = self._piece(output)
+        if self._finished:
+            self._end = piece
+            raise Enough
+        self._listener(self._choice, piece)
 
     def _piece(self, output: Output) -> Piece:
         choice = self._choice

@@ -1,4 +1,4 @@
-"""All sequences of one HTTP request: starts their journeys, merges what they produce, counts, cancels the rest.
+"""All sequences of one HTTP request: starts their journeys, counts what they produce, cancels the rest.
 
 What a journey yields becomes a Piece in `Following`: the transcript makes text of it. Where calls of tools or reasoning
 may be in the text, a stage of parsers stands behind the transcript, before the shape that shows the piece.
@@ -7,7 +7,7 @@ may be in the text, a stage of parsers stands behind the transcript, before the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from protocol.model_metrics import ModelMetrics
 from protocol.reuse import Reuse
 from protocol.sampling import SamplingParams
 from protocol.work import Generate
-from router.api.following import Choice, ChoicePiece, Following, Listener, Pieces
+from router.api.following import Choice, Following, Listener, Pieces
+from router.api.merged import Merged
 from router.api.pool import Pool
 from router.api.visit import Used
 from router.journey.spec import RequestSpec, Route
@@ -23,11 +24,9 @@ from router.tenants.lane import Turn
 from router.tenants.turns import Size
 from router.text.parsers.families import shown
 from router.text.parsers.stage import PLAIN, Parsing, Stage
-from router.text.transcript import Piece, TextOptions, Transcript
+from router.text.transcript import TextOptions, Transcript
 
 _SEEDS = 2**64
-AT_ONCE = 16
-"""Journeys that begin before other requests get a turn of the event loop."""
 
 
 class Generation:
@@ -37,7 +36,7 @@ class Generation:
 
     The first choices start first; the others of a prompt when its first token is there, as forks of that choice: they
     share its blocks and compute no token of the prompt but the last. `close` must be called in the end, whatever
-    happened; it cancels what has not ended.
+    happened, behind that of the pieces; it cancels what has not ended.
     """
 
     def __init__(
@@ -56,56 +55,36 @@ class Generation:
             self._options = replace(options, shown=shown(pool.text.tokenizer, options, channels=parsing.channels))
         self._parsing = parsing
         self.turn: Turn | None = None
-        self._only: Following | None = None
+        self._pieces: Following | Merged | None = None
         self._started = False
-        self._tasks: set[asyncio.Task[Any]] = set()
         self.prompts = tuple(prompts)
         self.choices = [
             Choice(number * n + i, number, spec)
             for number, first in enumerate(prompts)
             for i, spec in enumerate(_specs(first, n))
         ]
-        self._leaders = self.choices[::n]
-        self._followers = {leader.index: self.choices[leader.index + 1 : leader.index + n] for leader in self._leaders}
+        self._groups = [self.choices[at : at + n] for at in range(0, len(self.choices), n)]
 
     def pieces(self) -> Pieces:
         """What the choices produce, as it comes. Raises the KvferryError of the first journey that fails."""
         if self.turn is not None and self.turn.newcomer:
-            for leader in self._leaders:
+            for leader, *_ in self._groups:
                 leader.spec = replace(leader.spec, newcomer=True)
         if len(self.choices) > 1:
-            return self._merged()
-        self._only = self._follow(self.choices[0])
-        return self._only
+            self._pieces = Merged(self._groups, self._follow, self.turn.at_once if self.turn else len(self.choices))
+        else:
+            self._pieces = self._follow(self.choices[0])
+        return self._pieces
 
     def listen(self, listener: Listener | None) -> None:
-        """Where there is one choice, which only its nodes end: pieces that come while the next one is waited for go
-        there instead, and no task wakes for them. `pieces` was asked for."""
-        if self._only is not None and not self._options.stops:
-            self._only.listen(listener)
-
-    async def _merged(self) -> AsyncGenerator[ChoicePiece]:
-        queue: asyncio.Queue[tuple[Choice, Piece | Exception]] = asyncio.Queue()
-        room = asyncio.Semaphore(self.turn.at_once if self.turn is not None else len(self.choices))
-        for number, leader in enumerate(self._leaders, start=1):
-            self._pump(leader, queue, room)
-            if number % AT_ONCE == 0:
-                await asyncio.sleep(0)
-        open_choices = len(self.choices)
-        while open_choices:
-            choice, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            open_choices -= item.finish_reason is not None
-            yield choice, item
+        """Pieces that come while the next one is waited for go there instead, and no task wakes for them; not those of
+        beams. `pieces` was asked for."""
+        if self._pieces is not None:
+            self._pieces.listen(listener)
 
     async def close(self) -> None:
         """Cancel every journey that has not ended."""
-        self._only = None
-        if self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._pieces = None
         if left := [choice for choice in self.choices if not choice.ended]:
             await asyncio.gather(*map(self.cancel, left), return_exceptions=True)
 
@@ -127,7 +106,7 @@ class Generation:
         """So far; each prompt counts once."""
         prompt = sum(len(spec.token_ids) for spec in self.prompts)
         output = sum(choice.transcript.completion_tokens for choice in self.choices if choice.transcript)
-        routes = (leader.journey.route for leader in self._leaders if leader.journey is not None)
+        routes = (leader.journey.route for leader, *_ in self._groups if leader.journey is not None)
         return Used(prompt, sum(route.reuse.cached_len for route in routes if route is not None), output)
 
     def usage(self) -> dict[str, Any]:
@@ -143,23 +122,6 @@ class Generation:
             thought = sum(choice.transcript.reasoning_tokens or 0 for choice in self.choices if choice.transcript)
             usage["completion_tokens_details"] = {"reasoning_tokens": thought}
         return usage
-
-    def _pump(
-        self, choice: Choice, queue: asyncio.Queue[tuple[Choice, Piece | Exception]], room: asyncio.Semaphore
-    ) -> None:
-        async def pump() -> None:
-            try:
-                async with room:
-                    async for found in self._follow(choice):
-                        queue.put_nowait(found)
-                        for follower in self._followers.pop(choice.index, ()):
-                            assert choice.journey
-                            follower.spec = replace(follower.spec, fork_of=choice.journey.fork)
-                            self._pump(follower, queue, room)
-            except Exception as error:
-                queue.put_nowait((choice, error))
-
-        self._tasks.add(asyncio.create_task(pump()))
 
     def _follow(self, choice: Choice) -> Following:
         if choice.journey is None:

@@ -26,7 +26,7 @@ from router.journey.ports import Ground
 from router.journey.prediction import Prediction
 from router.journey.race import Race
 from router.journey.sequence import Sequence
-from router.journey.spec import Fork, Output, RequestSpec, Route
+from router.journey.spec import Enough, Fork, Output, RequestSpec, Route
 from router.journey.succession import Succession
 from router.nodes.entry import node_key
 
@@ -82,9 +82,8 @@ class RouterJourney:
         if self._over:
             raise Cancelled("the request was cancelled")
         try:
-            self._alarms = Alarms(self._spec.call.deadline, self._ring)
-            model, made = self._ground.group.name.first, self._sequence.tokens
-            self._record = self._ground.chronicle.begin(self._spec, model, made)
+            self._alarms, model = Alarms(self._spec.call.deadline, self._ring), self._ground.group.name.first
+            self._record = self._ground.chronicle.begin(self._spec, model, self._sequence.tokens)
             while not self._sequence.finished:
                 if not self._race.runners:
                     await self._launch()
@@ -103,6 +102,8 @@ class RouterJourney:
                     await self._bequeath(event.attempt)
                 elif event is Alarm.LATE:
                     await self._hedge()
+        except Enough:
+            self._outcome = "done"
         except KvferryError as error:
             self._outcome = error.code
             raise
@@ -156,8 +157,7 @@ class RouterJourney:
         assert self._alarms and self._record  # noqa: PT018
         made, job = self._attempts, self._job(name)
         self._prediction.began(job.attempt, placement)
-        hear, hashes = self._listening.hear, self._course.hashes
-        self._race.enter(self._ground.launch(job, placement, hear, hashes=hashes))
+        self._race.enter(self._ground.launch(job, placement, self._listening.hear, hashes=self._course.hashes))
         self._attempts += 1
         if not self.route:
             self._record.sent(placement)
@@ -213,9 +213,8 @@ class RouterJourney:
         ended_on_prefill = place.prefill is not None and delta.finish_reason is not None
         self._course.computed(computed_by, place.decode if place.prefill and not ended_on_prefill else None)
         reuse = self._ground.account(delta.reuse, attempt.job, computed_by)
-        prefill_id = place.prefill.node_id if place.prefill else None
         decode_id = place.decode.node_id if place.decode and not ended_on_prefill else None
-        self.route = Route(prefill_id, decode_id, reuse)
+        self.route = Route(place.prefill.node_id if place.prefill else None, decode_id, reuse)
         missed = self._prediction.missed(attempt.job.attempt, reuse)
         self._ground.record(place, self._prediction.tokens, missed, reuse, attempt.age_s)
         self._ground.chronicle.first(self._record, self.route)

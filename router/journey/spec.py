@@ -82,6 +82,10 @@ class Route:
         )
 
 
+class Enough(Exception):
+    """Raised by who listens to a journey: its client has all that it asked for, as at a stop string."""
+
+
 class Journey(Protocol):
     """One request under way. Iterate it for Outputs; it raises a KvferryError if the request cannot be finished.
     `route` and `fork` are set before the first Output is yielded."""
@@ -96,7 +100,8 @@ class Journey(Protocol):
 
     def listen(self, listener: Callable[[Output], None] | None) -> None:
         """Outputs that come while the next one is waited for go to `listener` instead, in their order and at once, as
-        far as they are tokens and nothing else; the last one never does. What it raises, the iteration raises."""
+        far as they are tokens and nothing else; the last one never does. What it raises, the iteration raises; after
+        Enough it ends, as after `cancel(enough=True)`."""
 
     async def cancel(self, *, enough: bool = False) -> None:
         """Drop the request everywhere. `enough`: it ends well, its client has all that it asked for, as at a stop

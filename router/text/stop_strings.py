@@ -26,6 +26,8 @@ class StopMatcher:
         """Add text; return what can be shown now."""
         if self.matched is not None:
             return ""
+        if not self._held and self._starts.isdisjoint(text):
+            return text
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:

@@ -91,9 +91,10 @@ async def test_a_client_that_leaves_and_a_node_that_fails_leave_nothing() -> Non
     workers = [prefill(prefill_script=every_other), decode(step_s=0.01)]
     async with Bench(workers) as bench, router(bench, Stop()) as (client, _):
 
-        async def leave() -> None:
-            body = {"model": "", "prompt": PROMPT, "max_tokens": 500, "stream": True}
+        async def leave(choices: int) -> None:
+            body = {"model": "", "prompt": PROMPT, "max_tokens": 500, "n": choices, "stream": True}
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 await anext(response.aiter_lines())
 
-        assert await left_by(leave) == Counter()
+        assert await left_by(partial(leave, 1)) == Counter()
+        assert await left_by(partial(leave, 3)) == Counter()

@@ -105,6 +105,7 @@ class Background:
             async with aclosing(generation.pieces()) as pieces:
                 answer.take(*await anext(pieces))
                 visit.began(generation.used)
+                generation.listen(answer.take)
                 async for choice, piece in pieces:
                     answer.take(choice, piece)
             ended = answer.body()

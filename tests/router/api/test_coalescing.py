@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from process.log import REQUEST
 from router.api.coalescing import MOST_BYTES, Held
 from router.api.fold import Answer
 from router.api.following import Choice, ChoicePiece, Listener
@@ -21,11 +22,13 @@ class Wire:
 
     def __init__(self) -> None:
         self.writes: list[bytes] = []
+        self.requests: list[str] = []
         self.broken: Exception | None = None
         self.open = asyncio.Event()
         self.open.set()
 
     async def send(self, message: Any) -> None:
+        self.requests.append(REQUEST.get())
         await self.open.wait()
         if self.broken:
             raise self.broken
@@ -106,6 +109,25 @@ async def test_what_is_heard_together_is_one_write_and_what_comes_later_another(
     stream.generated.put("e")
     await turns()
     assert stream.wire.writes == [b"a", b"bcd", b"e"]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_what_is_heard_is_written_in_the_context_of_its_request(waits: bool) -> None:
+    """A log line there names it."""
+    told = REQUEST.set("the request")
+    stream = Stream()
+    REQUEST.reset(told)
+    await turns()
+    if waits:
+        stream.wire.open.clear()
+    for text in "bcd":
+        stream.generated.put(text)
+        await turns()
+    stream.wire.open.set()
+    stream.generated.queue.put_nowait(None)
+    await stream.task
+    assert stream.wire.requests == ["the request"] * len(stream.wire.requests)
+    assert b"".join(stream.wire.writes) == b"abcd."
 
 
 async def test_what_comes_last_goes_out_with_the_end(stream: Stream) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from protocol.errors import KvferryError
 from protocol.metrics import RouterMetrics
 from router.api.following import Choice, Following
-from router.journey.spec import Output
+from router.journey.spec import Enough, Output
 from router.text.transcript import Piece
 
 
@@ -47,11 +47,15 @@ class Journey:
         self.listener = listener
 
     async def outputs(self) -> AsyncGenerator[Output]:
-        try:
-            for token in range(self._tokens):
-                yield Output((token,))
-        finally:
-            self.over = True
+        with suppress(Enough):
+            try:
+                for token in range(self._tokens):
+                    if self.listener is None:
+                        yield Output((token,))
+                    else:
+                        self.listener(Output((token,)))
+            finally:
+                self.over = True
 
 
 def following(tokens: int) -> tuple[Following, Journey, Whole, Choice]:
@@ -100,3 +104,17 @@ async def test_pieces_that_are_heard_count_like_those_that_are_read() -> None:
     assert whole.metrics.output_tokens._value.get() == 3
     pieces.listen(None)
     assert journey.listener is None
+
+
+async def test_a_text_that_ends_while_it_is_heard_ends_its_journey_and_its_last_piece_is_read() -> None:
+    pieces, journey, whole, choice = following(9)
+    heard: list[Piece] = []
+    await anext(pieces)
+    pieces.listen(lambda told, piece: heard.append(piece))
+    told, last = await anext(pieces)
+    assert journey.over
+    assert (told is choice, last.token_ids, last.finish_reason) == (True, (2,), "stop")
+    assert [piece.token_ids for piece in heard] == [(1,)]
+    assert [piece async for piece in pieces] == []
+    assert whole.cancels == [True]
+    assert sum(whole.metrics.itl.counts) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import re
 from collections.abc import Callable
@@ -13,27 +14,35 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from api_parts import EOS, MESSAGES, Api, FakeCluster, ids_of, logprobs_of
+from waiting import until
 
 from placement.terms import Placement
+from process.log import JsonFormatter
 from protocol.errors import FatalRequest, NodeLost
 from protocol.lease import NodeLease
 from protocol.messages import Job, TokenDelta
 from protocol.reuse import Reuse
+from router.api.following import Choice
+from router.api.shapes.chunks import ChunkAnswer
 from router.journey.blame import Failure
 from router.journey.events import Event
 from router.journey.held import Held
 from router.journey.journey import RouterJourney
 from router.journey.spec import RequestSpec
+from router.text.transcript import Piece
 
-TEXT = "Once upon a time there were three little foxes who read <b>books</b>, and nothing else at all. The end"
+TEXT = "Once upon a time there were little 🦊🦊🦊 who read <b>books</b> (naïve, 日本語), and nothing else. 👩‍🚒 end"
 NODE = NodeLease("d", "decode", 1, "ready", "http://d", "d:1", "f", "m", 4096, 16, 1)
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
-BODIES: list[tuple[str, dict[str, Any]]] = [
+Asked = tuple[str, dict[str, Any]]
+BODIES: list[Asked] = [
     (CHAT, {}),
     (CHAT, {"logprobs": True, "top_logprobs": 2}),
     (CHAT, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
     (CHAT, {"stop": ["books"]}),
     (CHAT, {"n": 2}),
+    (CHAT, {"n": 4, "stop": [" (na", "🦊🦊"], "stream_options": {"include_usage": True}}),
+    (TEXTS, {"prompt": ["Hi", "Ho", "Hu"], "n": 2, "stop": "语", "logprobs": 1}),
     (TEXTS, {"max_tokens": 9}),
     (TEXTS, {"return_token_ids": True}),
     ("/v1/responses", {}),
@@ -109,19 +118,20 @@ class Nodes(FakeCluster):
         return journey
 
     def _launch(self, job: Job, placement: Placement, post: Callable[[Event], None], hashes: Any = ()) -> Attempt:
-        dice = random.Random(f"{self._seed} {job.request_id[:14]} {job.attempt}")
+        dice = random.Random(f"{self._seed} {job.request_id.rpartition('-')[0]} {job.attempt}")
         fails = job.attempt < 2 and dice.random() < 0.3
         self.attempts.append(Attempt(job, post, dice, fails))
         return self.attempts[-1]
 
 
 class Client:
-    """Reads at its own pace; leaves, or breaks the next write, after so many writes."""
+    """Reads at its own pace; leaves, breaks the next write, or is stuck, after so many writes."""
 
     def __init__(self, dice: random.Random, leaves: int, breaks: int) -> None:
         self.written, self.writes, self.left = b"", 0, asyncio.Event()
         self._dice, self._leaves, self._breaks = dice, leaves, breaks
         self._asked: list[bytes] = []
+        self.stuck_after = 10**9
 
     async def answer(self, api: Api, path: str, body: dict[str, Any]) -> None:
         prompt = {"messages": MESSAGES} if path in (CHAT, "/v1/messages") else {"prompt": "Hi"}
@@ -151,15 +161,19 @@ class Client:
             raise ConnectionError("no such socket")
         for _ in range(self._dice.choice((0, 0, 0, 0, 1, 3, 20))):
             await asyncio.sleep(0)
-            if self.left.is_set():
-                return
+        if self.writes > self.stuck_after:
+            await self.left.wait()
+        if self.left.is_set():
+            return
         self.written += message["body"]
 
 
-async def answered(seed: int, heard: bool, leaves: int = 10**9, breaks: int = 10**9) -> tuple[bytes, Nodes]:
+async def answered(
+    seed: int, heard: bool, asked: Asked | None = None, leaves: int = 10**9, breaks: int = 10**9
+) -> tuple[bytes, Nodes]:
     nodes = Nodes(seed, heard)
     client = Client(random.Random(seed), leaves, breaks)
-    path, body = BODIES[seed % len(BODIES)]
+    path, body = asked or BODIES[seed % len(BODIES)]
     try:
         await asyncio.wait_for(client.answer(Api(nodes), path, body), 20)
     except ConnectionError:
@@ -167,13 +181,31 @@ async def answered(seed: int, heard: bool, leaves: int = 10**9, breaks: int = 10
     return re.sub(rb'("created(_at)?"|"completed_at"): ?[\d.]+|the-one-request-\w+', b"", client.written), nodes
 
 
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", range(22))
 async def test_a_stream_is_the_same_whether_heard_or_iterated(seed: int) -> None:
-    heard, nodes = await answered(seed, True)
-    iterated, _ = await answered(seed, False)
-    assert len(heard) > 100
+    await compare(seed, BODIES[seed % len(BODIES)])
+
+
+@pytest.mark.parametrize("seed", range(24))
+async def test_choices_that_end_at_any_stops_are_the_same_whether_heard_or_iterated(seed: int) -> None:
+    dice = random.Random(seed)
+    starts = [dice.randrange(len(TEXT)) for _ in range(dice.choice((0, 1, 1, 3)))]
+    stops = ["nowhere", "the end of it", *(TEXT[at : at + dice.randint(1, 9)] for at in starts)]
+    own = {"prompt": dice.choice(("Hi", ["Hi", "Ho"])), "best_of": 4} if seed % 3 == 0 else {"n": seed % 8 + 1}
+    body = {"stop": dice.sample(stops, len(stops))[:4], "include_stop_str_in_output": dice.random() < 0.3, **own}
+    await compare(seed, (TEXTS if "prompt" in own else CHAT, {**body, "stream": "best_of" not in own}))
+
+
+async def compare(seed: int, asked: Asked) -> None:
+    heard, nodes = await answered(seed, True, asked)
+    iterated, _ = await answered(seed, False, asked)
+    assert len(heard) > 80
     assert b"not_found" not in heard
-    assert events(heard) == events(iterated)
+    assert b"invalid" not in heard
+    if b'"error"' in heard and "n" in asked[1]:  # how much the other choices had told by then is chance
+        assert events(heard)[-2:] == events(iterated)[-2:]
+    else:
+        assert events(heard) == events(iterated)
     assert all(attempt.cancelled is not None for attempt in nodes.attempts)
 
 
@@ -187,7 +219,57 @@ async def test_nodes_drop_the_stream_of_a_client_that_is_gone(seed: int, how: st
     assert all(attempt.cancelled is not None for attempt in nodes.attempts)
 
 
+async def test_choices_end_at_stops_although_their_client_does_not_read() -> None:
+    nodes, client = Nodes(2, True), Client(random.Random(2), 10**9, 10**9)
+    client.stuck_after = 2
+    asking = asyncio.create_task(client.answer(Api(nodes), CHAT, {"n": 4, "stop": "books"}))
+    await until(lambda: len(nodes.attempts) >= 4 and all(attempt.cancelled for attempt in nodes.attempts))
+    assert b"books" not in client.written
+    assert not asking.done()
+    client.left.set()
+    await asking
+
+
+class Lines(logging.Handler):
+    """What is logged, as the router's log has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[dict[str, str]] = []
+        self.setFormatter(JsonFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.all.append(json.loads(self.format(record)))
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+async def test_what_breaks_while_a_token_is_heard_is_logged_with_its_request(
+    choices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = asyncio.current_task()
+
+    def broken(answer: ChunkAnswer, choice: Choice, piece: Piece) -> bytes:
+        if asyncio.current_task() is not asking:
+            raise ValueError("no event for that")
+        return b"event"
+
+    monkeypatch.setattr(ChunkAnswer, "events", broken)
+    logging.getLogger().addHandler(lines := Lines())
+    try:
+        client = Client(random.Random(0), 10**9, 10**9)
+        await client.answer(Api(nodes := Nodes(1, True)), CHAT, {"n": choices})
+    finally:
+        logging.getLogger().removeHandler(lines)
+    (line,) = [line for line in lines.all if "no event" in line.get("error", "")]
+    assert line["request_id"] == "the-one-request"
+    assert all(attempt.cancelled is not None for attempt in nodes.attempts)
+
+
 def events(body: bytes) -> list[bytes]:
-    """In order, but for those of several choices, which come as their nodes make them."""
+    """In order, choice by choice: which of them comes first is for their nodes to say."""
     found = body.split(b"\n\n")
-    return sorted(found) if b'"index":1' in body and b"chat.completion" in body else found
+    if b"chat.completion" not in body and b"text_completion" not in body:
+        return found
+    index = [re.search(rb'"index":(\d+)', event) for event in found]
+    order = sorted(range(len(found)), key=lambda at: int(index[at][1]) if index[at] else 99)  # type: ignore[index]
+    return [found[at] for at in order]

@@ -15,6 +15,7 @@ from waiting import until
 from protocol.errors import Cancelled
 from protocol.messages import PrefillRequest
 from router.journey.journey import RouterJourney
+from router.journey.spec import Enough, Output
 
 
 async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -125,6 +126,26 @@ async def test_leaving_the_loop_ends_the_journey() -> None:
             if len(outputs) == 5:
                 break
         assert ids(outputs) == expected(PROMPT, 5)
+        await until(lambda: bench["d1"].running == 0)
+        assert len(bench["d1"].cancels) == 1
+
+
+async def test_a_listener_that_has_enough_ends_the_journey_well() -> None:
+    async with Bench([prefill(), decode()]) as bench:
+        journey, outputs = bench.start(10_000), list[Output]()
+
+        def hear(output: Output) -> None:
+            if len(outputs) >= 4:
+                raise Enough
+            outputs.append(output)
+
+        journey.listen(hear)
+        async for output in journey:
+            outputs.append(output)
+        assert 4 <= len(outputs) < 1000
+        assert ids(outputs) == expected(PROMPT, len(outputs))
+        assert not bench.cluster.chronicle.running
+        assert [record.outcome for record in bench.cluster.chronicle.recent] == ["done"]
         await until(lambda: bench["d1"].running == 0)
         assert len(bench["d1"].cancels) == 1
 

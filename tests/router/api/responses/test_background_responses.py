@@ -47,6 +47,7 @@ async def test_a_response_is_generated_behind_the_client_s_back() -> None:
     Response.model_validate(body)
     assert body["status"] == "completed"
     assert body["output"][0]["content"][0]["text"] == ANSWER
+    assert api.cluster.journeys[0].heard, "its tokens wake nobody"
     assert body["created_at"] == begun["created_at"]
     response = await api.http.post("/v1/responses", json={"input": "go on", "previous_response_id": begun["id"]})
     assert response.status_code == 200

@@ -1,0 +1,85 @@
+"""The pieces of several choices in one row, in the order in which they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from router.api.following import Choice, ChoicePiece, Following, Listener
+from router.journey.alarms import Mail
+from router.text.transcript import Piece
+
+AT_ONCE = 16
+"""Journeys that begin before other requests get a turn of the event loop."""
+
+
+class Merged:
+    """Of all choices of a request. Raises the KvferryError of the first journey that fails; `aclose` must follow.
+
+    groups   a prompt's choices each: the first starts first, the others when its first token is there, as its forks
+    follow   starts a choice
+    at_once  journeys that may be under way at a time
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Choice]], follow: Callable[[Choice], Following], at_once: int) -> None:
+        self._groups, self._follow = groups, follow
+        self._left = sum(map(len, groups))
+        self._room = asyncio.Semaphore(at_once)
+        self._mail: Mail[tuple[Choice, Piece | Exception]] = Mail()
+        self._listener: Listener | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __aiter__(self) -> Merged:
+        return self
+
+    async def __anext__(self) -> ChoicePiece:
+        if not self._left:
+            raise StopAsyncIteration
+        if not self._tasks:
+            await self._start()
+        choice, item = await self._mail.next()
+        if isinstance(item, Exception):
+            raise item
+        self._left -= item.finish_reason is not None
+        return choice, item
+
+    def listen(self, listener: Listener | None) -> None:
+        """See Following.listen."""
+        self._listener = listener
+
+    async def aclose(self) -> None:
+        """End the journeys that have not ended. No tasks are kept: one that was cancelled keeps what it ran in."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._left = 0
+        self._tasks.clear()
+
+    async def _start(self) -> None:
+        for number, (leader, *followers) in enumerate(self._groups, start=1):
+            self._tasks.add(asyncio.create_task(self._pump(leader, followers)))
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    async def _pump(self, choice: Choice, followers: Sequence[Choice] = ()) -> None:
+        try:
+            async with self._room:
+                pieces = self._follow(choice)
+                pieces.listen(self._hear)
+                async for found in pieces:
+                    self._mail.post(found)
+                    for follower in followers:
+                        assert choice.journey
+                        follower.spec = replace(follower.spec, fork_of=choice.journey.fork)
+                        self._tasks.add(asyncio.create_task(self._pump(follower)))
+                    followers = ()
+        except Exception as error:
+            self._mail.post((choice, error))
+
+    def _hear(self, choice: Choice, piece: Piece) -> None:
+        """A piece that no task of its choice woke for."""
+        if self._listener is not None and self._mail.awaited:
+            self._listener(choice, piece)
+        else:
+            self._mail.post((choice, piece))
