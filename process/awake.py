@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 TICK_S = 0.25
 
@@ -13,8 +16,34 @@ def held_up_s(native_id: int | None) -> float:
     """Seconds for which a thread of this process could have run and had no core, as of its last turn; 0 where the
     system does not tell."""
     try:
-        with open(f"/proc/self/task/{native_id}/schedstat") as file:
-            return int(file.read().split()[1]) / 1e9
+        with open(_schedstat(native_id), "rb", buffering=0) as file:
+            return _waited_s(file.fileno())
+    except OSError:
+        return 0.0
+
+
+@contextmanager
+def own_held_up_s() -> Iterator[Callable[[], float]]:
+    """What tells `held_up_s` of the thread that enters, for who asks all the time: opening the file costs ten times as
+    much as reading it."""
+    try:
+        fd = os.open(_schedstat(threading.get_native_id()), os.O_RDONLY)
+    except OSError:
+        yield float
+        return
+    try:
+        yield lambda: _waited_s(fd)
+    finally:
+        os.close(fd)
+
+
+def _schedstat(native_id: int | None) -> str:
+    return f"/proc/self/task/{native_id}/schedstat"
+
+
+def _waited_s(fd: int) -> float:
+    try:
+        return int(os.pread(fd, 80, 0).split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from process.awake import held_up_s
+from process.awake import own_held_up_s
 from protocol.loop_metrics import LoopMetrics
 
 PERIOD_S = 0.05
@@ -22,16 +21,16 @@ class LoopLag:
     def __init__(
         self,
         metrics: LoopMetrics,
+        held_up: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
-        held_up: Callable[[int | None], float] = held_up_s,
     ) -> None:
         self._metrics, self._clock, self._held_up = metrics, clock, held_up
         self._due = self._without = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """On the loop's thread, within the loop."""
-        self._without = self._held_up(threading.get_native_id())
+        """Within the loop."""
+        self._without = self._held_up()
         self._again()
 
     def stop(self) -> None:
@@ -40,7 +39,7 @@ class LoopLag:
 
     def look(self) -> None:
         """The timer fired."""
-        late_s, without_s = self._clock() - self._due, self._held_up(threading.get_native_id())
+        late_s, without_s = self._clock() - self._due, self._held_up()
         spent_s, self._without = without_s - self._without, without_s
         self._metrics.held_up.inc(max(0.0, spent_s))
         self._metrics.lag.observe(max(0.0, late_s - spent_s))
@@ -54,9 +53,10 @@ class LoopLag:
 @asynccontextmanager
 async def watched(metrics: LoopMetrics) -> AsyncIterator[None]:
     """The running loop's lag is measured within."""
-    lag = LoopLag(metrics)
-    lag.start()
-    try:
-        yield
-    finally:
-        lag.stop()
+    with own_held_up_s() as held_up:
+        lag = LoopLag(metrics, held_up)
+        lag.start()
+        try:
+            yield
+        finally:
+            lag.stop()

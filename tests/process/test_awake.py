@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from process.awake import AwakeClock, LoopClock, held_up_s
+from process.awake import AwakeClock, LoopClock, held_up_s, own_held_up_s
 
 
 def test_a_pause_between_two_ticks_hardly_counts() -> None:
@@ -50,10 +50,12 @@ def test_a_thread_that_has_no_core_is_held_up() -> None:
     code = "while True: pass"
     others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
-        before, until = held_up_s(threading.get_native_id()), time.monotonic() + 1.0
-        while time.monotonic() < until:
-            pass
-        assert held_up_s(threading.get_native_id()) > before
+        with own_held_up_s() as own:
+            before, until = held_up_s(threading.get_native_id()), time.monotonic() + 1.0
+            while time.monotonic() < until:
+                pass
+            assert held_up_s(threading.get_native_id()) > before
+            assert own() > before
     finally:
         for other in others:
             other.kill()

@@ -21,7 +21,7 @@ def total(metrics: LoopMetrics) -> tuple[float, float, float]:
 async def test_lateness_is_told_apart_from_waiting_for_a_core() -> None:
     now, held = [100.0], [7.0]
     metrics = LoopMetrics(CollectorRegistry())
-    lag = LoopLag(metrics, lambda: now[0], lambda _: held[0])
+    lag = LoopLag(metrics, lambda: held[0], lambda: now[0])
     lag.start()
     now[0], held[0] = now[0] + PERIOD_S + 0.4, 7.3
     lag.look()
