@@ -98,6 +98,12 @@ def test_what_was_computed_is_reused() -> None:
     assert [run.cached_len for run in world.runs] == [0, 304]
 
 
+def test_who_waited_behind_a_prompt_finds_its_blocks() -> None:
+    trace = [ask(0, 0.0, 320, 2, "same"), ask(1, 0.01, 320, 2, "same")]
+    world = played(Shape(1, 1, MACHINE), trace, "round-robin")
+    assert [run.cached_len for run in world.runs] == [0, 304]
+
+
 def test_a_small_pool_makes_requests_wait_and_all_end() -> None:
     trace = [ask(number, 0.01 * number, 300, 200) for number in range(30)]
     world = played(Shape(1, 1, replace(MACHINE, blocks=40)), trace)
