@@ -222,8 +222,10 @@ class Scheduler:
 
     def _expect(self, request: Request) -> None:
         """What it will compute, or what is to come by its grant."""
-        cached = len(self.pool.match(request.reusable_hashes)) * self.block_size
-        request.lacking = len(request.token_ids) - cached
+        reusable = request.reusable_hashes
+        request.lacking = len(request.token_ids) - len(self.pool.match(reusable)) * self.block_size
+        predicted = self.pool.absences.predicted(request) if request.admitted is None else 0
+        request.promised = min(predicted, len(reusable) * self.block_size)
 
 
 def _junior(request: Request) -> tuple[bool, bool, float]:
