@@ -40,18 +40,13 @@ class Absences:
         self._young.pop(block_hash, None)
         self._old.pop(block_hash, None)
 
-    def predicted(self, request: Request) -> int:
-        """Leading tokens that its router expects to find in this process by its turn."""
-        until, epoch = request.job.predicted
-        return 0 if self._fenced(epoch) else until
-
     def missed(self, request: Request) -> Missed:
         """Why tokens behind those that the request has found are not here that were predicted to be (Job.predicted)."""
         start, block_size, hashes = request.computed_len, request.block_size, request.hashes
         until, epoch = request.job.predicted
         if start >= until:
             return ()
-        if self._fenced(epoch):
+        if epoch and self.epoch and epoch != self.epoch:
             return (("fenced", until - start),)
         runs: list[tuple[str, int]] = []
         for index in range(start // block_size, (until - 1) // block_size + 1):
@@ -65,7 +60,3 @@ class Absences:
     def reason(self, block_hash: bytes) -> str:
         """As `note` has them, or unknown."""
         return self._young.get(block_hash) or self._old.get(block_hash) or "unknown"
-
-    def _fenced(self, epoch: int) -> bool:
-        """Whether that was said of another process; 0 says nothing."""
-        return bool(epoch and self.epoch and epoch != self.epoch)

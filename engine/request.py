@@ -81,7 +81,6 @@ class Request:
     generates     tokens are drawn; if not, a vector is read from its prompt
     queued        when it began to wait here: as it arrived, or was preempted
     lacking       while queued: prompt tokens that the cache lacked when it was queued
-    promised      while queued: leading tokens that its router expects here by its turn, as those before it compute them
     adapter       what its tokens are computed with beside the model
     sample_row    what is kept for drawing its tokens, from the first one on
     drafts        what is guessed of its output, once it streams
@@ -115,7 +114,6 @@ class Request:
     queued: float = field(default_factory=time.monotonic)
     admitted: float | None = None
     lacking: int = 0
-    promised: int = 0
     sample_row: SampleRow | None = None
     drafts: Drafts | None = None
     pooled: torch.Tensor | None = None
@@ -204,5 +202,5 @@ def grows(request: Request) -> bool:
 
 def to_compute(request: Request) -> int:
     """Tokens that it will compute here, as far as known while it is queued: a prompt that comes by a grant is computed
-    elsewhere, and a prefix that prompts before it have, too, is computed once."""
-    return min(request.lacking, len(request.token_ids) - request.promised) if request.grant is None else 0
+    elsewhere."""
+    return request.lacking if request.grant is None else 0

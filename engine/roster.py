@@ -60,8 +60,7 @@ class Roster:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens that are queued or begun and not yet computed, less those found in the cache on arrival, or
-        expected there."""
+        """Prompt tokens that are queued or begun and not yet computed, less those found in the cache on arrival."""
         return self._queued_tokens + sum(r.uncomputed for r in self.running if not r.decodes)
 
     @property
@@ -184,7 +183,7 @@ def pause(roster: Roster, request: Request, awaited: Awaits) -> None:
 def expect(roster: Roster, request: Request, tokens: int) -> None:
     """One without blocks lacks so many tokens: more is known of that than when it was queued."""
     roster._queued_tokens -= to_compute(request)
-    request.lacking, request.promised = tokens, 0
+    request.lacking = tokens
     roster._queued_tokens += to_compute(request)
 
 

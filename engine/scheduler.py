@@ -222,10 +222,8 @@ class Scheduler:
 
     def _expect(self, request: Request) -> None:
         """What it will compute, or what is to come by its grant."""
-        reusable = request.reusable_hashes
-        request.lacking = len(request.token_ids) - len(self.pool.match(reusable)) * self.block_size
-        predicted = self.pool.absences.predicted(request) if request.admitted is None else 0
-        request.promised = min(predicted, len(reusable) * self.block_size)
+        cached = len(self.pool.match(request.reusable_hashes)) * self.block_size
+        request.lacking = len(request.token_ids) - cached
 
 
 def _junior(request: Request) -> tuple[bool, bool, float]:

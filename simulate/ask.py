@@ -34,8 +34,7 @@ class Ask:
 class Run:
     """A request under way, from its arrival on. delivered: its output tokens that are out; attempt: how many nodes it
     lost; cached_len: of its first attempt, tokens reused where the prompt was computed; first_s and last_s: when its
-    first and last token came; begun_s: when its prompt began to be computed; predicted: leading tokens that its router
-    expects where it is computed (Job.predicted);
+    first and last token came; begun_s: when its prompt began to be computed;
     here: leading blocks that its decode node held when it made room;
     failed: nothing could take it; excluded: nodes that died under it."""
 
@@ -49,7 +48,6 @@ class Run:
     first_s: float = -1.0
     last_s: float = -1.0
     begun_s: float = -1.0
-    predicted: int = 0
     here: int = 0
     failed: bool = False
     excluded: set[str] = field(default_factory=set)

@@ -78,7 +78,6 @@ class Ours:
         prefill = nodes[placement.prefill.node_id] if placement.prefill else None
         decode = nodes[placement.decode.node_id]
         self._taken[ask.model] += 1
-        run.predicted = placement.cached_len
         uncached = max(0, run.length - placement.cached_len)
         blocks = blocks_for(run.length + 1, decode.machine.block_size)
         booked = [self._entry(decode).promise(0 if prefill else uncached, blocks, _nobody)]

@@ -47,11 +47,9 @@ class Prompts:
         """Not yet computed, less those that were found on arrival."""
         return self._queued + sum(prompt.tokens_left for prompt in self.begun)
 
-    def enter(self, run: Run, lacking: int, done: Callable[[], None]) -> None:
-        """lacking: tokens that are not here yet."""
+    def enter(self, run: Run, tokens: int, done: Callable[[], None]) -> None:
         self._entered += 1
-        tokens = min(lacking, run.length - run.predicted)
-        place = (not run.delivered, self.worked + lacking, self._entered)
+        place = (not run.delivered, self.worked + tokens, self._entered)
         heappush(self.waiting, Prompt(place, run, tokens, done))
         self._queued += tokens
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -118,22 +117,6 @@ def test_queued_prompts_count_what_the_cache_lacks() -> None:
     assert engine.roster.waiting_tokens == 60 + 1
     engine.cancel("cached", 0)
     assert engine.roster.waiting_tokens == 60
-    finish(engine)
-    assert engine.roster.waiting_tokens == 0
-
-
-def test_queued_prompts_count_a_prefix_once_that_their_router_expects_of_those_before_them() -> None:
-    """Each would count it, as the cache lacks it for all of them, and others would be sent anywhere but here."""
-    engine = make_engine(num_blocks=64, budget=8, beside=8)
-    engine.pool.absences.epoch = 7
-    shared = prompt(40)
-    engine.add(make_job("first", [*shared, 5], max_tokens=1))
-    for place, epoch in enumerate((7, 0, 6)):
-        engine.add(replace(make_job(f"r{place}", [*shared, 9, place], max_tokens=1), predicted=(40, epoch)))
-    assert engine.roster.waiting_tokens == 41 + 2 + 2 + 42, "what was said of another process is not expected here"
-    engine.cancel("r0", 0)
-    assert engine.roster.waiting_tokens == 41 + 2 + 42
-    engine.check_integrity()
     finish(engine)
     assert engine.roster.waiting_tokens == 0
 

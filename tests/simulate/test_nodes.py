@@ -104,20 +104,6 @@ def test_who_waited_behind_a_prompt_finds_its_blocks() -> None:
     assert [run.cached_len for run in world.runs] == [0, 304]
 
 
-def test_a_prefix_that_many_wait_for_is_queued_once() -> None:
-    """Two nodes compute it at first, and both tell of what waits there as it will be: neither is taken for full."""
-    trace = [ask(number, 0.01 * number, 640, 2, "same") for number in range(40)]
-    world = World(Shape(2, 2, MACHINE), POLICIES["kvferry"](), trace)
-    queued: list[int] = []
-    world.clock.at(0.45, lambda: _look(world, queued))
-    asyncio.run(world.play())
-    assert 600 <= sum(queued) < 2 * 640 + 40 * 20
-
-
-async def _look(world: World, queued: list[int]) -> None:
-    queued += [node.prompts.tokens for node in world.fleet.nodes.values()]
-
-
 def test_a_small_pool_makes_requests_wait_and_all_end() -> None:
     trace = [ask(number, 0.01 * number, 300, 200) for number in range(30)]
     world = played(Shape(1, 1, replace(MACHINE, blocks=40)), trace)
