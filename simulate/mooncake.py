@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,10 @@ def _ask(number: int, row: Any, block_size: int, speed: float) -> Ask:
 
 
 def _split(ids: list[int], block_size: int) -> list[bytes]:
-    """Each id as blocks."""
-    width = HASH_BYTES - 8
-    return [
-        each.to_bytes(8, "big") + part.to_bytes(width, "big") for each in ids for part in range(ID_TOKENS // block_size)
-    ]
+    """Each id as blocks, equal where all ids before it are, too, whatever else a file uses the same id for."""
+    found: list[bytes] = []
+    parent = b""
+    for each in ids:
+        parent = blake2b(parent + each.to_bytes(8, "big"), digest_size=8).digest()
+        found += [parent + part.to_bytes(HASH_BYTES - 8, "big") for part in range(ID_TOKENS // block_size)]
+    return found

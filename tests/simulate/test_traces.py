@@ -75,6 +75,16 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, told: str) -> None:
         read_trace(path, 64)
 
 
+def test_an_id_behind_others_names_other_blocks(tmp_path: Path) -> None:
+    """A pool holds a block behind one parent only: a file with ids of contents alone broke it."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join((row(hash_ids=[1, 2, 3]), row(hash_ids=[4, 2, 2]), row(hash_ids=[1, 2, 4]))))
+    first, other, same = (ask.hashes[:17] for ask in read_trace(path, 64))
+    assert not set(first) & set(other)
+    assert len(set(other)) == 17
+    assert first[:16] == same[:16]
+
+
 def test_times_are_from_the_earliest_request_on_whatever_comes_first(tmp_path: Path) -> None:
     """A trace may tell the time of day, for which no clock is to run through fifty years."""
     path = tmp_path / "trace.jsonl"
