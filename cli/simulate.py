@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from protocol.errors import ConfigError, RegistryUnavailable
 
 if TYPE_CHECKING:
     from simulate.machine import Machine
@@ -36,6 +39,15 @@ RATES = (
     ),
 )
 """Flags of a node's rates: flag, field of Machine, type, help."""
+FLAGS = {
+    **{field: f"--{name}" for name, field, _, _ in RATES}, "ttft_s": "--ttft", "ttft_ktoken_s": "--ttft-ktoken",
+    "itl_s": "--itl", "redis_url": "--calibrate",
+    **{name: f"--{name}" for name in (
+        "calibrate", "decode", "eviction", "itl", "load", "model", "plot", "policy", "probe", "rate", "reuse", "share",
+        "trace", "ttft", "workload",
+    )},
+}  # fmt: skip
+"""By what a ConfigError calls its field."""
 
 
 def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,6 +60,9 @@ def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     command = click.option(
         "--probe", metavar="URL", help="and by some requests to this router, which should have nothing else to do"
     )(command)
+    command = click.option("--model", default="", help="which one, where that cluster or router serves several")(
+        command
+    )
     command = click.option("--cluster", default="default", show_default=True, help="its --cluster")(command)
     return click.option(
         "--calibrate", metavar="URL", help="take the rates from the leases of the running cluster of this Redis"
@@ -70,9 +85,11 @@ def goal_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--policy", multiple=True, help="repeatable; default: all")
 @click.option("--prefill", default=8, show_default=True, type=click.IntRange(0, 100_000), help="prefill nodes")
 @click.option("--decode", default=8, show_default=True, type=click.IntRange(1, 100_000), help="decode nodes")
-@click.option("--requests", default=3000, show_default=True, type=click.IntRange(1), help="of each workload")
+@click.option(
+    "--requests", default=3000, show_default=True, type=click.IntRange(1), help="of each workload, or of the trace"
+)
 @click.option("--load", default=1.0, show_default=True, type=float, help="times the usual rate of arrivals")
-@click.option("--seed", default=1, show_default=True, help="of the generators")
+@click.option("--seed", multiple=True, default=(1,), show_default=True, help="of the generators, repeatable: medians")
 @click.option(
     "--eviction",
     default="slru",
@@ -90,8 +107,8 @@ def simulate(**options: Any) -> int:
     from simulate.command import simulate_command
 
     gc.enable()
-    machine = _machine(options)
-    return simulate_command(machine, click.echo, **options)
+    with _flags_named():
+        return simulate_command(_machine(options), click.echo, **options)
 
 
 @click.command()
@@ -118,8 +135,18 @@ def plan(**options: Any) -> int:
     from simulate.plan import plan_command
 
     gc.enable()
-    machine = _machine(options)
-    return plan_command(machine, click.echo, **options)
+    with _flags_named():
+        return plan_command(_machine(options), click.echo, **options)
+
+
+@contextlib.contextmanager
+def _flags_named() -> Iterator[None]:
+    """What is wrong is said of the flag that gave it."""
+    try:
+        yield
+    except ConfigError as error:
+        flag = FLAGS.get(error.param or "", "")
+        raise ConfigError(f"{flag}: {error.message}" if flag else error.message, param=error.param) from error
 
 
 def _machine(options: dict[str, Any]) -> Machine:
@@ -128,13 +155,16 @@ def _machine(options: dict[str, Any]) -> Machine:
 
     given = {field: options.pop(field) for _, field, _, _ in RATES}
     url, cluster, machine = options.pop("calibrate"), options.pop("cluster"), Machine()
-    router, api_key = options.pop("probe"), options.pop("api_key")
+    router, api_key, model = options.pop("probe"), options.pop("api_key"), options.pop("model")
     if url:
         from simulate.calibrate import calibrated, leases_of
 
-        machine = calibrated(asyncio.run(leases_of(url, cluster)), machine)
+        try:
+            machine = calibrated(asyncio.run(leases_of(url, cluster, model)), machine)
+        except RegistryUnavailable as error:
+            raise ConfigError(error.message, param="calibrate") from error
     if router:
         from simulate.probe import probed
 
-        machine = asyncio.run(probed(router, machine, api_key))
+        machine = asyncio.run(probed(router, machine, api_key, model))
     return dataclasses.replace(machine, **{field: value for field, value in given.items() if value is not None})

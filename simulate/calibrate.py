@@ -13,8 +13,9 @@ from protocol.lease import NodeLease, Rates
 from simulate.machine import Machine
 
 
-async def leases_of(redis_url: str, cluster: str = "default") -> list[NodeLease]:
-    """Of the nodes of that cluster that are ready. Raises ConfigError where there are none, RegistryUnavailable."""
+async def leases_of(redis_url: str, cluster: str = "default", model: str = "") -> list[NodeLease]:
+    """Of the nodes of that cluster that are ready, those of that model. Raises ConfigError where there are none, or
+    where no model is named and there are several; RegistryUnavailable."""
     store = RedisStore(redis_url, cluster)
     try:
         leases = [lease for lease in await store.nodes() if lease.state == "ready"]
@@ -22,7 +23,19 @@ async def leases_of(redis_url: str, cluster: str = "default") -> list[NodeLease]
         await store.close()
     if not leases:
         raise ConfigError(f"no node of cluster {cluster} is ready there", param="calibrate")
-    return leases
+    return of_model(leases, model)
+
+
+def of_model(leases: Sequence[NodeLease], model: str) -> list[NodeLease]:
+    """Rates of several models would be mixed up. Raises ConfigError."""
+    names = sorted({lease.model for lease in leases})
+    if not model and len(names) > 1:
+        raise ConfigError(
+            f"the nodes there serve several models, of which one must be named: {', '.join(names)}", param="model"
+        )
+    if model and model not in names:
+        raise ConfigError(f"model must be one of {', '.join(names)}, not {model!r}", param="model")
+    return [lease for lease in leases if lease.model == (model or names[0])]
 
 
 def calibrated(leases: Sequence[NodeLease], machine: Machine) -> Machine:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from protocol.errors import ConfigError
 from simulate import picture
+from simulate.ask import Ask
 from simulate.compare import CASES, POLICIES, case, simulated
 from simulate.figures import Figures, Goal
 from simulate.fleet import Shape
 from simulate.machine import Machine
 from simulate.mooncake import read_trace
+from simulate.pace import Pace
 from simulate.workloads import Asked
 from simulate.world import Loss
+
+LOADS = (1e-6, 1e6)
+Say = Callable[[str], None]
 
 
 def simulate_command(
     machine: Machine,
-    say: Callable[[str], None],
+    say: Say,
     *,
     workload: Sequence[str],
     trace: Path | None,
@@ -27,40 +32,62 @@ def simulate_command(
     decode: int,
     requests: int,
     load: float,
-    seed: int,
+    seed: Sequence[int],
     eviction: str,
     plot: Path | None,
     ttft: float,
     ttft_ktoken: float,
     itl: float,
 ) -> int:
-    """Raises ConfigError."""
+    """Raises ConfigError, for all that can be known to be wrong before anything is simulated."""
     goal = Goal(ttft, ttft_ktoken, itl)
     if trace and workload:
         raise ConfigError("give either a trace or workloads, not both", param="trace")
-    results: dict[str, list[Figures]] = {}
-    losses: Sequence[Loss] = ()
-    models: tuple[str, ...] = ("m",)
-    for name in [trace.stem] if trace else workload or list(CASES):
-        if trace:
-            asks = read_trace(trace, machine.block_size, speed=load, most=requests)
-        else:
-            scale = load * (prefill + decode) / 16
-            asks, losses, models = case(name, Asked(requests, scale, seed, machine.block_size))
+    _check("workload", workload, CASES)
+    _check("policy", policy, POLICIES)
+    if not LOADS[0] <= load <= LOADS[1]:
+        raise ConfigError(f"load must be from {LOADS[0]:g} to {LOADS[1]:g}, not {load}", param="load")
+    if plot:
+        _write(plot, "")
+    results: dict[str, dict[str, list[Figures]]] = {}
+
+    def play(name: str, asks: Sequence[Ask], losses: Sequence[Loss], models: tuple[str, ...]) -> None:
         shape = Shape(prefill, decode, machine, models, eviction)
-        for each in policy or list(POLICIES):
-            found = simulated(each, shape, asks, goal, losses)
-            results.setdefault(name, []).append(found)
+        for each in policy or POLICIES:
+            pace = Pace(f"{name}, {each}", len(asks), say)
+            found = simulated(each, shape, asks, goal, losses, pace)
+            results.setdefault(name, {}).setdefault(each, []).append(found)
             speed = found.virtual_s / max(found.real_s, 1e-9)
             say(f"{name}, {each}: {found.goodput:.2f} requests/s within the goal; {speed:.0f} times real time")
+
+    if trace:
+        play(trace.stem, _read(trace, machine, load, requests, say), (), ("m",))
+    for name in () if trace else workload or CASES:
+        for each in dict.fromkeys(seed):
+            scale = load * (prefill + decode) / 16
+            play(name, *case(name, Asked(requests, scale, each, machine.block_size)))
     say("\n" + picture.table(results) + "\n" + picture.goodputs(results))
     if plot:
-        _write(plot, results)
+        _write(plot, picture.plot(results))
     return 0
 
 
-def _write(path: Path, results: dict[str, list[Figures]]) -> None:
+def _check(option: str, names: Sequence[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{option} must be one of {', '.join(known)}, not {name!r}", param=option)
+
+
+def _read(path: Path, machine: Machine, load: float, most: int, say: Say) -> list[Ask]:
+    """Those that count, and whether there are more."""
+    asks = read_trace(path, machine.block_size, speed=load, most=most)
+    if len(asks) == most:
+        say(f"{path}: the first {most} requests count, as --requests says")
+    return asks
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(picture.plot(results))
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}", param="plot") from error
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", param="plot") from error

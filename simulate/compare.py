@@ -16,12 +16,14 @@ from simulate.figures import Figures, Goal, figures
 from simulate.fleet import Shape
 from simulate.others import OTHERS
 from simulate.ours import Ours
+from simulate.pace import Pace
 from simulate.policy import Policy
 from simulate.workloads import WORKLOADS, Asked
 from simulate.world import Loss, World
 
 OURS = "kvferry"
 POLICIES: Mapping[str, Callable[[], Policy]] = {OURS: Ours, **OTHERS}
+MOST_S = 7 * 24 * 3600
 LOSSES = 4
 """Nodes that are lost in a trace with losses, one after the other, alternating between roles."""
 
@@ -48,13 +50,16 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def simulated(name: str, shape: Shape, trace: Sequence[Ask], goal: Goal, losses: Sequence[Loss] = ()) -> Figures:
-    """One policy on one trace. Raises ConfigError where there is no such policy, or a request that fits into no
-    pool."""
+def simulated(
+    name: str, shape: Shape, trace: Sequence[Ask], goal: Goal, losses: Sequence[Loss] = (), pace: Pace | None = None
+) -> Figures:
+    """One policy on one trace. Raises ConfigError where there is no such policy, a request that fits into no pool, or
+    requests that come over too long a time."""
     if name not in POLICIES:
         raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {name!r}", param="policy")
     check_fits(trace, shape)
-    world = World(shape, POLICIES[name](), trace, losses)
+    check_span(trace)
+    world = World(shape, POLICIES[name](), trace, losses, pace)
     began = time.perf_counter()
     with _quiet_routers():
         asyncio.run(world.play())
@@ -85,6 +90,13 @@ def check_fits(trace: Sequence[Ask], shape: Shape) -> None:
             raise ConfigError(
                 f"request {ask.number} asks for the model {ask.model!r}, which no node has", param="models"
             )
+
+
+def check_span(trace: Sequence[Ask]) -> None:
+    """Leases are renewed all the time, whether anything is asked or not."""
+    last_s = max(ask.at for ask in trace)
+    if last_s > MOST_S:
+        raise ConfigError(f"requests come over {last_s:.3g} s, and at most {MOST_S} s are simulated", param="load")
 
 
 def losses_of(count: int, trace: Sequence[Ask], rate: float) -> list[Loss]:

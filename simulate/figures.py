@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from statistics import quantiles
+from dataclasses import dataclass, fields, replace
+from statistics import median, quantiles
 
 from protocol.errors import ConfigError
 from simulate.ask import Run
@@ -72,6 +72,19 @@ def figures(policy: str, runs: Sequence[Run], nodes: Sequence[Node], goal: Goal,
         policy, len(runs), first, between, met / max(arrivals_s, 1e-9), met / len(runs), reused / max(1, prompts),
         max(computing) / mean_s if mean_s else 1.0, len(runs) - len(done), virtual_s,
     )  # fmt: skip
+
+
+def medians(found: Sequence[Figures]) -> Figures:
+    """Of one policy with several seeds, figure by figure; at least one."""
+    return replace(
+        found[0],
+        ttft_s=tuple(map(median, zip(*(each.ttft_s for each in found), strict=True))),
+        itl_s=tuple(map(median, zip(*(each.itl_s for each in found), strict=True))),
+        **{name: median(getattr(each, name) for each in found) for name in SINGLE},
+    )
+
+
+SINGLE = ("goodput", "share", "hit_rate", "imbalance", "virtual_s", "real_s")
 
 
 def _percentiles(seconds: Sequence[float]) -> tuple[float, ...]:

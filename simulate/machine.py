@@ -47,11 +47,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, least = getattr(self, field.name), LEAST.get(field.name, 1e-9)
-            if not least <= value < float("inf"):
-                raise ConfigError(f"{field.name} must be at least {least:g}, not {value}", param=field.name)
-        if self.beside > 1:
-            raise ConfigError(f"beside must be at most 1, not {self.beside:g}", param="beside")
+            value, least, most = getattr(self, field.name), LEAST.get(field.name, 1e-9), MOST[field.name]
+            if not least <= value <= most:
+                raise ConfigError(f"{field.name} must be from {least:g} to {most:g}, not {value}", param=field.name)
 
     def work(self, start: int, end: int) -> float:
         """Of computing a prompt's tokens from start to end, in tokens of a short prompt."""
@@ -71,6 +69,14 @@ LEAST = {
     "blocks": 1, "max_num_seqs": 1, "host_blocks": 0, "disk_blocks": 0, "overhead_s": 0.0, "beside": 0.01,
 }  # fmt: skip
 """Bounds of the fields that may be zero or count."""
+
+MOST = {
+    "prefill_tokens_per_s": 1e9, "attention_len": 1e9, "step_s": 3600.0, "stream_s": 3600.0, "context_s": 3600.0,
+    "chunk_tokens": 1e6, "ship_bytes_per_s": 1e15, "block_size": 1e6, "block_bytes": 1e12, "blocks": 1e7,
+    "max_num_seqs": 1e6, "host_blocks": 1e8, "host_block_s": 3600.0, "disk_blocks": 1e9, "disk_block_s": 3600.0,
+    "overhead_s": 3600.0, "beside": 1.0,
+}  # fmt: skip
+"""Beyond these a clock of floats does not advance any more, or a pool does not fit into memory."""
 
 
 LARGE = Machine()

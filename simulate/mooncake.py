@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +15,20 @@ from protocol.hashing import HASH_BYTES
 from simulate.ask import Ask
 from simulate.workloads import hashes_of
 
+FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 ID_TOKENS = 512
 MOST_TOKENS = 1 << 24
 
 
 def read_trace(path: Path, block_size: int, *, speed: float = 1.0, most: int = 0) -> list[Ask]:
-    """The first `most` requests (0: all), which come `speed` times as fast. Raises ConfigError with the line that is
-    wrong."""
+    """The first `most` requests (0: all), which come `speed` times as fast, the earliest of them at 0; lines need
+    not be in the order of their times. Raises ConfigError with the line that is wrong."""
     if ID_TOKENS % block_size:
         raise ConfigError(
             f"block_size must divide {ID_TOKENS}, the tokens of a hash id, not be {block_size}", param="block_size"
         )
     if not speed > 0:
-        raise ConfigError(f"speed must be above 0, not {speed}", param="speed")
+        raise ConfigError(f"speed must be above 0, not {speed}", param="load")
     try:
         with path.open(encoding="utf-8") as lines:
             trace = list(_asks(lines, block_size, speed, most, path))
@@ -33,7 +36,8 @@ def read_trace(path: Path, block_size: int, *, speed: float = 1.0, most: int = 0
         raise ConfigError(f"{path} cannot be read: {error}", param="trace") from error
     if not trace:
         raise ConfigError(f"{path} has no requests", param="trace")
-    return trace
+    begun = min(ask.at for ask in trace)
+    return [replace(ask, at=ask.at - begun) for ask in trace]
 
 
 def _asks(lines: Iterable[str], block_size: int, speed: float, most: int, path: Path) -> Iterator[Ask]:
@@ -43,16 +47,21 @@ def _asks(lines: Iterable[str], block_size: int, speed: float, most: int, path: 
             continue
         try:
             yield _ask(number, json.loads(line), block_size, speed)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{path}, line {line_number}: {type(error).__name__}: {error}", param="trace") from error
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {line_number} is no JSON: {error.msg}", param="trace") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}, line {line_number}: {error}", param="trace") from error
         number += 1
         if number == most:
             return
 
 
 def _ask(number: int, row: Any, block_size: int, speed: float) -> Ask:
-    at, prompt, output = row["timestamp"], row["input_length"], row["output_length"]
-    ids = row["hash_ids"]
+    if type(row) is not dict:
+        raise ValueError("a request must be an object")
+    if missing := [name for name in FIELDS if name not in row]:
+        raise ValueError(f"{missing[0]} is missing")
+    at, prompt, output, ids = (row[name] for name in FIELDS)
     for name, value, least in (("input_length", prompt, 1), ("output_length", output, 0)):
         if type(value) is not int or not least <= value <= MOST_TOKENS:
             raise ValueError(f"{name} must be from {least} to {MOST_TOKENS}, not {value!r}")
@@ -60,8 +69,12 @@ def _ask(number: int, row: Any, block_size: int, speed: float) -> Ask:
         raise ValueError(f"timestamp must be milliseconds from 0 on, not {at!r}")
     if type(ids) is not list or any(type(each) is not int or not 0 <= each < 2**63 for each in ids):
         raise ValueError("hash_ids must be a list of integers from 0 on")
-    if len(ids) * ID_TOKENS < prompt - ID_TOKENS or (len(ids) - 1) * ID_TOKENS >= prompt:
-        raise ValueError(f"{len(ids)} hash_ids are not those of {prompt} tokens")
+    most = -(-prompt // ID_TOKENS)
+    if not most - 1 <= len(ids) <= most:
+        raise ValueError(
+            f"hash_ids must be {most - 1} or {most} for input_length {prompt}, one for each {ID_TOKENS} tokens, not "
+            f"{len(ids)}"
+        )
     pieces = _split(ids, block_size)
     whole = prompt // block_size
     hashes = pieces[:whole]
@@ -73,8 +86,10 @@ def _ask(number: int, row: Any, block_size: int, speed: float) -> Ask:
 
 
 def _split(ids: list[int], block_size: int) -> list[bytes]:
-    """Each id as blocks."""
-    width = HASH_BYTES - 8
-    return [
-        each.to_bytes(8, "big") + part.to_bytes(width, "big") for each in ids for part in range(ID_TOKENS // block_size)
-    ]
+    """Each id as blocks, equal where all ids before it are, too, whatever else a file uses the same id for."""
+    found: list[bytes] = []
+    parent = b""
+    for each in ids:
+        parent = blake2b(parent + each.to_bytes(8, "big"), digest_size=8).digest()
+        found += [parent + part.to_bytes(HASH_BYTES - 8, "big") for part in range(ID_TOKENS // block_size)]
+    return found

@@ -213,9 +213,9 @@ class Node:
             self._computed(prompt)
             ended.append(prompt.done)
         ended += self.streams.ended()
-        self._go_on()
         for done in ended:
             done()
+        self._go_on()
 
     def _computed(self, prompt: Prompt) -> None:
         self.computed += prompt.tokens

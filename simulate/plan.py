@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from protocol.errors import ConfigError
 from protocol.layout import blocks_for
 from simulate.ask import Ask
-from simulate.compare import OURS, simulated
+from simulate.compare import MOST_S, OURS, simulated
 from simulate.figures import Figures, Goal
 from simulate.fleet import Shape
 from simulate.machine import Machine
+from simulate.pace import Pace
 from simulate.workloads import Asked, Writer
 
 BUSY = 0.7
@@ -65,6 +66,11 @@ def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
     prefill = math.ceil(need.rate * compute_s / BUSY)
     step_s = machine.decode_s(int(streams), streams * context)
     decode = math.ceil(need.rate * need.output * step_s / streams)
+    if max(prefill, decode) > MOST_NODES:
+        raise ConfigError(
+            f"that needs some {prefill} prefill and {decode} decode nodes; {MOST_NODES} of each are simulated at most",
+            param="rate",
+        )
     return max(1, prefill), max(1, decode)
 
 
@@ -90,10 +96,17 @@ SPREAD = 0.4
 """Of the lengths."""
 
 
-def checks(need: Need, machine: Machine, goal: Goal, requests: int, seed: int) -> Iterator[tuple[int, int, Figures]]:
+def checks(
+    need: Need, machine: Machine, goal: Goal, requests: int, seed: int, say: Callable[[str], None] = lambda line: None,
+) -> Iterator[tuple[int, int, Figures]]:  # fmt: skip
     """Tries from the guess on, each simulated; the last one is the least that was found enough. More nodes where it is
     not, of the role whose half of the goal is missed more often; then fewer, one role after the other, while it still
-    is. Raises ConfigError where no fleet is."""
+    is. say: is told how far each is. Raises ConfigError where no fleet is enough."""
+    if requests / need.rate > MOST_S:
+        raise ConfigError(
+            f"{requests} requests come over {requests / need.rate:.3g} s, and at most {MOST_S} s are simulated",
+            param="rate",
+        )
     trace = trace_of(need, requests, seed, machine.block_size)
     longest = max(blocks_for(ask.prompt_len + ask.output_len, machine.block_size) for ask in trace)
     if longest > machine.blocks:
@@ -104,7 +117,8 @@ def checks(need: Need, machine: Machine, goal: Goal, requests: int, seed: int) -
 
     def attempt(nodes: tuple[int, int]) -> Figures:
         if nodes not in tried:
-            tried[nodes] = simulated(OURS, Shape(*nodes, machine), trace, goal)
+            pace = Pace("{} prefill, {} decode".format(*nodes), len(trace), say)
+            tried[nodes] = simulated(OURS, Shape(*nodes, machine), trace, goal, pace=pace)
         return tried[nodes]
 
     nodes = guess(need, machine, goal)
@@ -158,7 +172,7 @@ def plan_command(
     need, goal = Need(rate, prompt, output, reuse, share), Goal(ttft, ttft_ktoken, itl)
     say("guess by arithmetic: {} prefill and {} decode nodes".format(*guess(need, machine, goal)))
     found: tuple[int, int, Figures] | None = None
-    for found in checks(need, machine, goal, requests, seed):
+    for found in checks(need, machine, goal, requests, seed, say):
         prefill, decode, each = found
         first_s, between_ms = each.ttft_s[-1], 1000 * each.itl_s[-1]
         say(

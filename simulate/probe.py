@@ -69,21 +69,25 @@ async def lines(answer: httpx.Response) -> AsyncIterator[bytes]:
             yield line
 
 
-async def probed(url: str, machine: Machine, api_key: str = "") -> Machine:
-    """`machine` with what this router's cluster shows. Raises ConfigError where it cannot be asked."""
+async def probed(url: str, machine: Machine, api_key: str = "", model: str = "") -> Machine:
+    """`machine` with what this router's cluster shows of that model (default: its first one). Raises ConfigError where
+    it cannot be asked."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=headers, trust_env=False) as client:
-            return await _probe(await _door(url.rstrip("/"), client), machine)
+            return await _probe(await _door(url.rstrip("/"), client, model), machine)
     except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
-        raise ConfigError(f"{url} cannot be probed: {error!r}", param="probe") from error
+        raise ConfigError(f"{url} cannot be probed: {str(error) or repr(error)}", param="probe") from error
 
 
-async def _door(url: str, client: httpx.AsyncClient) -> Door:
+async def _door(url: str, client: httpx.AsyncClient, name: str) -> Door:
     answer = await client.get(f"{url}/v1/models")
     if answer.status_code != 200:
         raise ConfigError(f"{url} answered with status {answer.status_code}, not with its models", param="probe")
-    model = answer.json()["data"][0]
+    models = answer.json()["data"]
+    if name and name not in (known := [model["id"] for model in models]):
+        raise ConfigError(f"model must be one of {', '.join(known)}, not {name!r}", param="model")
+    model = next(model for model in models if model["id"] == name) if name else models[0]
     return Door(url, model["id"], int(model.get("max_model_len") or 4096), client)
 
 

@@ -14,6 +14,7 @@ from simulate.ask import Ask, Run
 from simulate.clock import Clock, Deed
 from simulate.fleet import Fleet, Shape
 from simulate.node import Node
+from simulate.pace import Pace
 from simulate.policy import Policy
 
 POLL_S = 0.5
@@ -32,12 +33,14 @@ class Loss:
 
 
 class World:
-    """`runs`: all requests that arrived, in the order of their arrival."""
+    """`runs`: all requests that arrived, in the order of their arrival. pace: told as they end."""
 
-    def __init__(self, shape: Shape, policy: Policy, trace: Sequence[Ask], losses: Sequence[Loss] = ()) -> None:
+    def __init__(
+        self, shape: Shape, policy: Policy, trace: Sequence[Ask], losses: Sequence[Loss] = (), pace: Pace | None = None
+    ) -> None:
         self.clock = Clock()
         self.fleet, self.policy = Fleet(shape, self.clock), policy
-        self.trace, self.losses = trace, losses
+        self.trace, self.losses, self._pace = trace, losses, pace
         self.runs: list[Run] = []
         self._left = len(trace)
         self._waiting: deque[Run] = deque()
@@ -174,6 +177,8 @@ class World:
 
     def _end(self, run: Run) -> None:
         self._left -= 1
+        if self._pace:
+            self._pace.left(self._left)
         for ask in self._after.pop(run.ask.number, ()):
             self.clock.soon(ask.at, self._arrival(ask))
         if self._waiting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from click.testing import CliRunner
 from cli.main import kvferry
 from protocol.errors import ConfigError
 from protocol.lease import Load, NodeLease, Rates
-from simulate.calibrate import calibrated
+from simulate.calibrate import calibrated, of_model
 from simulate.compare import POLICIES, case, simulated
-from simulate.figures import Goal
+from simulate.figures import Figures, Goal, medians
 from simulate.fleet import Shape
 from simulate.machine import Machine
+from simulate.pace import Pace
+from simulate.picture import goodputs
 from simulate.plan import Need, checks, guess
 from simulate.workloads import Asked
 
@@ -70,6 +73,7 @@ def test_a_plan_is_the_least_that_was_found_enough() -> None:
         (Need(1, 60_000, 10), Goal(1.0, 0.0), "a prompt alone takes"),
         (Need(1, 100, 10), Goal(itl_s=0.001), "a stream alone takes"),
         (Need(1, 250_000, 10), Goal(1e3), "more KV blocks than a node has"),
+        (Need(1e12, 100, 10), Goal(), "that needs some .* prefill .*; 4096 of each are simulated at most"),
     ],
 )
 def test_a_plan_says_what_cannot_be(need: Need, goal: Goal, told: str) -> None:
@@ -93,10 +97,32 @@ def test_leases_give_the_rates() -> None:
 def test_the_command_prints_a_table_and_draws(tmp_path: Path) -> None:
     plot = tmp_path / "plot.svg"
     words = ["simulate", "--workload", "bursts", "--policy", "kvferry", "--policy", "affinity", "--requests", "60"]
-    result = CliRunner().invoke(kvferry, [*words, "--plot", str(plot)], catch_exceptions=False)
+    seeds = ["--seed", "1", "--seed", "2", "--seed", "3"]
+    result = CliRunner().invoke(kvferry, [*words, *seeds, "--plot", str(plot)], catch_exceptions=False)
     assert "| bursts | kvferry |" in result.output
-    assert "requests/s within the goal" in result.output
-    assert plot.read_text().count("<rect") == 5
+    assert result.output.count("requests/s within the goal") == 6
+    assert "| workload | kvferry | affinity | of the best other |" in result.output
+    assert plot.read_text().count("<rect") == 2 + 4
+    assert plot.read_text().count("<path") == 4
+
+
+def test_several_seeds_are_told_by_their_medians() -> None:
+    one = Figures("kvferry", 10, (1.0, 2.0, 3.0), (0.1, 0.2, 0.3), 5.0, 0.5, 0.1, 1.0, 0, 10.0)
+    seeds = [one, replace(one, goodput=9.0, ttft_s=(3.0, 3.0, 9.0)), replace(one, goodput=6.0, ttft_s=(2.0, 9.0, 4.0))]
+    middle = medians(seeds)
+    assert (middle.goodput, middle.ttft_s, middle.itl_s) == (6.0, (2.0, 3.0, 4.0), (0.1, 0.2, 0.3))
+    others = {"a": [replace(one, goodput=each) for each in (2.0, 3.0, 8.0)], "b": [replace(one, goodput=4.0)] * 3}
+    row = goodputs({"chat": {"kvferry": seeds, **others}}).splitlines()[-1]
+    assert row == "| chat | **6.00** | 3.00 | 4.00 | 1.25 (0.75 … 2.25) |"
+
+
+def test_how_far_a_simulation_is() -> None:
+    said: list[str] = []
+    times = iter((0.0, 5.0, 10.0, 10.0, 15.0, 21.0, 21.0))
+    pace = Pace("chat, kvferry", 100, said.append, times.__next__)
+    for left in (90, 80, 70, 60):
+        pace.left(left)
+    assert said == ["chat, kvferry: 20 of 100 requests", "chat, kvferry: 40 of 100 requests"]
 
 
 def test_the_command_plans() -> None:
@@ -106,6 +132,56 @@ def test_the_command_plans() -> None:
     assert result.output.rstrip().endswith("decode nodes")
 
 
-def test_the_command_refuses_what_it_cannot_read(tmp_path: Path) -> None:
-    result = CliRunner().invoke(kvferry, ["simulate", "--trace", str(tmp_path / "none")])
+def lease_of(model: str) -> NodeLease:
+    return NodeLease(f"d-{model}", "decode", 1, "ready", "", "", "f", model, 99, 16, 4096, Load(), Rates(1.0, 1.0, 1.0))
+
+
+def test_rates_of_several_models_are_not_mixed() -> None:
+    leases = [lease_of("a"), lease_of("b")]
+    with pytest.raises(ConfigError, match="several models, of which one must be named: a, b"):
+        of_model(leases, "")
+    with pytest.raises(ConfigError, match="model must be one of a, b, not 'c'"):
+        of_model(leases, "c")
+    assert of_model(leases, "b") == leases[1:]
+    assert of_model(leases[:1], "") == leases[:1]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--workload", "chat", "--workload", "none"], "--workload: workload must be one of low-sharing"),
+        (["--policy", "none"], "--policy: policy must be one of kvferry"),
+        (["--load", "nan"], "--load: load must be from 1e-06 to 1e.06, not nan"),
+        (["--load", "inf"], "--load: load must be from"),
+        (["--prefill-rate", "1e308"], "--prefill-rate: prefill_tokens_per_s must be from 1e-09 to 1e.09"),
+        (["--kv-blocks", "1000000000000"], "--kv-blocks: blocks must be from 1 to 1e.07"),
+        (["--step", "-1"], "--step: step_s must be"),
+        (["--itl", "nan"], "--itl: itl_s must be 0 or more"),
+        (["--eviction", "none"], "--eviction: eviction must be one of slru"),
+        (["--plot", "/proc/none/x.svg"], "--plot: /proc/none/x.svg cannot be written"),
+        (["--trace", "/proc/none"], "--trace: /proc/none cannot be read"),
+        (["--calibrate", "redis://127.0.0.1:1/0"], "--calibrate: Redis: .*127.0.0.1"),
+        (["--calibrate", "http://127.0.0.1:1/0"], "--calibrate: redis_url http://127.0.0.1:1/0 cannot be read"),
+        (["--probe", "http://127.0.0.1:1"], "--probe: http://127.0.0.1:1 cannot be probed: All connection attempts"),
+    ],
+)
+def test_what_is_wrong_is_said_of_its_flag_before_anything_is_simulated(words: list[str], told: str) -> None:
+    result = CliRunner().invoke(kvferry, ["simulate", "--requests", "60", "--workload", "chat", *words]
+                                if words[0] != "--trace" else ["simulate", *words])  # fmt: skip
     assert isinstance(result.exception, ConfigError)
+    assert re.search(told, result.exception.message), result.exception.message
+    assert "within the goal" not in result.output
+
+
+def test_requests_over_more_than_a_week_are_refused() -> None:
+    trace, _, models = case("low-sharing", Asked(60, 1e-6, 1))
+    with pytest.raises(ConfigError, match="at most 604800 s are simulated"):
+        simulated("kvferry", Shape(1, 1, Machine(), models), trace, Goal())
+
+
+@pytest.mark.parametrize(("rate", "told"), [("0.0000001", "--rate: 100 requests come over"), ("1e12", "--rate: that")])
+def test_a_plan_of_what_cannot_be_simulated_ends_at_once(rate: str, told: str) -> None:
+    words = ["plan", "--rate", rate, "--prompt", "100", "--output", "10", "--requests", "100"]
+    result = CliRunner().invoke(kvferry, words)
+    assert isinstance(result.exception, ConfigError)
+    assert told in result.exception.message

@@ -98,6 +98,12 @@ def test_what_was_computed_is_reused() -> None:
     assert [run.cached_len for run in world.runs] == [0, 304]
 
 
+def test_who_waited_behind_a_prompt_finds_its_blocks() -> None:
+    trace = [ask(0, 0.0, 320, 2, "same"), ask(1, 0.01, 320, 2, "same")]
+    world = played(Shape(1, 1, MACHINE), trace, "round-robin")
+    assert [run.cached_len for run in world.runs] == [0, 304]
+
+
 def test_a_small_pool_makes_requests_wait_and_all_end() -> None:
     trace = [ask(number, 0.01 * number, 300, 200) for number in range(30)]
     world = played(Shape(1, 1, replace(MACHINE, blocks=40)), trace)
@@ -144,9 +150,9 @@ def test_a_client_that_waits_asks_again_after_its_answer() -> None:
 
 
 def test_a_machine_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ConfigError, match="blocks must be at least 1"):
+    with pytest.raises(ConfigError, match=r"blocks must be from 1 to 1e\+07, not 0"):
         Machine(blocks=0)
-    with pytest.raises(ConfigError, match="beside must be at most 1, not 2"):
+    with pytest.raises(ConfigError, match=r"beside must be from 0\.01 to 1, not 2"):
         Machine(beside=2.0)
     with pytest.raises(ConfigError, match="step_s"):
         Machine(step_s=float("nan"))

@@ -45,7 +45,7 @@ def test_mooncakes_rows_become_requests(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join((row(), "", row(timestamp=3000, hash_ids=[1, 2, 9]))) + "\n")
     first, second = read_trace(path, 64, speed=3.0)
-    assert (first.at, second.at) == (0.5, 1.0)
+    assert (first.at, second.at) == (0.0, 0.5)
     assert len(first.hashes) == (1100 + 30) // 64
     assert first.hashes[:16] == second.hashes[:16]
     assert first.hashes[16] != second.hashes[16]
@@ -55,12 +55,15 @@ def test_mooncakes_rows_become_requests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{", "line 1"),
-        ("[]", "line 1"),
+        ("{", "line 1 is no JSON: Expecting property name"),
+        ("[]", "line 1: a request must be an object"),
+        ('{"timestamp": 1}', "line 1: input_length is missing"),
+        ("[" * 100_000, "line 1"),
         (row(input_length=-1), "input_length must be from 1"),
         (row(output_length="x"), "output_length"),
         (row(timestamp=float("nan")), "timestamp"),
-        (row(hash_ids=[1]), "1 hash_ids are not those of 1100 tokens"),
+        (row(hash_ids=[1]), "hash_ids must be 2 or 3 for input_length 1100, one for each 512 tokens, not 1"),
+        (row(hash_ids=[1, 2, 3, 4]), "not 4"),
         (row(hash_ids=[-1, 2, 3]), "hash_ids"),
         ("", "no requests"),
     ],
@@ -70,6 +73,23 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, told: str) -> None:
     path.write_text(line + "\n")
     with pytest.raises(ConfigError, match=told):
         read_trace(path, 64)
+
+
+def test_an_id_behind_others_names_other_blocks(tmp_path: Path) -> None:
+    """A pool holds a block behind one parent only: a file with ids of contents alone broke it."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join((row(hash_ids=[1, 2, 3]), row(hash_ids=[4, 2, 2]), row(hash_ids=[1, 2, 4]))))
+    first, other, same = (ask.hashes[:17] for ask in read_trace(path, 64))
+    assert not set(first) & set(other)
+    assert len(set(other)) == 17
+    assert first[:16] == same[:16]
+
+
+def test_times_are_from_the_earliest_request_on_whatever_comes_first(tmp_path: Path) -> None:
+    """A trace may tell the time of day, for which no clock is to run through fifty years."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(row(timestamp=1_700_000_000_000 + late) for late in (2000, 0, 500)))
+    assert [round(ask.at, 3) for ask in read_trace(path, 64)] == [2.0, 0.0, 0.5]
 
 
 def test_a_file_that_is_not_there_and_blocks_that_do_not_fit(tmp_path: Path) -> None:
