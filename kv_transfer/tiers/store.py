@@ -63,7 +63,8 @@ class Store(Generic[G]):
     """`size` bytes at most. One thread puts and tidies, another one gets; what else there is, from any thread.
 
     lock      nothing enters while it is held
-    changed   called on any thread, with nothing locked
+    changed   called on any thread, with the lock held: what is told has the order in which it came about. It asks
+              nothing of the store
     """
 
     def __init__(self, backing: Backing[G], size: int, changed: Changed) -> None:
@@ -81,11 +82,9 @@ class Store(Generic[G]):
         with self.lock:
             entered = right() and (not parent or parent in self.catalog)
             if entered:
-                stored, lost = self.catalog.enter(group)
+                self._tell(*self.catalog.enter(group))
             else:
                 self._doomed.append(group)
-        if entered:
-            self._tell(stored, lost)
         self.tidy()
         return entered
 
@@ -104,22 +103,20 @@ class Store(Generic[G]):
         except (OSError, BlocksCorrupt) as error:
             if not (isinstance(error, OSError) and error.errno in PASSING):
                 with self.lock:
-                    gone = self.leave([group])
-                self._tell((), gone)
+                    self.leave([group])
             raise
         with suppress(OSError):  # it may not be ours to change
             self._backing.used(group)
         return count
 
-    def leave(self, groups: Collection[G]) -> list[bytes]:
-        """With the lock held. Rows that are not here any more, which are still to be told; the groups go when it is
-        tidied."""
+    def leave(self, groups: Collection[G]) -> None:
+        """With the lock held. They are not found any more, and go when it is tidied."""
         gone: list[bytes] = []
         for group in groups:
             gone += self.catalog.leave(group)
             if self.catalog.named(group.name) is None:
                 self._doomed.append(group)
-        return gone
+        self._tell((), gone)
 
     def tidy(self) -> None:
         """Remove what left. Where groups are written alone, so that none is taken for another of its name."""
@@ -148,7 +145,6 @@ class Store(Generic[G]):
         """For a group of so many bytes, behind that block; below: where there is no room for so many. Raises OSError
         where all that is left is what it stands behind."""
         room = min(self._size, self._size if below is None else below) - wanted
-        gone: list[bytes] = []
         try:
             with self.lock:
                 before = self.catalog.find(parent)
@@ -158,10 +154,9 @@ class Store(Generic[G]):
                     oldest = self.catalog.oldest()
                     if room < 0 or oldest is None or oldest is before:
                         raise OSError(errno.ENOSPC, "there is no room for so many blocks that follow each other")
-                    gone += self.leave([oldest])
+                    self.leave([oldest])
         finally:
             self.tidy()
-            self._tell((), gone)
 
     def _tell(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         if stored or removed:

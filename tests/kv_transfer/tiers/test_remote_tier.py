@@ -343,6 +343,25 @@ def test_what_is_missed_or_deleted_is_told(make: Any, monkeypatch: pytest.Monkey
     wait_for(lambda: there == {alone(named()[GROUP - 1])})
 
 
+def test_what_is_told_last_is_how_it_is() -> None:
+    """Else a row would tell of a group, for as long as it lives, that was said to be wrong as it was told of."""
+    known, told = groups.Known(), list[str]()
+    (group,) = in_chain("folder", named(GROUP))
+    dropping = threading.Thread(target=lambda: known.drop(named(1)))
+
+    def changed(stored: Any, removed: Any) -> None:
+        if stored:
+            dropping.start()
+            dropping.join(0.5)  # it is behind this
+        told.append("here" if stored else "gone")
+
+    known.changed = changed
+    known.begin(group)
+    known.written(group)
+    dropping.join(10)
+    assert (told, known.rows()) == (["here", "gone"], [])
+
+
 def test_what_could_not_be_written_is_not_told_to_be_missing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node may have written it."""
     node = make()

@@ -102,6 +102,23 @@ def test_what_is_said_to_be_wrong_while_it_is_written_is_not_kept(make: Any, mon
     wait_for(lambda: len(list(tier.directory.glob("*.kv"))) == 1)
 
 
+def test_what_is_told_last_is_how_it_is(make: Any) -> None:
+    """Else an index would have a row, for as long as it lives, of what was said to be wrong as it was told of."""
+    tier, told = make(), list[str]()
+    dropping = threading.Thread(target=lambda: tier.drop(named(1)))
+
+    def changed(stored: Any, removed: Any) -> None:
+        if stored:
+            dropping.start()
+            dropping.join(0.5)  # it is behind this
+        told.append("here" if stored else "gone")
+
+    tier.changed = changed
+    write(tier, 1)
+    dropping.join(10)
+    assert (told, tier.hashes()) == (["here", "gone"], [])
+
+
 def test_a_file_that_replaces_another_of_its_name_is_told_of(make: Any, dropped: list[bytes]) -> None:
     tier = make()
     write(tier, 1, 2)
