@@ -145,7 +145,29 @@ def test_where_the_disk_is_full_before_its_time_the_oldest_makes_room(
     assert dropped == named(1, 2)
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+def test_what_cannot_be_removed_takes_its_room_until_it_is(
+    make: Any, dropped: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a disk fills beyond its bound, and what was said to be wrong is found again after a restart."""
+    tier = make(size=3 * file_size(2))
+    for number in (1, 3, 5):
+        write(tier, number, number + 1)
+
+    def refused(*how: Any, **more: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refused)
+        tier.drop(named(3))
+        assert write(tier, 7, 8) == 0, "there is room for three"
+    assert (write(tier, 9, 10), write(tier, 11, 12)) == (2, 2)
+    there = list(tier.directory.glob("*.kv"))
+    assert tier.used == sum(path.stat().st_size for path in there) == 3 * file_size(2)
+    close(tier)
+    assert named(3)[0] not in make()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.ENOTCONN])
 def test_what_is_not_the_files_fault_does_not_remove_it(
     make: Any, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
