@@ -239,6 +239,29 @@ def test_a_store_that_is_away_is_left_alone_for_a_while(make: Any, monkeypatch: 
     assert node.tier._held == 0
 
 
+@pytest.mark.parametrize("call", ["put", "delete"])
+def test_a_store_that_takes_nothing_is_read(make: Any, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """It is full, or its keys may only read: else each new prompt would keep all others from what is there."""
+    one, other = make(), make()
+    one.write(named(2 * GROUP))
+    spoilt = one.groups(named())[1].name
+    asyncio.run(one.tier._objects.put(spoilt, b"wrong"))
+
+    async def refuse(*what: Any) -> None:
+        raise PermissionError("not yours to change")
+
+    monkeypatch.setattr(Objects, call, refuse)
+    (new,) = other.groups(named(GROUP, of=2))
+    if call == "put":
+        assert other.write(named(GROUP, of=2)) == [False]
+    else:
+        assert isinstance(other.read(named(2 * GROUP), GROUP), BlocksCorrupt)
+    assert not other.tier.write(new, holding(GROUP), lambda: None, lambda _: None)
+    assert not other.tier.out
+    assert other.look(named(GROUP)) == GROUP
+    assert other.read(named(GROUP)) is None
+
+
 def test_a_store_that_hangs_is_asked_no_longer_than_the_patience(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     node = make()
 
