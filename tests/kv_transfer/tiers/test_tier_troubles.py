@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 import time
@@ -128,8 +129,9 @@ def test_a_file_that_replaces_another_of_its_name_is_told_of(make: Any, dropped:
     assert tier.used == sum(path.stat().st_size for path in tier.directory.glob("*.kv"))
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_where_the_disk_is_full_before_its_time_the_oldest_makes_room(
-    make: Any, dropped: list[bytes], monkeypatch: pytest.MonkeyPatch
+    make: Any, dropped: list[bytes], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     tier, really = make(), files.write
     write(tier, 1, 2)
@@ -137,7 +139,7 @@ def test_where_the_disk_is_full_before_its_time_the_oldest_makes_room(
 
     def full(directory: Path, *how: Any) -> Any:
         if len(list(directory.glob("*.kv"))) > 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         return really(directory, *how)
 
     monkeypatch.setattr(files, "write", full)
@@ -248,6 +250,19 @@ def test_a_link_is_not_taken_for_a_directory(make: Any, tmp_path: Path) -> None:
     tier.directory.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="or a link"):
         open_disk(str(tmp_path), "prefill", 1 << 30, "model", SIZE)
+
+
+def test_a_directory_that_another_process_is_removing_is_not_taken(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    really, removed = fcntl.flock, list[str]()
+
+    def flock(file: Any, how: int) -> None:
+        if not removed:
+            removed.append(os.readlink(f"/proc/self/fd/{file.fileno()}"))
+            os.unlink(removed[0])
+        really(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert str(make().directory) != os.path.dirname(removed[0])
 
 
 def test_the_directory_is_not_free_while_a_thread_still_writes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
