@@ -298,6 +298,16 @@ def test_what_another_model_left_long_ago_is_removed(make: Any) -> None:
     assert ours.directory.exists()
 
 
+def test_what_was_only_read_of_late_is_not_taken_for_left(make: Any) -> None:
+    old = make(fingerprint="old")
+    close(old)
+    for path in (old.directory / places.LOCK, old.directory):
+        os.utime(path, (0, 0))
+    close(make(fingerprint="old"))
+    make()
+    assert old.directory.exists()
+
+
 def test_headers_that_follow_each_other_in_a_circle_are_looked_at_once(make: Any) -> None:
     tier = make()
     for number, parent in ((1, 2), (2, 1), (3, 3)):
