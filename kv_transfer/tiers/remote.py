@@ -96,10 +96,12 @@ class RemoteTier:
     ) -> bool:
         """Read a chain's blocks from its block `first` to its end, which is a group's, into these, which belong to the
         tier until `done` is called with None or with what went wrong. False: too much waits, and nothing is done."""
+        groups = list(in_chain(self.folder, hashes, first))
+        assert sum(len(group.hashes) for group in groups) >= len(blocks), "a read ends within a group"
         if self.out or not self._reads.acquire(blocking=False):
             return False
         self._pace.asked(len(blocks))
-        self._tasks.begin(self._read(list(in_chain(self.folder, hashes, first)), first, list(blocks), done))
+        self._tasks.begin(self._read(groups, first, list(blocks), done))
         return True
 
     def has(self, group: Group) -> bool:
@@ -164,8 +166,7 @@ class RemoteTier:
 
         async def bring(group: Group) -> None:
             async with slots:
-                into = blocks[max(group.start - first, 0) : group.end - first]
-                await self._bring(group, into)
+                await self._bring(group, blocks[max(group.start - first, 0) : group.end - first])
 
         try:
             async with self._one_read, asyncio.timeout(CALL_S):
@@ -201,8 +202,7 @@ class RemoteTier:
     ) -> None:
         written = False
         try:
-            rows = self._staging.brought(blocks)
-            content = packed(group, rows, self._fingerprint, self._block_bytes)
+            content = packed(group, self._staging.brought(blocks), self._fingerprint, self._block_bytes)
             copied()
             async with self._one_write, asyncio.timeout(CALL_S):
                 age_s = await self._objects.since(group.name)
