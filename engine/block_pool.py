@@ -93,11 +93,13 @@ class BlockPool:
     ) -> int:
         """The block's content is complete: make it findable. If equal content is findable already, the holds (owner,
         reason) move to that block, and its id is returned, so that every findable block's parent is findable too. What
-        stands behind a forgotten block is not made findable."""
+        stands behind a forgotten block is not made findable, nor given up for what is: chains are held as a whole."""
         if not self.prefix_caching:
             return block_id
         known = self._by_hash.get(block_hash)
         if known == block_id:
+            return block_id
+        if parent is not None and self._blocks[parent].hash is None:
             return block_id
         if known is not None:
             self.idle.remove(known)
@@ -105,8 +107,6 @@ class BlockPool:
                 self.holds.hold(owner, reason, [known])
                 self.release(owner, reason, [block_id])
             return known
-        if parent is not None and self._blocks[parent].hash is None:
-            return block_id
         block = self._blocks[block_id]
         assert block.hash is None, "a block's content changed while it was findable"
         block.hash, block.parent = block_hash, parent

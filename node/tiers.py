@@ -149,13 +149,13 @@ class Tiers:
         )
 
     def _found(self, engine: Engine, reading: Reading, first: int, count: int) -> None:
-        """So many blocks of its chain are there, from this one on."""
+        """So many blocks of its chain are there, from this one on; the pool may have lost what it had before it."""
         request = reading.request
         if self._gone(engine, reading):
             return
         hashes = request.reusable_hashes
         here = len(engine.pool.match(hashes))
-        upto = first + count
+        upto = first + count if count else 0
         if here < upto and (coming := self._coming.get(hashes[here])):
             coming[1].append(reading)
         elif here < upto and self._worth(self._of_remote, upto - here, request):

@@ -102,7 +102,8 @@ class Catalog(Generic[G]):
             self._order.move_to_end(each.name)
 
     def leave(self, group: G) -> list[bytes]:
-        """Rows of its blocks, which are not there any more."""
+        """Rows of its blocks, which are not there any more, and of those behind them, whose chain does not begin here
+        now."""
         if self._order.get(group.name) is not group:
             return []
         del self._order[group.name]
@@ -114,7 +115,7 @@ class Catalog(Generic[G]):
         gone = [each for each in group.hashes if self._where.get(each) is group]
         for block_hash in gone:
             del self._where[block_hash]
-        return [row for each in gone if (row := self._rows.pop(each, b""))]
+        return self._cut_off(gone)
 
     def tainted(self, hashes: Collection[bytes]) -> list[G]:
         """The groups of these blocks, and all that stand behind those."""
@@ -126,6 +127,15 @@ class Catalog(Generic[G]):
             behind = [far for each in group.hashes for far in self._behind.get(each, {}).values()]
             left += [far for far in behind if id(far) not in found]
         return list(found.values())
+
+    def _cut_off(self, left: list[bytes]) -> list[bytes]:
+        """Rows of these blocks and of all behind them, which have none any more."""
+        cut = list[bytes]()
+        for block_hash in left:  # it grows meanwhile
+            if row := self._rows.pop(block_hash, b""):
+                cut.append(row)
+                left += [each for far in self._behind.get(block_hash, {}).values() for each in far.hashes]
+        return cut
 
     def _enter(self, group: G) -> list[bytes]:
         """Rows of its blocks, and of those behind that were there before it; none while one before it is not there."""

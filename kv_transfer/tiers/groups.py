@@ -75,7 +75,8 @@ class Met:
 class Known:
     """The objects that a node met last. From any thread.
 
-    changed   told, with nothing locked, of groups that are there now or not any more, by the row that stands for each
+    changed   told of groups that are there now or not any more, by the row that stands for each, in the order in which
+              that became known; it asks nothing of this
     """
 
     def __init__(self) -> None:
@@ -105,11 +106,9 @@ class Known:
         """It is there, written so long ago."""
         with self._lock:
             met = self._met.get(group.name)
-            there = met is None or met.written_at is not None
-            if there:
+            if met is None or met.written_at is not None:
                 self._enter(Met(group, time.monotonic() - age_s))
-        if there:
-            self.changed([_row(group)], ())
+                self.changed([_row(group)], ())
 
     def written(self, group: Group, age_s: float = 0.0) -> bool:
         """What was begun is there. False: it is wrong, as was told meanwhile."""
@@ -118,8 +117,8 @@ class Known:
             if met is not None and met.wrong:
                 return False
             self._enter(Met(group, time.monotonic() - age_s))
-        self.changed([_row(group)], ())
-        return True
+            self.changed([_row(group)], ())
+            return True
 
     def forget(self, group: Group) -> None:
         """It is not written any more, and may be there or not."""
@@ -128,15 +127,16 @@ class Known:
 
     def gone(self, group: Group) -> None:
         """It is not there, nor being written."""
-        self.forget(group)
-        self.changed((), [_row(group)])
+        with self._lock:
+            self._met.pop(group.name, None)
+            self.changed((), [_row(group)])
 
     def deleted(self, names: Collection[str]) -> None:
         """These objects are not there any more."""
         with self._lock:
             for name in names:
                 self._met.pop(name, None)
-        self.changed((), [alone(last) for name in names if (last := last_of(name))])
+            self.changed((), [alone(last) for name in names if (last := last_of(name))])
 
     def missing(self, group: Group) -> None:
         """It is not there, unless it is being written."""
@@ -164,7 +164,7 @@ class Known:
                     if met.written_at is not None:
                         del self._met[met.group.name]
                         names.append(met.group.name)
-        self.changed((), [alone(last) for name in names if (last := last_of(name))])
+            self.changed((), [alone(last) for name in names if (last := last_of(name))])
         return names
 
     def _enter(self, met: Met) -> None:

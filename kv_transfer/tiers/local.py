@@ -33,7 +33,8 @@ class LocalTier(Generic[G]):
     """Blocks of one kind in groups, `size` bytes of them at most. From any thread; reads and writes have a thread each.
 
     name      of the tier, in metrics and of its threads
-    changed   told on any thread, with nothing locked, what is here now and what is not any more
+    changed   told on any thread what is here now and what is not any more, in the order in which that came about; it
+              asks nothing of the tier
     """
 
     def __init__(
@@ -120,10 +121,8 @@ class LocalTier(Generic[G]):
                 if not wrong.isdisjoint((write.parent, *write.hashes)):
                     write.wrong = True
                     wrong.update(write.hashes)
-            gone = self._store.leave(groups)
+            self._store.leave(groups)
         self._writer.add(self._store.tidy)
-        if gone:
-            self.changed((), gone)
 
     # The tier's own threads.
 

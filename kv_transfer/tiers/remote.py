@@ -37,7 +37,7 @@ RATE = 100e6
 HELD = 256 << 20
 """Bytes that may wait to be written; beyond them nothing is."""
 OUT_S = 10.0
-"""For which a store is left alone that did not answer."""
+"""For which a store is left alone that did not answer, or not written to that took nothing."""
 
 
 class RemoteTier:
@@ -57,7 +57,7 @@ class RemoteTier:
         self._looks, self._reads = threading.Semaphore(LOOKS), threading.Semaphore(READS)
         self._staging = Staging(copies, GROUP)
         self._held, self._lock = 0, threading.Lock()
-        self._out_until = 0.0
+        self._out_until = self._shut_until = 0.0
         self._trouble = Seldom(log, every_s=60.0)
         self._one_read, self._one_write = asyncio.Lock(), asyncio.Lock()
         self._tasks = Tasks("kv-tier-remote")
@@ -96,10 +96,12 @@ class RemoteTier:
     ) -> bool:
         """Read a chain's blocks from its block `first` to its end, which is a group's, into these, which belong to the
         tier until `done` is called with None or with what went wrong. False: too much waits, and nothing is done."""
+        groups = list(in_chain(self.folder, hashes, first))
+        assert sum(len(group.hashes) for group in groups) >= len(blocks), "a read ends within a group"
         if self.out or not self._reads.acquire(blocking=False):
             return False
         self._pace.asked(len(blocks))
-        self._tasks.begin(self._read(list(in_chain(self.folder, hashes, first)), first, list(blocks), done))
+        self._tasks.begin(self._read(groups, first, list(blocks), done))
         return True
 
     def has(self, group: Group) -> bool:
@@ -113,7 +115,7 @@ class RemoteTier:
         there. False: too much waits, and nothing is done."""
         size = len(blocks) * self._block_bytes
         with self._lock:
-            if self.out or self._held + size > HELD or not self.known.begin(group):
+            if time.monotonic() < self._shut_until or self._held + size > HELD or not self.known.begin(group):
                 return False
             self._held += size
         self._tasks.begin(self._write(group, list(blocks), size, copied, done))
@@ -164,8 +166,7 @@ class RemoteTier:
 
         async def bring(group: Group) -> None:
             async with slots:
-                into = blocks[max(group.start - first, 0) : group.end - first]
-                await self._bring(group, into)
+                await self._bring(group, blocks[max(group.start - first, 0) : group.end - first])
 
         try:
             async with self._one_read, asyncio.timeout(CALL_S):
@@ -193,7 +194,7 @@ class RemoteTier:
             self._staging.filled(blocks)
         except BlocksCorrupt:
             self.known.gone(group)
-            await self._objects.delete([group.name])
+            await self._delete([group.name])
             raise
 
     async def _write(
@@ -201,8 +202,7 @@ class RemoteTier:
     ) -> None:
         written = False
         try:
-            rows = self._staging.brought(blocks)
-            content = packed(group, rows, self._fingerprint, self._block_bytes)
+            content = packed(group, self._staging.brought(blocks), self._fingerprint, self._block_bytes)
             copied()
             async with self._one_write, asyncio.timeout(CALL_S):
                 age_s = await self._objects.since(group.name)
@@ -215,7 +215,7 @@ class RemoteTier:
                     self.known.gone(group)
         except Exception as error:
             self.known.forget(group)
-            self._failed("written", error)
+            self._failed("written", error, changing=True)
         finally:
             with self._lock:
                 self._held -= size
@@ -226,14 +226,16 @@ class RemoteTier:
             async with asyncio.timeout(CALL_S):
                 await self._objects.delete(names)
         except Exception as error:
-            self._failed("deleted", error)
+            self._failed("deleted", error, changing=True)
 
-    def _failed(self, what: str, error: BaseException) -> KvferryError:
-        """Log it; a store that does not answer is left alone for a while."""
+    def _failed(self, what: str, error: BaseException, changing: bool = False) -> KvferryError:
+        """Log it; a store that does not answer is left alone for a while, one that takes nothing is still read."""
         if isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if not isinstance(error, KvferryError):
-            self._out_until = time.monotonic() + OUT_S
+            self._shut_until = time.monotonic() + OUT_S
+            if not changing:
+                self._out_until = self._shut_until
             error = TransferFailed(f"{self._objects.url}: {reason(error)}")
         if not isinstance(error, NotFound):
             self._trouble.warning("blocks are not %s: %s", what, error)

@@ -20,7 +20,10 @@ from protocol.errors import BlocksCorrupt, NotFound, reason
 log = logging.getLogger("kvferry.tiers")
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
+PASSING = (
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR),
+    *(errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.ESTALE),
+)
 """What is not the file's fault: it is kept."""
 
 Changed = Callable[[Sequence[bytes], Sequence[bytes]], None]
@@ -63,7 +66,8 @@ class Store(Generic[G]):
     """`size` bytes at most. One thread puts and tidies, another one gets; what else there is, from any thread.
 
     lock      nothing enters while it is held
-    changed   called on any thread, with nothing locked
+    changed   called on any thread, with the lock held: what is told has the order in which it came about. It asks
+              nothing of the store
     """
 
     def __init__(self, backing: Backing[G], size: int, changed: Changed) -> None:
@@ -71,8 +75,10 @@ class Store(Generic[G]):
         self.lock = threading.Lock()
         self.catalog = Catalog(backing.find())
         self._doomed: deque[G] = deque()
+        self._stuck: deque[G] = deque()  # that could not be removed: they still take their room
         self.trouble = Seldom(log, every_s=60.0)
-        self._make_room(0)
+        with suppress(OSError):  # it writes nothing until there is room
+            self._make_room(0)
 
     def put(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any], right: Callable[[], bool]) -> bool:
         """As a new group. Whether it may be found: it is `right` (asked with the lock held), and what it stands behind
@@ -81,11 +87,9 @@ class Store(Generic[G]):
         with self.lock:
             entered = right() and (not parent or parent in self.catalog)
             if entered:
-                stored, lost = self.catalog.enter(group)
+                self._tell(*self.catalog.enter(group))
             else:
                 self._doomed.append(group)
-        if entered:
-            self._tell(stored, lost)
         self.tidy()
         return entered
 
@@ -104,33 +108,40 @@ class Store(Generic[G]):
         except (OSError, BlocksCorrupt) as error:
             if not (isinstance(error, OSError) and error.errno in PASSING):
                 with self.lock:
-                    gone = self.leave([group])
-                self._tell((), gone)
+                    self.leave([group])
             raise
         with suppress(OSError):  # it may not be ours to change
             self._backing.used(group)
         return count
 
-    def leave(self, groups: Collection[G]) -> list[bytes]:
-        """With the lock held. Rows that are not here any more, which are still to be told; the groups go when it is
-        tidied."""
+    def leave(self, groups: Collection[G]) -> None:
+        """With the lock held. They are not found any more, and go when it is tidied."""
         gone: list[bytes] = []
         for group in groups:
             gone += self.catalog.leave(group)
             if self.catalog.named(group.name) is None:
                 self._doomed.append(group)
-        return gone
+        self._tell((), gone)
 
     def tidy(self) -> None:
-        """Remove what left. Where groups are written alone, so that none is taken for another of its name."""
+        """Remove what left, and what could not be removed before, up to the first that still cannot. Where groups are
+        written alone, so that none is taken for another of its name."""
+        while self._stuck and self._removed(self._stuck.popleft()):
+            pass
         while self._doomed:
-            group = self._doomed.popleft()
-            if self.catalog.named(group.name) is not None:
-                continue
-            try:
-                self._backing.remove(group)
-            except OSError as error:
-                self.trouble.warning("%s is not removed from %s: %s", group.name, self._backing, reason(error))
+            self._removed(self._doomed.popleft())
+
+    def _removed(self, group: G) -> bool:
+        """Whether it is not there any more."""
+        if self.catalog.named(group.name) is not None:
+            return True
+        try:
+            self._backing.remove(group)
+        except OSError as error:
+            self._stuck.append(group)
+            self.trouble.warning("%s is not removed from %s: %s", group.name, self._backing, reason(error))
+            return False
+        return True
 
     def _written(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> G:
         """What was used longest ago makes room for it; more of that, where there is less room than was said."""
@@ -146,9 +157,10 @@ class Store(Generic[G]):
 
     def _make_room(self, wanted: int, parent: bytes = b"", below: int | None = None) -> None:
         """For a group of so many bytes, behind that block; below: where there is no room for so many. Raises OSError
-        where all that is left is what it stands behind."""
+        where all that is left is what it stands behind, or cannot be removed."""
+        self.tidy()
+        self._require_removed(wanted)
         room = min(self._size, self._size if below is None else below) - wanted
-        gone: list[bytes] = []
         try:
             with self.lock:
                 before = self.catalog.find(parent)
@@ -158,10 +170,16 @@ class Store(Generic[G]):
                     oldest = self.catalog.oldest()
                     if room < 0 or oldest is None or oldest is before:
                         raise OSError(errno.ENOSPC, "there is no room for so many blocks that follow each other")
-                    gone += self.leave([oldest])
+                    self.leave([oldest])
         finally:
             self.tidy()
-            self._tell((), gone)
+        self._require_removed(wanted)
+
+    def _require_removed(self, wanted: int) -> None:
+        """Raises OSError where what cannot be removed takes the room of so many bytes: nothing else leaves for it."""
+        stuck = sum(group.size for group in self._stuck)
+        if stuck and self.catalog.used + stuck + wanted > self._size:
+            raise OSError(errno.ENOSPC, "there is no room while what left cannot be removed")
 
     def _tell(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         if stored or removed:

@@ -418,3 +418,8 @@ def test_what_is_looked_for_is_of_many_keys_and_the_newest_among_it():
     assert list(held)[-1] in sample
     few = _rows(3)
     assert Losses(0.0).sample(dict.fromkeys(few), few[:1]) == few[-1:]
+
+
+def test_rows_are_written_again_where_some_are_lost_and_not_again_at_once():
+    losses = Losses(0.0)
+    assert [losses.mend(found, 8) for found in (8, 7, 7)] == [False, True, False]

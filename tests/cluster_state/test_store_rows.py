@@ -76,6 +76,21 @@ async def test_what_an_outage_kept_back_is_told_after_it_unless_it_is_no_longer_
     assert await index.groups() == 3
 
 
+async def test_what_is_said_while_a_batch_is_written_in_vain_is_the_last_word(
+    index: Index, rows: StoreRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*how: Any) -> None:
+        rows.note((), ENDS)
+        raise ValueError("of another kind")
+
+    rows.note(ENDS, ())
+    with monkeypatch.context() as patched:
+        patched.setattr(index, "publish", fails)
+        await rows.flush()
+    await rows.flush()
+    assert index.told[-1:] == [(0, 4)]
+
+
 async def test_what_waits_is_bounded(index: Index, rows: StoreRows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_rows, "MOST", 2)
     index.available = False

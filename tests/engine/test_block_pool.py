@@ -127,6 +127,29 @@ def test_what_is_forgotten_is_not_found_nor_what_stands_behind_it() -> None:
     assert (pool.findable(), pool.free_blocks) == ([], 8)
 
 
+def test_what_goes_on_behind_a_forgotten_block_takes_no_other_ones_chain_up_in_the_middle() -> None:
+    """It would hold a block without those before it, which then leave before it."""
+    pool = BlockPool(8, Ledger(8))
+    hashes = chain(b"root", [1, 2, 3, 4, 5, 6], BS)
+    first = pool.acquire("first", REQUEST, [], 3)
+    assert first
+    for index in (0, 1):
+        pool.register([("first", REQUEST)], first[index], hashes[index], first[index - 1] if index else None)
+    pool.forget([first[1]])
+    other = pool.acquire("other", REQUEST, pool.match(hashes), 2)
+    assert other
+    for index in (1, 2):
+        pool.register([("other", REQUEST)], other[index], hashes[index], other[index - 1])
+    first[2] = pool.register([("first", REQUEST)], first[2], hashes[2], first[1])
+    pool.release("other", REQUEST, other)
+    fill = pool.acquire("fill", REQUEST, [], pool.available)
+    assert fill
+    pool.release("fill", REQUEST, fill)
+    pool.release("first", REQUEST, first)
+    pool.check_integrity()
+    assert pool.available == 8
+
+
 def test_rows_are_those_of_the_whole_chain_also_where_chains_part() -> None:
     pool = make_pool(100)
     trunk, ends = list(range(BS * (GROUP + 5))), [[7] * BS * GROUP, [8] * BS * GROUP]

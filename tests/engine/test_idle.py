@@ -43,6 +43,14 @@ def test_chains_that_share_beginnings_leave_from_their_ends(protected: int) -> N
     assert pool.evicted_total > 500
 
 
+def test_what_is_found_again_beyond_the_protected_is_as_others() -> None:
+    idle = Idle(1)
+    idle.found([1, 2])
+    for block_id in (1, 2, 3):
+        idle.put(block_id)
+    assert [idle.pop() for _ in range(3)] == [1, 3, 2]
+
+
 def test_a_prompt_that_was_found_again_outlives_those_that_were_not() -> None:
     engine = make_engine(num_blocks=2 * PROTECTED)
 

@@ -244,9 +244,12 @@ async def test_a_holder_that_drains_or_gives_to_many_refuses(router: Router, mon
     router.decode.loaded.draining = True
     assert (await first_of(router, job("a", router.decode))).reuse.fetched == 0
     router.decode.loaded.draining = False
+    await router.generate(job("held", None, seed=1))
+    await until(lambda: router.finished("held"))
     monkeypatch.setattr(supplies, "AT_ONCE", 0)
-    await first_of(router, replace(job("b", router.decode), namespace="other"))
-    assert ended(router.prefill, "refused") == 1
+    assert (await first_of(router, job("b", router.decode, seed=1))).reuse.fetched == 0
+    await first_of(router, replace(job("c", router.decode), namespace="other"))
+    assert ended(router.prefill, "refused") == 2
     assert ended(router.prefill, "lacking") == 1
     await settle(router)
 

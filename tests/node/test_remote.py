@@ -22,6 +22,8 @@ from worker_pair import Router, routed, worker
 
 from cluster_state import index, memory_store
 from engine.copies import Copies
+from engine.engine import Engine
+from engine.ports import GRANT
 from kv_transfer.tiers import groups, remote
 from kv_transfer.tiers.objects import Objects
 from node import tiers
@@ -215,6 +217,32 @@ async def test_a_store_that_is_away_costs_nothing(tmp_path: Path, monkeypatch: p
             await ask(router, name)
         assert router.prefill.loaded.fault is None
         await until(lambda: count(router.prefill, "lost"))
+        await settle(router)
+
+
+def crowded_out(engine: Engine) -> None:
+    """Whatever is cached leaves the pool."""
+    pool = engine.pool
+    taken = pool.acquire("others", GRANT, [], pool.available)
+    assert taken
+    pool.release("others", GRANT, taken)
+
+
+async def test_what_leaves_the_pool_while_the_store_is_asked_for_more_is_not_taken_for_read(tmp_path: Path) -> None:
+    """Blocks that nobody filled would be found as the prompt's."""
+    async with cluster(tmp_path) as router:
+        begins = make_job("begins", prompt()[: 4 * (GROUP - 2) + 1], 1)
+        await router.post_prefill(begins).ended()
+        with hung("age") as go:
+            job = make_job("goes-on", prompt(), 1)
+            answer = router.post_prefill(job)
+            await until(lambda: router.prefill.service.endpoints.tiers._waiting)
+            router.prefill.loaded.engine.submit(crowded_out)
+            await until(lambda: not router.prefill.engine.pool.cached_blocks)
+            go.set()
+            (first, *_) = await answer.ended()
+        assert list(first.delta.token_ids) == expected(prompt(), 1)
+        assert (first.delta.reuse.computed, reads(router.prefill, "done")) == (LENGTH, 0)
         await settle(router)
 
 

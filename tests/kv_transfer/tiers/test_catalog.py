@@ -54,6 +54,16 @@ def test_what_stands_behind_a_lost_part_has_rows_once_that_is_there_again() -> N
     assert sorted(catalog.rows()) == sorted(ROWS[:30])
 
 
+def test_what_stands_behind_a_part_that_is_lost_has_no_rows_until_that_is_there_again() -> None:
+    """Else an index tells of a prefix with a hole in it, of which no more than its beginning can be read."""
+    middle = part(5, 9)
+    catalog = Catalog([part(0, 5), middle, part(9, 20), part(20, 30), part(40, 50)])
+    assert sorted(catalog.leave(middle)) == sorted(ROWS[5:30])
+    assert catalog.rows() == ROWS[:5]
+    assert sorted(catalog.hashes()) == sorted([*CHAIN[:5], *CHAIN[9:30], *CHAIN[40:50]])
+    assert (sorted(catalog.enter(middle)[0]), sorted(catalog.rows())) == (sorted(ROWS[5:30]), sorted(ROWS[:30]))
+
+
 def test_a_part_that_takes_the_place_of_another_tells_what_went_with_that() -> None:
     catalog = Catalog([part(0, 20), part(20, 30, "same")])
     came, left = catalog.enter(part(20, 25, "same"))

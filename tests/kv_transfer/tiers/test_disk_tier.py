@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -127,6 +128,17 @@ def test_a_restart_finds_what_was_written_and_in_the_order_of_its_use(make: Any,
     close(again)
     smaller = make(size=file_size(2))
     assert sorted(smaller.hashes()) == sorted(named(3, 4))
+
+
+def test_what_was_read_last_is_what_a_restart_keeps(make: Any) -> None:
+    tier = make()
+    write(tier, 1, 2)
+    write(tier, 3, 4)
+    for path in tier.directory.glob("*.kv"):
+        os.utime(path, (1, 1))
+    read(tier, 1, 2)
+    close(tier)
+    assert make(size=file_size(2)).hashes() == named(1, 2)
 
 
 def test_each_process_has_a_directory_of_its_own(make: Any) -> None:

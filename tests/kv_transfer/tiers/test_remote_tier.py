@@ -239,6 +239,29 @@ def test_a_store_that_is_away_is_left_alone_for_a_while(make: Any, monkeypatch: 
     assert node.tier._held == 0
 
 
+@pytest.mark.parametrize("call", ["put", "delete"])
+def test_a_store_that_takes_nothing_is_read(make: Any, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """It is full, or its keys may only read: else each new prompt would keep all others from what is there."""
+    one, other = make(), make()
+    one.write(named(2 * GROUP))
+    spoilt = one.groups(named())[1].name
+    asyncio.run(one.tier._objects.put(spoilt, b"wrong"))
+
+    async def refuse(*what: Any) -> None:
+        raise PermissionError("not yours to change")
+
+    monkeypatch.setattr(Objects, call, refuse)
+    (new,) = other.groups(named(GROUP, of=2))
+    if call == "put":
+        assert other.write(named(GROUP, of=2)) == [False]
+    else:
+        assert isinstance(other.read(named(2 * GROUP), GROUP), BlocksCorrupt)
+    assert not other.tier.write(new, holding(GROUP), lambda: None, lambda _: None)
+    assert not other.tier.out
+    assert other.look(named(GROUP)) == GROUP
+    assert other.read(named(GROUP)) is None
+
+
 def test_a_store_that_hangs_is_asked_no_longer_than_the_patience(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     node = make()
 
@@ -341,6 +364,25 @@ def test_what_is_missed_or_deleted_is_told(make: Any, monkeypatch: pytest.Monkey
     there = told_by(sweeper)
     there.update(map(alone, named()[GROUP - 1 :: GROUP]))
     wait_for(lambda: there == {alone(named()[GROUP - 1])})
+
+
+def test_what_is_told_last_is_how_it_is() -> None:
+    """Else a row would tell of a group, for as long as it lives, that was said to be wrong as it was told of."""
+    known, told = groups.Known(), list[str]()
+    (group,) = in_chain("folder", named(GROUP))
+    dropping = threading.Thread(target=lambda: known.drop(named(1)))
+
+    def changed(stored: Any, removed: Any) -> None:
+        if stored:
+            dropping.start()
+            dropping.join(0.5)  # it is behind this
+        told.append("here" if stored else "gone")
+
+    known.changed = changed
+    known.begin(group)
+    known.written(group)
+    dropping.join(10)
+    assert (told, known.rows()) == (["here", "gone"], [])
 
 
 def test_what_could_not_be_written_is_not_told_to_be_missing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

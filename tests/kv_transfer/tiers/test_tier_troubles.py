@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 import time
@@ -102,6 +103,23 @@ def test_what_is_said_to_be_wrong_while_it_is_written_is_not_kept(make: Any, mon
     wait_for(lambda: len(list(tier.directory.glob("*.kv"))) == 1)
 
 
+def test_what_is_told_last_is_how_it_is(make: Any) -> None:
+    """Else an index would have a row, for as long as it lives, of what was said to be wrong as it was told of."""
+    tier, told = make(), list[str]()
+    dropping = threading.Thread(target=lambda: tier.drop(named(1)))
+
+    def changed(stored: Any, removed: Any) -> None:
+        if stored:
+            dropping.start()
+            dropping.join(0.5)  # it is behind this
+        told.append("here" if stored else "gone")
+
+    tier.changed = changed
+    write(tier, 1)
+    dropping.join(10)
+    assert (told, tier.hashes()) == (["here", "gone"], [])
+
+
 def test_a_file_that_replaces_another_of_its_name_is_told_of(make: Any, dropped: list[bytes]) -> None:
     tier = make()
     write(tier, 1, 2)
@@ -111,8 +129,9 @@ def test_a_file_that_replaces_another_of_its_name_is_told_of(make: Any, dropped:
     assert tier.used == sum(path.stat().st_size for path in tier.directory.glob("*.kv"))
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_where_the_disk_is_full_before_its_time_the_oldest_makes_room(
-    make: Any, dropped: list[bytes], monkeypatch: pytest.MonkeyPatch
+    make: Any, dropped: list[bytes], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     tier, really = make(), files.write
     write(tier, 1, 2)
@@ -120,7 +139,7 @@ def test_where_the_disk_is_full_before_its_time_the_oldest_makes_room(
 
     def full(directory: Path, *how: Any) -> Any:
         if len(list(directory.glob("*.kv"))) > 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         return really(directory, *how)
 
     monkeypatch.setattr(files, "write", full)
@@ -128,7 +147,29 @@ def test_where_the_disk_is_full_before_its_time_the_oldest_makes_room(
     assert dropped == named(1, 2)
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+def test_what_cannot_be_removed_takes_its_room_until_it_is(
+    make: Any, dropped: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a disk fills beyond its bound, and what was said to be wrong is found again after a restart."""
+    tier = make(size=3 * file_size(2))
+    for number in (1, 3, 5):
+        write(tier, number, number + 1)
+
+    def refused(*how: Any, **more: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refused)
+        tier.drop(named(3))
+        assert write(tier, 7, 8) == 0, "there is room for three"
+    assert (write(tier, 9, 10), write(tier, 11, 12)) == (2, 2)
+    there = list(tier.directory.glob("*.kv"))
+    assert tier.used == sum(path.stat().st_size for path in there) == 3 * file_size(2)
+    close(tier)
+    assert named(3)[0] not in make()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.ENOTCONN])
 def test_what_is_not_the_files_fault_does_not_remove_it(
     make: Any, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -211,6 +252,19 @@ def test_a_link_is_not_taken_for_a_directory(make: Any, tmp_path: Path) -> None:
         open_disk(str(tmp_path), "prefill", 1 << 30, "model", SIZE)
 
 
+def test_a_directory_that_another_process_is_removing_is_not_taken(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    really, removed = fcntl.flock, list[str]()
+
+    def flock(file: Any, how: int) -> None:
+        if not removed:
+            removed.append(os.readlink(f"/proc/self/fd/{file.fileno()}"))
+            os.unlink(removed[0])
+        really(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert str(make().directory) != os.path.dirname(removed[0])
+
+
 def test_the_directory_is_not_free_while_a_thread_still_writes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, go, begun, really = make(), threading.Event(), threading.Event(), files.write
 
@@ -242,6 +296,16 @@ def test_what_another_model_left_long_ago_is_removed(make: Any) -> None:
     assert not old.directory.parent.exists()
     assert lately.directory.exists()
     assert ours.directory.exists()
+
+
+def test_what_was_only_read_of_late_is_not_taken_for_left(make: Any) -> None:
+    old = make(fingerprint="old")
+    close(old)
+    for path in (old.directory / places.LOCK, old.directory):
+        os.utime(path, (0, 0))
+    close(make(fingerprint="old"))
+    make()
+    assert old.directory.exists()
 
 
 def test_headers_that_follow_each_other_in_a_circle_are_looked_at_once(make: Any) -> None:
