@@ -40,7 +40,10 @@ class Merged:
             await self._start()
         choice, item = await self._mail.next()
         if isinstance(item, Exception):
-            raise item
+            try:
+                raise item
+            finally:
+                del item  # which holds this frame now
         self._left -= item.finish_reason is not None
         return choice, item
 
