@@ -92,6 +92,20 @@ async def test_texts_that_end_while_they_are_heard_leave_nothing() -> None:
     assert not {asked: found for asked, found in left.items() if found}
 
 
+async def test_choices_whose_time_ends_together_leave_nothing() -> None:
+    async with (
+        Bench([prefill(), decode(step_s=0.02)]) as bench,
+        router(bench, Stop(), request_timeout=0.5) as (client, _),
+    ):
+        body = {"model": "", "prompt": [PROMPT, PROMPT[1:]], "max_tokens": 500}
+
+        async def ask() -> None:
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 504, answer.text
+
+        assert await left_by(ask) == Counter()
+
+
 async def test_a_client_that_leaves_and_a_node_that_fails_leave_nothing() -> None:
     tries = 0
 
