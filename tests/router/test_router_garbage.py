@@ -17,7 +17,7 @@ from fake_workers import Bench, FakeWorker, decode, honest_prefill, prefill
 from test_router_process import router
 
 from process.signals import Stop
-from protocol.errors import BlocksCorrupt
+from protocol.errors import BlocksCorrupt, Overloaded
 from protocol.messages import AttemptFailed, PrefillRequest
 
 PROMPT = list(range(100, 164))
@@ -90,6 +90,19 @@ async def test_texts_that_end_while_they_are_heard_leave_nothing() -> None:
         stop = text[len(text) // 2 :][:3]
         left = {(stream, n): await left_by(partial(stopped, stream, n)) for stream in (True, False) for n in (1, 3)}
     assert not {asked: found for asked, found in left.items() if found}
+
+
+async def test_a_node_that_refuses_leaves_nothing() -> None:
+    full = prefill()
+    full.refusal = Overloaded("as the test wants")
+    async with Bench([full, decode()]) as bench, router(bench, Stop()) as (client, _):
+
+        async def ask() -> None:
+            answer = await client.post("/v1/completions", json={"model": "", "prompt": PROMPT, "max_tokens": 8})
+            assert answer.status_code == 200, answer.text
+
+        assert await left_by(ask) == Counter()
+        assert full.prefills
 
 
 async def test_choices_whose_time_ends_together_leave_nothing() -> None:
