@@ -83,8 +83,10 @@ class Following:
 
     def listen(self, listener: Listener | None) -> None:
         """Pieces that come while the next one is waited for go there instead (see Journey.listen), but for the last
-        one: a text that ends before its journey ends that at once."""
+        one: a text that ends before its journey ends that at once. Behind it nothing comes, and nothing is held."""
         assert self._choice.journey
+        if self._finished:
+            return
         self._listener = listener
         self._choice.journey.listen(self._tell if listener else None)
 

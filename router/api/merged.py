@@ -40,7 +40,10 @@ class Merged:
             await self._start()
         choice, item = await self._mail.next()
         if isinstance(item, Exception):
-            raise item
+            try:
+                raise item
+            finally:
+                del item  # which holds this frame now
         self._left -= item.finish_reason is not None
         return choice, item
 
@@ -49,12 +52,13 @@ class Merged:
         self._listener = listener
 
     async def aclose(self) -> None:
-        """End the journeys that have not ended. No tasks are kept: one that was cancelled keeps what it ran in."""
+        """End the journeys that have not ended. No tasks and errors are kept: they keep what they ran in."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._left = 0
         self._tasks.clear()
+        self._mail = Mail()
 
     async def _start(self) -> None:
         for number, (leader, *followers) in enumerate(self._groups, start=1):

@@ -31,6 +31,10 @@ class Heir(Attempt):
         nothing_to_compute = replace(placement, cached_len=len(job.token_ids))
         super().__init__(job, nothing_to_compute, self._keep, **parts)
 
+    def close(self, *, cancel: bool) -> None:
+        super().close(cancel=cancel)
+        self._tell = self._post
+
     def inherit(self) -> None:
         """The forerunner's node has handed the stream over to this one."""
         kept, self._kept = self._kept or [], None

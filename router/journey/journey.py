@@ -46,17 +46,14 @@ class RouterJourney:
         self._spec, self._ground = spec, ground
         self._wire_id = f"{spec.request_id}-{secrets.token_hex(6)}"
         self._mail: Mail[Event | Alarm | Exception | None] = Mail()
-        self._sequence, self._race = Sequence(), Race()
+        self._sequence, self._race, self._prediction = Sequence(), Race(), Prediction()
         self._listening = Listening(self._mail, self._sequence, self._race, self._output)
         self.listen = self._listening.listen
-        self._attempts = 0
-        self._prediction = Prediction()
         self._course = Course(spec, ground, self._sequence.tokens)
         self._succession: Succession | None = None
         self._alarms: Alarms | None = None
         self._record: Record | None = None
-        self._outcome = ""
-        self._over = False
+        self._attempts, self._outcome, self._over = 0, "", False
 
     def __aiter__(self) -> AsyncGenerator[Output]:
         return self._outputs()
@@ -122,7 +119,10 @@ class RouterJourney:
             number, heirs = event.attempt, self._succession
             return event if number in self._race.runners or (heirs and heirs.concerns(number)) else None
         if isinstance(event, Exception):
-            raise event
+            try:
+                raise event
+            finally:
+                del event  # which holds this frame now
         return event
 
     async def _launch(self) -> None:
@@ -155,7 +155,7 @@ class RouterJourney:
 
     def _begin(self, name: str, placement: Placement) -> None:
         assert self._alarms and self._record  # noqa: PT018
-        made, job = self._attempts, self._job(name)
+        job = self._job(name)
         self._prediction.began(job.attempt, placement)
         self._race.enter(self._ground.launch(job, placement, self._listening.hear, hashes=self._course.hashes))
         self._attempts += 1
@@ -163,7 +163,7 @@ class RouterJourney:
             self._record.sent(placement)
         self._alarms.launched(inf if len(self._race.runners) > 1 else max(LATE_S, LATE * placement.first_token_s))
         self._course.goes_to(self._race.nodes)
-        log.debug("%s attempt %d: %s", name, made, placement)
+        log.debug("%s attempt %d: %s", name, job.attempt, placement)
 
     def _job(self, name: str) -> Job:
         """Of the next attempt."""

@@ -54,7 +54,10 @@ class Connection(asyncio.Protocol):
             if error is not None:
                 self._transport.abort()
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # which holds this frame now
 
     def rest(self, left: Callable[[], None]) -> None:
         """Wait for the next exchange; `left` is called once when it begins or the connection closes instead."""

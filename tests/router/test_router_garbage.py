@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from fake_workers import Bench, FakeWorker, decode, honest_prefill, prefill
 from test_router_process import router
 
 from process.signals import Stop
-from protocol.errors import BlocksCorrupt
+from protocol.errors import BlocksCorrupt, Overloaded
 from protocol.messages import AttemptFailed, PrefillRequest
 
 PROMPT = list(range(100, 164))
@@ -73,6 +74,49 @@ async def test_a_request_leaves_nothing_whatever_it_asks_for() -> None:
 
         left = {kind: await left_by(partial(ask, *asked)) for kind, asked in BODIES.items()}
     assert not {kind: found for kind, found in left.items() if found}
+
+
+async def test_texts_that_end_while_they_are_heard_leave_nothing() -> None:
+    async with Bench([prefill(), decode(step_s=0.01)]) as bench, router(bench, Stop()) as (client, _):
+        body: dict[str, Any] = {"model": "", "prompt": PROMPT, "max_tokens": 20}
+
+        async def ask(**more: Any) -> str:
+            return (await client.post("/v1/completions", json={**body, **more})).text
+
+        async def stopped(stream: bool, n: int) -> None:
+            assert '"stop"' in await ask(stop=stop, stream=stream, n=n)
+
+        text = json.loads(await ask())["choices"][0]["text"]
+        stop = text[len(text) // 2 :][:3]
+        left = {(stream, n): await left_by(partial(stopped, stream, n)) for stream in (True, False) for n in (1, 3)}
+    assert not {asked: found for asked, found in left.items() if found}
+
+
+async def test_a_node_that_refuses_leaves_nothing() -> None:
+    full = prefill()
+    full.refusal = Overloaded("as the test wants")
+    async with Bench([full, decode()]) as bench, router(bench, Stop()) as (client, _):
+
+        async def ask() -> None:
+            answer = await client.post("/v1/completions", json={"model": "", "prompt": PROMPT, "max_tokens": 8})
+            assert answer.status_code == 200, answer.text
+
+        assert await left_by(ask) == Counter()
+        assert full.prefills
+
+
+async def test_choices_whose_time_ends_together_leave_nothing() -> None:
+    async with (
+        Bench([prefill(), decode(step_s=0.02)]) as bench,
+        router(bench, Stop(), request_timeout=0.5) as (client, _),
+    ):
+        body = {"model": "", "prompt": [PROMPT, PROMPT[1:]], "max_tokens": 500}
+
+        async def ask() -> None:
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 504, answer.text
+
+        assert await left_by(ask) == Counter()
 
 
 async def test_a_client_that_leaves_and_a_node_that_fails_leave_nothing() -> None:

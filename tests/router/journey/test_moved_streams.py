@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ import router.journey.heir
 import router.journey.succession
 from protocol.errors import BlocksCorrupt, NodeLost, TransferFailed
 from protocol.messages import AttemptFailed, MoveRequest, StepFrame
+from router.journey.heir import Heir
 
 MOST = 120
 
@@ -75,6 +77,21 @@ async def test_a_move_that_fails_is_tried_again_and_the_stream_runs_on_meanwhile
         assert [move.later for move in at.moves] == [1, 2, 3]
         assert [job.attempt for job in other.jobs] == [3]
         await until(lambda: [cancel.attempt for cancel in other.cancels] == [1, 2])
+
+
+async def test_a_stream_that_moved_leaves_nothing_to_the_garbage_collector() -> None:
+    async with Bench(workers()) as bench:
+        at, _, tokens = await begun(bench)
+        await drain(bench, at)
+        gc.collect()
+        gc.disable()
+        try:
+            await tokens
+            del tokens
+            await until(lambda: not any(type(each) is Heir for each in gc.get_objects()))
+        finally:
+            gc.enable()
+        assert bench.rungs() == {"move": 1}
 
 
 async def test_the_last_node_runs_on_until_there_is_another() -> None:
