@@ -316,7 +316,7 @@ def test_the_loop_is_busy_from_submission_to_the_last_news(running: tuple[Engine
 
 def test_what_commands_alone_evict_is_told_of(running: tuple[Engine, EngineLoop, Outbox]) -> None:
     """An index counted on it until the next step, of which an idle node has none."""
-    engine, loop, outbox = running
+    _, loop, outbox = running
     loop.submit(lambda engine: engine.add(make_job("a", [1, 2, 3, 4, 5])))
     outbox.wait_for(lambda events: any(isinstance(event, BlocksChanged) and event.stored for event in events))
     wait_for(lambda: not loop.busy)
