@@ -26,7 +26,7 @@ from node import fetches, tier_writes, tiers
 from protocol.messages import Holder
 from protocol.rows import key_and_tag
 
-LANES, EACH = 5, 20
+LANES, EACH = 5, 40
 """Clients at once, and requests of each."""
 TROUBLES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.ENOTCONN)
 
@@ -71,11 +71,11 @@ class Storm:
             self.count += 1
             await self._request(router, f"r{self.count}")
             self.faulty.set() if self.rng.random() < 0.6 else self.faulty.clear()
-            if self.rng.random() < 0.05:
+            if self.rng.random() < 0.2:
                 self._retract(self.rng.choice((router.prefill, router.decode)))
 
     def _retract(self, node: Worker) -> None:
-        wrong = self.rng.sample(range(60), 2)
+        wrong = self.rng.sample(range(48), 2)
         node.loaded.engine.submit(lambda engine: engine.pool.forget(wrong))
 
     async def _request(self, router: Router, name: str) -> None:
@@ -105,7 +105,7 @@ class Storm:
         assert tokens == expected(ids, len(tokens))
 
 
-@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("seed", [2, 3])
 async def test_whatever_befalls_memory_no_token_is_wrong_and_nothing_is_left(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,8 +118,8 @@ async def test_whatever_befalls_memory_no_token_is_wrong_and_nothing_is_left(
         monkeypatch.setattr(module, name, value)
     kept = {"kv_disk_path": str(tmp_path / "disk"), "kv_disk_gib": 0.001, "kv_remote_url": f"file://{tmp_path}/shared"}
     async with (
-        worker("prefill", make_engine(60), store=store, node_id="p", **kept) as prefill,
-        worker("decode", make_engine(80), store=store, node_id="d", **kept) as decode,
+        worker("prefill", make_engine(48), store=store, node_id="p", **kept) as prefill,
+        worker("decode", make_engine(64), store=store, node_id="d", **kept) as decode,
         routed(prefill, decode) as router,
     ):
         await asyncio.gather(*(storm.client(router) for _ in range(LANES)))
