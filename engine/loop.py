@@ -157,6 +157,7 @@ class EngineLoop:
             self._engine.canary.give_way()
         if calls:
             self._engine.stepper.seat()
+            self._engine.stepper.report_blocks()  # no step may follow, which would
             self.load = self._engine.load()
             self._flush()
         waits = self._engine.has_work() and not self._may_step()

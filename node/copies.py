@@ -56,4 +56,3 @@ class Keeper:
 
     def _land(self, engine: Engine, key: TransferKey) -> None:
         engine.copies.land(key)
-        engine.stepper.report_blocks()

@@ -172,7 +172,6 @@ class Fetches:
     def _landed(self, engine: Engine, key: TransferKey, number: int | None) -> None:
         """Of a fetch that nobody awaits any more, too: its blocks are here now."""
         blocks = engine.copies.land(key)
-        engine.stepper.report_blocks()
         if number in self._open:
             fetching = self._open[number]
             self._base.metrics.fetches.seconds.inc(time.monotonic() - fetching.asked_at)

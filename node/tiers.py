@@ -206,7 +206,6 @@ class Tiers:
         metrics.blocks[name]["read"].inc(len(hashes))
         metrics.seconds[name].inc(seconds)
         engine.copies.land(grant)
-        engine.stepper.report_blocks()
         self._told(engine, grant, missing, "done", self._next)
 
     def _ended(self, engine: Engine, grant: Grant, missing: bytes, outcome: str) -> None:

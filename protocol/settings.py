@@ -14,6 +14,8 @@ from protocol.setting import setting
 
 CPU_POOL_GIB = 1.0
 """KV pool of a worker on a CPU when no size is given."""
+MOST_GIB = 2**20
+"""Of any memory: a PiB. What is infinite is no size."""
 DEMO = "smollm2"
 MODEL = f"Hugging Face directory, hub id, .gguf file, or '{DEMO}' (the demo model)"
 QUEUE_TIMEOUT = "seconds a request waits while no node can take it: 503 if there is none by then, 429 if all are full"
@@ -148,23 +150,28 @@ class WorkerSettings(CommonSettings):
     )
     block_size: int = setting(16, "tokens per KV block", least=1)
     kv_cache_gib: float = setting(
-        0.0, "size of the KV pool in GiB; 0: 1 GiB on a CPU, 80 % of free memory on a GPU", least=0
+        0.0, "size of the KV pool in GiB; 0: 1 GiB on a CPU, 80 % of free memory on a GPU", least=0, most=MOST_GIB
     )
     kv_blocks: int = setting(0, "number of KV blocks; overrides --kv-cache-gib when not 0", least=0)
-    kv_host_gib: float = setting(0.0, "GiB of host memory of a node for blocks that leave a pool on a GPU", least=0)
+    kv_host_gib: float = setting(
+        0.0, "GiB of host memory of a node for blocks that leave a pool on a GPU", least=0, most=MOST_GIB
+    )
     kv_disk_path: str = setting(
         "",
         "directory below which blocks are kept that leave the pool, also over restarts; empty: none. Who reads it, "
         "reads what clients sent",
     )
-    kv_disk_gib: float = setting(10.0, "GiB of such blocks that each node keeps at most", least=0.001)
+    kv_disk_gib: float = setting(10.0, "GiB of such blocks that each node keeps at most", least=0.001, most=MOST_GIB)
     kv_remote_url: str = setting(
         "",
         "where nodes keep blocks for all of them: s3://bucket/folder, gs://, az://, or file:///a/shared/directory; "
         "empty: nowhere. Who reads it, reads what clients sent",
     )
     kv_remote_gib: float = setting(
-        0.0, "GiB of one model's blocks that nodes leave there at most; 0: as many as the store has room for", least=0
+        0.0,
+        "GiB of one model's blocks that nodes leave there at most; 0: as many as the store has room for",
+        least=0,
+        most=MOST_GIB,
     )
     max_model_len: int = setting(0, "longest prompt plus output in tokens; 0: the model's own limit", least=0)
     max_num_seqs: int = setting(64, "requests generating at once", least=1)

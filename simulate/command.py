@@ -48,12 +48,12 @@ def simulate_command(
     if not LOADS[0] <= load <= LOADS[1]:
         raise ConfigError(f"load must be from {LOADS[0]:g} to {LOADS[1]:g}, not {load}", param="load")
     if plot:
-        _write(plot, "")
+        _write(plot, "", "a")
     results: dict[str, dict[str, list[Figures]]] = {}
 
     def play(name: str, asks: Sequence[Ask], losses: Sequence[Loss], models: tuple[str, ...]) -> None:
         shape = Shape(prefill, decode, machine, models, eviction)
-        for each in policy or POLICIES:
+        for each in dict.fromkeys(policy or POLICIES):
             pace = Pace(f"{name}, {each}", len(asks), say)
             found = simulated(each, shape, asks, goal, losses, pace)
             results.setdefault(name, {}).setdefault(each, []).append(found)
@@ -62,7 +62,7 @@ def simulate_command(
 
     if trace:
         play(trace.stem, _read(trace, machine, load, requests, say), (), ("m",))
-    for name in () if trace else workload or CASES:
+    for name in () if trace else dict.fromkeys(workload or CASES):
         for each in dict.fromkeys(seed):
             scale = load * (prefill + decode) / 16
             play(name, *case(name, Asked(requests, scale, each, machine.block_size)))
@@ -86,8 +86,9 @@ def _read(path: Path, machine: Machine, load: float, most: int, say: Say) -> lis
     return asks
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: str = "w") -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}", param="plot") from error

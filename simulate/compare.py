@@ -92,11 +92,13 @@ def check_fits(trace: Sequence[Ask], shape: Shape) -> None:
             )
 
 
-def check_span(trace: Sequence[Ask]) -> None:
-    """Leases are renewed all the time, whether anything is asked or not."""
+def check_span(trace: Sequence[Ask], param: str = "load") -> None:
+    """Leases are renewed all the time, whether anything is asked or not. Raises ConfigError, of what is named so."""
     last_s = max(ask.at for ask in trace)
     if last_s > MOST_S:
-        raise ConfigError(f"requests come over {last_s:.3g} s, and at most {MOST_S} s are simulated", param="load")
+        raise ConfigError(
+            f"{len(trace)} requests come over {last_s:.3g} s, and at most {MOST_S} s are simulated", param=param
+        )
 
 
 def losses_of(count: int, trace: Sequence[Ask], rate: float) -> list[Loss]:

@@ -18,6 +18,8 @@ from simulate.workloads import hashes_of
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 ID_TOKENS = 512
 MOST_TOKENS = 1 << 24
+MOST_MS = 10**15
+"""Of a time of day, until a float tells no milliseconds any more."""
 
 
 def read_trace(path: Path, block_size: int, *, speed: float = 1.0, most: int = 0) -> list[Ask]:
@@ -65,8 +67,8 @@ def _ask(number: int, row: Any, block_size: int, speed: float) -> Ask:
     for name, value, least in (("input_length", prompt, 1), ("output_length", output, 0)):
         if type(value) is not int or not least <= value <= MOST_TOKENS:
             raise ValueError(f"{name} must be from {least} to {MOST_TOKENS}, not {value!r}")
-    if type(at) not in (int, float) or not 0 <= at < float("inf"):
-        raise ValueError(f"timestamp must be milliseconds from 0 on, not {at!r}")
+    if type(at) not in (int, float) or not 0 <= at <= MOST_MS:
+        raise ValueError(f"timestamp must be milliseconds from 0 to {MOST_MS:g}, not {at!r}")
     if type(ids) is not list or any(type(each) is not int or not 0 <= each < 2**63 for each in ids):
         raise ValueError("hash_ids must be a list of integers from 0 on")
     most = -(-prompt // ID_TOKENS)

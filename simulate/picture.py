@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from statistics import median
@@ -78,8 +79,13 @@ def _compared(found: Mapping[str, Sequence[Figures]]) -> str:
     """Goodput over that of the best of the others, seed by seed: the median (least … most)."""
     others = zip(*(each for name, each in found.items() if name != OURS), strict=True)
     best = [max(each.goodput for each in seed) for seed in others]
-    ratios = [each.goodput / max(other, 1e-9) for each, other in zip(found[OURS], best, strict=True)]
+    ratios = [_ratio(each.goodput, other) for each, other in zip(found[OURS], best, strict=True)]
     return f"{median(ratios):.2f}" + (f" ({min(ratios):.2f} … {max(ratios):.2f})" if len(ratios) > 1 else "")
+
+
+def _ratio(goodput: float, other: float) -> float:
+    """1 where nobody met the goal."""
+    return goodput / other if other else math.inf if goodput else 1.0
 
 
 def plot(results: Results) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from protocol.errors import ConfigError
 from protocol.layout import blocks_for
 from simulate.ask import Ask
-from simulate.compare import MOST_S, OURS, simulated
+from simulate.compare import OURS, check_span, simulated
 from simulate.figures import Figures, Goal
 from simulate.fleet import Shape
 from simulate.machine import Machine
@@ -63,15 +63,16 @@ def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
     if by_blocks < 1:
         raise ConfigError("one request needs more KV blocks than a node has", param="blocks")
     streams = min(machine.max_num_seqs, by_blocks, by_step)
-    prefill = math.ceil(need.rate * compute_s / BUSY)
+    prefill = need.rate * compute_s / BUSY
     step_s = machine.decode_s(int(streams), streams * context)
-    decode = math.ceil(need.rate * need.output * step_s / streams)
+    decode = need.rate * need.output * step_s / streams
     if max(prefill, decode) > MOST_NODES:
         raise ConfigError(
-            f"that needs some {prefill} prefill and {decode} decode nodes; {MOST_NODES} of each are simulated at most",
+            f"that needs some {prefill:.3g} prefill and {decode:.3g} decode nodes; {MOST_NODES} of each are simulated "
+            "at most",
             param="rate",
         )
-    return max(1, prefill), max(1, decode)
+    return max(1, math.ceil(prefill)), max(1, math.ceil(decode))
 
 
 def trace_of(need: Need, requests: int, seed: int, block_size: int) -> list[Ask]:
@@ -102,12 +103,8 @@ def checks(
     """Tries from the guess on, each simulated; the last one is the least that was found enough. More nodes where it is
     not, of the role whose half of the goal is missed more often; then fewer, one role after the other, while it still
     is. say: is told how far each is. Raises ConfigError where no fleet is enough."""
-    if requests / need.rate > MOST_S:
-        raise ConfigError(
-            f"{requests} requests come over {requests / need.rate:.3g} s, and at most {MOST_S} s are simulated",
-            param="rate",
-        )
     trace = trace_of(need, requests, seed, machine.block_size)
+    check_span(trace, "rate")
     longest = max(blocks_for(ask.prompt_len + ask.output_len, machine.block_size) for ask in trace)
     if longest > machine.blocks:
         raise ConfigError(

@@ -128,8 +128,7 @@ class Known:
     def gone(self, group: Group) -> None:
         """It is not there, nor being written."""
         with self._lock:
-            self._met.pop(group.name, None)
-            self.changed((), [_row(group)])
+            self._leave(group)
 
     def deleted(self, names: Collection[str]) -> None:
         """These objects are not there any more."""
@@ -140,8 +139,10 @@ class Known:
 
     def missing(self, group: Group) -> None:
         """It is not there, unless it is being written."""
-        if (met := self._met.get(group.name)) is None or met.written_at is not None:
-            self.gone(group)
+        with self._lock:
+            met = self._met.get(group.name)
+            if met is None or met.written_at is not None:
+                self._leave(group)
 
     def rows(self) -> list[bytes]:
         """Of all groups that are there."""
@@ -166,6 +167,10 @@ class Known:
                         names.append(met.group.name)
             self.changed((), [alone(last) for name in names if (last := last_of(name))])
         return names
+
+    def _leave(self, group: Group) -> None:
+        self._met.pop(group.name, None)
+        self.changed((), [_row(group)])
 
     def _enter(self, met: Met) -> None:
         self._met[met.group.name] = met

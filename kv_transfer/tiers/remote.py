@@ -97,7 +97,7 @@ class RemoteTier:
         """Read a chain's blocks from its block `first` to its end, which is a group's, into these, which belong to the
         tier until `done` is called with None or with what went wrong. False: too much waits, and nothing is done."""
         groups = list(in_chain(self.folder, hashes, first))
-        assert sum(len(group.hashes) for group in groups) >= len(blocks), "a read ends within a group"
+        assert max(group.end for group in groups) == first + len(blocks), "a read ends within a group"
         if self.out or not self._reads.acquire(blocking=False):
             return False
         self._pace.asked(len(blocks))

@@ -159,7 +159,7 @@ class Store(Generic[G]):
         """For a group of so many bytes, behind that block; below: where there is no room for so many. Raises OSError
         where all that is left is what it stands behind, or cannot be removed."""
         self.tidy()
-        self._require_removed(wanted)
+        self._require_removed(wanted, below)
         room = min(self._size, self._size if below is None else below) - wanted
         try:
             with self.lock:
@@ -173,12 +173,13 @@ class Store(Generic[G]):
                     self.leave([oldest])
         finally:
             self.tidy()
-        self._require_removed(wanted)
+        self._require_removed(wanted, below)
 
-    def _require_removed(self, wanted: int) -> None:
-        """Raises OSError where what cannot be removed takes the room of so many bytes: nothing else leaves for it."""
+    def _require_removed(self, wanted: int, below: int | None) -> None:
+        """Raises OSError where what cannot be removed takes the room of so many bytes, or any where there is none:
+        nothing else leaves for it."""
         stuck = sum(group.size for group in self._stuck)
-        if stuck and self.catalog.used + stuck + wanted > self._size:
+        if stuck and (below is not None or self.catalog.used + stuck + wanted > self._size):
             raise OSError(errno.ENOSPC, "there is no room while what left cannot be removed")
 
     def _tell(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:

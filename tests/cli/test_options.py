@@ -97,6 +97,11 @@ def test_switches(text, expected):
         (WorkerSettings, ["--verify-checksums", "1.5"], "--verify-checksums"),
         (WorkerSettings, ["--verify-checksums", "nan"], "--verify-checksums"),
         (WorkerSettings, ["--kv-cache-gib", "-1"], "--kv-cache-gib"),
+        (WorkerSettings, ["--kv-cache-gib", "inf"], "--kv-cache-gib"),
+        (WorkerSettings, ["--kv-host-gib", "inf"], "--kv-host-gib"),
+        (WorkerSettings, ["--kv-disk-gib", "nan"], "--kv-disk-gib"),
+        (WorkerSettings, ["--kv-disk-gib", "inf"], "0.001<=x<=1048576"),
+        (ServeSettings, ["--kv-remote-gib", "inf"], "--kv-remote-gib"),
         (ServeSettings, ["--decode", "0"], "--decode"),
     ],
 )

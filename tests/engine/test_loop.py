@@ -15,9 +15,10 @@ from waiting import wait_for
 from engine import late, self_check, suspended
 from engine import loop as engine_loop
 from engine.engine import Engine
-from engine.events import Event, Failed, Generated
+from engine.events import BlocksChanged, Event, Failed, Generated
 from engine.loop import EngineLoop
 from engine.models.base import Halfway, Unwanted, Wanted
+from engine.ports import GRANT
 from engine.self_check import audit
 from kernels.plan import BatchPlan
 from kernels.step import always
@@ -311,3 +312,20 @@ def test_the_loop_is_busy_from_submission_to_the_last_news(running: tuple[Engine
         assert loop.busy
         wait_for(lambda: not loop.busy)
         assert len(outbox.tokens(name)) == 8
+
+
+def test_what_commands_alone_evict_is_told_of(running: tuple[Engine, EngineLoop, Outbox]) -> None:
+    """An index counted on it until the next step, of which an idle node has none."""
+    _, loop, outbox = running
+    loop.submit(lambda engine: engine.add(make_job("a", [1, 2, 3, 4, 5])))
+    outbox.wait_for(lambda events: any(isinstance(event, BlocksChanged) and event.stored for event in events))
+    wait_for(lambda: not loop.busy)
+
+    def others(engine: Engine) -> None:
+        engine.pool.release("others", GRANT, engine.pool.acquire("others", GRANT, [], engine.pool.available) or ())
+
+    loop.submit(others)
+    wait_for(lambda: not loop.busy)
+    told = [event for event in outbox.events if isinstance(event, BlocksChanged)]
+    gone = {each for event in told for each in event.removed}
+    assert gone == {each for event in told for each in event.stored}

@@ -74,6 +74,7 @@ def test_a_plan_is_the_least_that_was_found_enough() -> None:
         (Need(1, 100, 10), Goal(itl_s=0.001), "a stream alone takes"),
         (Need(1, 250_000, 10), Goal(1e3), "more KV blocks than a node has"),
         (Need(1e12, 100, 10), Goal(), "that needs some .* prefill .*; 4096 of each are simulated at most"),
+        (Need(1e308, 100, 1000), Goal(), "and inf decode nodes; 4096"),
     ],
 )
 def test_a_plan_says_what_cannot_be(need: Need, goal: Goal, told: str) -> None:
@@ -114,6 +115,34 @@ def test_several_seeds_are_told_by_their_medians() -> None:
     others = {"a": [replace(one, goodput=each) for each in (2.0, 3.0, 8.0)], "b": [replace(one, goodput=4.0)] * 3}
     row = goodputs({"chat": {"kvferry": seeds, **others}}).splitlines()[-1]
     assert row == "| chat | **6.00** | 3.00 | 4.00 | 1.25 (0.75 … 2.25) |"
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [((0.0, 0.0), "inf (inf … inf)"), ((0.0, 2.5), "inf (2.00 … inf)"), ((2.5, 5.0), "1.50 (1.00 … 2.00)")],
+)
+def test_beside_others_that_never_meet_the_goal_there_is_no_ratio(others: tuple[float, float], told: str) -> None:
+    one = Figures("kvferry", 10, (1.0, 2.0, 3.0), (0.1, 0.2, 0.3), 5.0, 0.5, 0.1, 1.0, 0, 10.0)
+    seeds = {"kvferry": [one, one], "a": [replace(one, goodput=each) for each in others]}
+    assert goodputs({"chat": seeds}).splitlines()[-1].endswith(f" | {told} |")
+    nobody = [replace(one, goodput=0.0)]
+    assert goodputs({"chat": {"kvferry": nobody, "a": nobody}}).splitlines()[-1].endswith(" | 1.00 |")
+
+
+def test_what_is_named_twice_is_simulated_once(tmp_path: Path) -> None:
+    words = ["--workload", "bursts", "--workload", "bursts", "--policy", "kvferry", "--policy", "kvferry"]
+    result = CliRunner().invoke(kvferry, ["simulate", "--requests", "60", *words, "--policy", "affinity"])
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert result.output.count("requests/s within the goal") == 2
+
+
+def test_a_plot_stays_until_there_is_another(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    plot.write_text("before")
+    words = ["simulate", "--workload", "bursts", "--requests", "60", "--kv-blocks", "1", "--plot", str(plot)]
+    result = CliRunner().invoke(kvferry, words)
+    assert isinstance(result.exception, ConfigError)
+    assert plot.read_text() == "before"
 
 
 def test_how_far_a_simulation_is() -> None:
@@ -179,9 +208,17 @@ def test_requests_over_more_than_a_week_are_refused() -> None:
         simulated("kvferry", Shape(1, 1, Machine(), models), trace, Goal())
 
 
-@pytest.mark.parametrize(("rate", "told"), [("0.0000001", "--rate: 100 requests come over"), ("1e12", "--rate: that")])
+@pytest.mark.parametrize(
+    ("rate", "told"),
+    [
+        ("0.0000001", "--rate: 100 requests come over"),
+        ("0.0002", "--rate: 100 requests come over"),
+        ("1e12", "--rate: that"),
+        ("1e308", "--rate: that"),
+    ],
+)
 def test_a_plan_of_what_cannot_be_simulated_ends_at_once(rate: str, told: str) -> None:
-    words = ["plan", "--rate", rate, "--prompt", "100", "--output", "10", "--requests", "100"]
+    words = ["plan", "--rate", rate, "--prompt", "100", "--output", "10", "--requests", "100", "--seed", "2"]
     result = CliRunner().invoke(kvferry, words)
     assert isinstance(result.exception, ConfigError)
     assert told in result.exception.message

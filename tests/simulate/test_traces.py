@@ -62,6 +62,8 @@ def test_mooncakes_rows_become_requests(tmp_path: Path) -> None:
         (row(input_length=-1), "input_length must be from 1"),
         (row(output_length="x"), "output_length"),
         (row(timestamp=float("nan")), "timestamp"),
+        (row(timestamp=10**400), "timestamp must be milliseconds from 0 to 1e.15"),
+        (row(timestamp=1e308), "timestamp"),
         (row(hash_ids=[1]), "hash_ids must be 2 or 3 for input_length 1100, one for each 512 tokens, not 1"),
         (row(hash_ids=[1, 2, 3, 4]), "not 4"),
         (row(hash_ids=[-1, 2, 3]), "hash_ids"),

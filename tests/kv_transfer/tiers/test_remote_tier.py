@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -383,6 +384,34 @@ def test_what_is_told_last_is_how_it_is() -> None:
     known.written(group)
     dropping.join(10)
     assert (told, known.rows()) == (["here", "gone"], [])
+
+
+def test_what_begins_to_be_written_as_it_is_missed_stays_known() -> None:
+    """Else nobody deletes it that is said to be wrong while it is written."""
+    known = groups.Known()
+    (group,) = in_chain("folder", named(GROUP))
+    beginning = threading.Thread(target=lambda: known.begin(group))
+
+    class Slow(OrderedDict[str, Any]):
+        def get(self, name: str, *default: Any) -> Any:
+            met = super().get(name, *default)
+            if beginning.ident is None:
+                beginning.start()
+                beginning.join(0.2)  # it is behind this
+            return met
+
+    known._met = Slow()
+    known.missing(group)
+    beginning.join(10)
+    known.drop(named(1))
+    assert not known.written(group)
+
+
+def test_a_read_ends_where_a_group_ends(make: Any) -> None:
+    """Blocks that nothing brings would be taken for read."""
+    node = make()
+    with pytest.raises(AssertionError, match="ends within a group"):
+        node.read(named(2 * GROUP + 2), GROUP - 2)
 
 
 def test_what_could_not_be_written_is_not_told_to_be_missing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

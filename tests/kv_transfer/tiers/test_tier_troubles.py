@@ -147,6 +147,25 @@ def test_where_the_disk_is_full_before_its_time_the_oldest_makes_room(
     assert dropped == named(1, 2)
 
 
+def test_a_full_disk_from_which_nothing_can_be_removed_keeps_what_it_has(
+    make: Any, dropped: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File systems that copy what they change may be too full to remove: each write took blocks out for nothing."""
+    tier = make()
+    for number in (1, 3, 5):
+        write(tier, number, number + 1)
+
+    def full(*how: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", full)
+        patched.setattr(files, "write", full)
+        assert [write(tier, number) for number in (7, 8, 9)] == [0, 0, 0]
+        assert dropped == named(1, 2)
+    assert (write(tier, 7), read(tier, 5, 6)) == (1, None)
+
+
 def test_what_cannot_be_removed_takes_its_room_until_it_is(
     make: Any, dropped: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
