@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from pathlib import Path
 
 import httpx
@@ -18,7 +16,7 @@ from protocol.lease import Rates
 from protocol.messages import PrefillRequest
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings
-from router.api.following import Choice, ChoicePiece
+from router.api.following import Choice, Following
 from router.api.generation import Generation
 from router.tenants.keys import entry
 
@@ -113,13 +111,18 @@ async def test_a_request_of_many_sequences_has_no_more_at_the_nodes_than_its_ten
     """They would take every seat, and newcomers have to wait for one."""
     follow, there = Generation._follow, [0, 0]
 
-    async def counted(generation: Generation, choice: Choice) -> AsyncIterator[ChoicePiece]:
+    def counted(generation: Generation, choice: Choice) -> Following:
         there[0] += 1
         there[1] = max(there)
-        async with aclosing(follow(generation, choice)) as pieces:
-            async for found in pieces:
-                yield found
-        there[0] -= 1
+        pieces = follow(generation, choice)
+        left = pieces.aclose
+
+        async def aclose() -> None:
+            there[0] -= 1
+            await left()
+
+        monkeypatch.setattr(pieces, "aclose", aclose)
+        return pieces
 
     monkeypatch.setattr(Generation, "_follow", counted)
     keys = tmp_path / "keys.toml"
