@@ -344,6 +344,7 @@ def test_books_balance_under_any_interleaving(ops: list[tuple[str, int]], blocks
         for event in engine.events:
             if isinstance(event, Reserved):
                 granted.add(str(event.owner))
+                engine.runner.kv[list(event.block_ids)] = -1
             elif isinstance(event, ReservationFailed) and event.granted and event.owner in granted:
                 granted.discard(str(event.owner))
                 if n % 2:
