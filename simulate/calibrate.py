@@ -10,6 +10,7 @@ from cluster_state.redis_store import RedisStore
 from placement.terms import STREAM_SHARE
 from protocol.errors import ConfigError
 from protocol.lease import NodeLease, Rates
+from simulate.known import check_known
 from simulate.machine import Machine
 
 
@@ -33,8 +34,8 @@ def of_model(leases: Sequence[NodeLease], model: str) -> list[NodeLease]:
         raise ConfigError(
             f"the nodes there serve several models, of which one must be named: {', '.join(names)}", param="model"
         )
-    if model and model not in names:
-        raise ConfigError(f"model must be one of {', '.join(names)}, not {model!r}", param="model")
+    if model:
+        check_known("model", model, names)
     return [lease for lease in leases if lease.model == (model or names[0])]
 
 

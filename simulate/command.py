@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from protocol.errors import ConfigError
@@ -11,6 +11,7 @@ from simulate.ask import Ask
 from simulate.compare import CASES, POLICIES, case, simulated
 from simulate.figures import Figures, Goal
 from simulate.fleet import Shape
+from simulate.known import check_known
 from simulate.machine import Machine
 from simulate.mooncake import read_trace
 from simulate.pace import Pace
@@ -43,8 +44,10 @@ def simulate_command(
     goal = Goal(ttft, ttft_ktoken, itl)
     if trace and workload:
         raise ConfigError("give either a trace or workloads, not both", param="trace")
-    _check("workload", workload, CASES)
-    _check("policy", policy, POLICIES)
+    for each in workload:
+        check_known("workload", each, CASES)
+    for each in policy:
+        check_known("policy", each, POLICIES)
     if not LOADS[0] <= load <= LOADS[1]:
         raise ConfigError(f"load must be from {LOADS[0]:g} to {LOADS[1]:g}, not {load}", param="load")
     if plot:
@@ -63,19 +66,13 @@ def simulate_command(
     if trace:
         play(trace.stem, _read(trace, machine, load, requests, say), (), ("m",))
     for name in () if trace else dict.fromkeys(workload or CASES):
-        for each in dict.fromkeys(seed):
+        for one in dict.fromkeys(seed):
             scale = load * (prefill + decode) / 16
-            play(name, *case(name, Asked(requests, scale, each, machine.block_size)))
+            play(name, *case(name, Asked(requests, scale, one, machine.block_size)))
     say("\n" + picture.table(results) + "\n" + picture.goodputs(results))
     if plot:
         _write(plot, picture.plot(results))
     return 0
-
-
-def _check(option: str, names: Sequence[str], known: Collection[str]) -> None:
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"{option} must be one of {', '.join(known)}, not {name!r}", param=option)
 
 
 def _read(path: Path, machine: Machine, load: float, most: int, say: Say) -> list[Ask]:

@@ -14,6 +14,7 @@ from protocol.layout import blocks_for
 from simulate.ask import Ask
 from simulate.figures import Figures, Goal, figures
 from simulate.fleet import Shape
+from simulate.known import check_known
 from simulate.others import OTHERS
 from simulate.ours import Ours
 from simulate.pace import Pace
@@ -55,8 +56,7 @@ def simulated(
 ) -> Figures:
     """One policy on one trace. Raises ConfigError where there is no such policy, a request that fits into no pool, or
     requests that come over too long a time."""
-    if name not in POLICIES:
-        raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {name!r}", param="policy")
+    check_known("policy", name, POLICIES)
     check_fits(trace, shape)
     check_span(trace)
     world = World(shape, POLICIES[name](), trace, losses, pace)
@@ -110,8 +110,7 @@ def losses_of(count: int, trace: Sequence[Ask], rate: float) -> list[Loss]:
 
 def case(name: str, asked: Asked) -> tuple[list[Ask], list[Loss], tuple[str, ...]]:
     """A case's trace, losses and models; `asked` has its rate as a multiple of the usual one. Raises ConfigError."""
-    if name not in CASES:
-        raise ConfigError(f"workload must be one of {', '.join(CASES)}, not {name!r}", param="workload")
+    check_known("workload", name, CASES)
     which = CASES[name]
     given = replace(asked, rate=which.rate * asked.rate)
     trace = WORKLOADS[which.workload](given)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from engine.idle import Idle
-from protocol.errors import ConfigError
+from simulate.known import check_known
 
 if TYPE_CHECKING:
     from engine.block_pool import BlockPool
@@ -30,8 +30,7 @@ MOST_LOOKS = 64
 
 def order_of(name: str, pool: BlockPool) -> Idle:
     """Raises ConfigError."""
-    if name not in EVICTIONS:
-        raise ConfigError(f"eviction must be one of {', '.join(EVICTIONS)}, not {name!r}", param="eviction")
+    check_known("eviction", name, EVICTIONS)
     if name == "slru":
         return pool.idle
     if name == "lru":

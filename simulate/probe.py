@@ -15,6 +15,7 @@ from typing import NamedTuple
 import httpx
 
 from protocol.errors import ConfigError
+from simulate.known import check_known
 from simulate.machine import Machine
 
 LENGTHS = (64, 320, 768)
@@ -85,8 +86,8 @@ async def _door(url: str, client: httpx.AsyncClient, name: str) -> Door:
     if answer.status_code != 200:
         raise ConfigError(f"{url} answered with status {answer.status_code}, not with its models", param="probe")
     models = answer.json()["data"]
-    if name and name not in (known := [model["id"] for model in models]):
-        raise ConfigError(f"model must be one of {', '.join(known)}, not {name!r}", param="model")
+    if name:
+        check_known("model", name, [model["id"] for model in models])
     model = next(model for model in models if model["id"] == name) if name else models[0]
     return Door(url, model["id"], int(model.get("max_model_len") or 4096), client)
 

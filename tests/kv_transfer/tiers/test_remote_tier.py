@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from object_store import s3
+from told import Overtaken
 from waiting import wait_for
 
 from kv_transfer.tiers import groups, remote, sweep
@@ -369,21 +370,13 @@ def test_what_is_missed_or_deleted_is_told(make: Any, monkeypatch: pytest.Monkey
 
 def test_what_is_told_last_is_how_it_is() -> None:
     """Else a row would tell of a group, for as long as it lives, that was said to be wrong as it was told of."""
-    known, told = groups.Known(), list[str]()
+    known = groups.Known()
     (group,) = in_chain("folder", named(GROUP))
-    dropping = threading.Thread(target=lambda: known.drop(named(1)))
-
-    def changed(stored: Any, removed: Any) -> None:
-        if stored:
-            dropping.start()
-            dropping.join(0.5)  # it is behind this
-        told.append("here" if stored else "gone")
-
-    known.changed = changed
+    hearing = Overtaken(lambda: known.drop(named(1)))
+    known.changed = hearing.changed
     known.begin(group)
     known.written(group)
-    dropping.join(10)
-    assert (told, known.rows()) == (["here", "gone"], [])
+    assert (hearing.ended(), known.rows()) == (["here", "gone"], [])
 
 
 def test_what_begins_to_be_written_as_it_is_missed_stays_known() -> None:

@@ -7,11 +7,13 @@ import fcntl
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_disk_tier import SIZE, close, dropped, file_size, holding, make, named, read, write
+from told import Overtaken
 from waiting import wait_for
 
 from kv_transfer.tiers import files, places
@@ -24,6 +26,15 @@ __all__ = ["dropped", "make"]
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "LONGEST", 2)
+
+
+def failing(number: int) -> Callable[..., None]:
+    """A call to the system that ends with this error."""
+
+    def call(*how: Any, **more: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return call
 
 
 def test_of_a_chain_the_end_leaves_before_the_beginning(make: Any, dropped: list[bytes]) -> None:
@@ -105,19 +116,11 @@ def test_what_is_said_to_be_wrong_while_it_is_written_is_not_kept(make: Any, mon
 
 def test_what_is_told_last_is_how_it_is(make: Any) -> None:
     """Else an index would have a row, for as long as it lives, of what was said to be wrong as it was told of."""
-    tier, told = make(), list[str]()
-    dropping = threading.Thread(target=lambda: tier.drop(named(1)))
-
-    def changed(stored: Any, removed: Any) -> None:
-        if stored:
-            dropping.start()
-            dropping.join(0.5)  # it is behind this
-        told.append("here" if stored else "gone")
-
-    tier.changed = changed
+    tier = make()
+    hearing = Overtaken(lambda: tier.drop(named(1)))
+    tier.changed = hearing.changed
     write(tier, 1)
-    dropping.join(10)
-    assert (told, tier.hashes()) == (["here", "gone"], [])
+    assert (hearing.ended(), tier.hashes()) == (["here", "gone"], [])
 
 
 def test_a_file_that_replaces_another_of_its_name_is_told_of(make: Any, dropped: list[bytes]) -> None:
@@ -155,9 +158,7 @@ def test_a_full_disk_from_which_nothing_can_be_removed_keeps_what_it_has(
     for number in (1, 3, 5):
         write(tier, number, number + 1)
 
-    def full(*how: Any, **more: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = failing(errno.ENOSPC)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "unlink", full)
         patched.setattr(files, "write", full)
@@ -174,11 +175,8 @@ def test_what_cannot_be_removed_takes_its_room_until_it_is(
     for number in (1, 3, 5):
         write(tier, number, number + 1)
 
-    def refused(*how: Any, **more: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", refused)
+        patched.setattr(Path, "unlink", failing(errno.EIO))
         tier.drop(named(3))
         assert write(tier, 7, 8) == 0, "there is room for three"
     assert (write(tier, 9, 10), write(tier, 11, 12)) == (2, 2)

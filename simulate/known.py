@@ -1,0 +1,13 @@
+"""Names that are chosen from those that there are: of policies, workloads, models."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from protocol.errors import ConfigError
+
+
+def check_known(param: str, name: str, known: Collection[str]) -> None:
+    """Raises ConfigError, of the setting that is called so."""
+    if name not in known:
+        raise ConfigError(f"{param} must be one of {', '.join(known)}, not {name!r}", param=param)
