@@ -12,8 +12,9 @@
 # make chaos     real processes under load and a seeded plan of faults: make chaos MINUTES=20 SEED=1 NETWORK=1 (cuts; root)
 # make soak      hours of load with few faults, watching memory, descriptors, threads and books: make soak HOURS=8
 # make redis-faults  what befalls Redis, and how soon requests go to the nodes that hold their prefixes again
-# make lint      format, style and types only
-# make docs      renew what is generated: the README's tables from the code, the dashboard from its description, the chart's copies
+# make lint      format, style, types and the documents' links
+# make docs      renew what is generated: the reference's tables from the code, the dashboards, the chart's copies
+# make site      build the documentation into site/, with MkDocs from PyPI in an environment of its own
 # make bench     measure kvferry and every installed peer, interleaved: make bench ARGS="--vllm-python /venv/bin/python"
 # make bench-accuracy  perplexity and greedy agreement of each weight format against transformers in float32
 # make bench-router  measure the router alone, in front of mock nodes: CPU per request and per token
@@ -76,7 +77,7 @@ CHAOS   := PYTHONPATH=tests $(BIN)/python -m chaos --seed $(SEED) $(if $(NETWORK
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-clients test-schemas test-simulated fuzz fuzz-api test-avx512 test-arm test-asan test-tsan simulate-protocol chaos soak \
-  redis-faults lint docs bench bench-accuracy bench-grammars \
+  redis-faults lint docs site bench bench-accuracy bench-grammars \
   bench-router bench-cpu bench-ships bench-landing bench-fetching bench-tiers bench-speculation bench-buddies bench-simulated bench-embed \
   bench-gpu wheelhouse images lock test-deploy test-images clean FORCE
 .DELETE_ON_ERROR:
@@ -162,11 +163,17 @@ lint: $(VENV)/test.done
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m docs.links
 
 docs: $(VENV)/test.done
-	$(BIN)/python -m docs.tables README.md
+	$(BIN)/python -m docs.tables
 	$(BIN)/python -m docs.dashboard
 	$(BIN)/python -m docs.chart
+
+# Without the package itself: the pages are Markdown, and what is generated of them is committed.
+site: $(VENV)/python.done
+	@test -x $(VENV)/site/bin/mkdocs || { $(PYTHON) -m venv $(VENV)/site && $(VENV)/site/bin/pip install --quiet 'mkdocs-material>=9,<10' 'mkdocs>=1.6,<2'; }
+	$(VENV)/site/bin/mkdocs build --strict
 
 bench: $(VENV)/bench.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.serving $(ARGS)

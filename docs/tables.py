@@ -1,4 +1,4 @@
-"""The README's tables of settings and metrics, made from the code: `python -m docs.tables README.md` renews them.
+"""Renews the reference pages' tables from the code: `python -m docs.tables`.
 
 A table stands between the lines `<!-- table NAME -->` and `<!-- end -->`.
 """
@@ -7,43 +7,44 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from cli.options import flag
+from docs.api_tables import endpoints_table, errors_table, wire_table
+from docs.markdown import markdown_table
 from protocol.common_settings import CommonSettings
 from protocol.metrics import RouterMetrics
 from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 from protocol.worker_metrics import WorkerMetrics
 
+REFERENCE = Path(__file__).resolve().parent / "reference"
 _BLOCK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def settings_table(cls: type[CommonSettings], *but: type[CommonSettings]) -> str:
-    """A row per field of `cls`, without hidden ones, the role, and those that a class in `but` has just so."""
+    """Returns a row for each field of `cls`, except hidden ones, the role, and those that a class in `but` shares."""
     known = {(field.name, field.default) for other in but for field in dataclasses.fields(other)}
     rows = [
         (f"`{flag(field.name)}`", _default(field.default), _help(field))
         for field in dataclasses.fields(cls)
         if not field.metadata["hidden"] and field.name != "role" and (field.name, field.default) not in known
     ]
-    return _table(("flag", "default", "meaning"), rows)
+    return markdown_table(("flag", "default", "meaning"), rows)
 
 
 def metrics_table(registry: CollectorRegistry) -> str:
-    """A row per metric as Prometheus names it."""
+    """Returns a row for each metric, under the name that Prometheus sees."""
     rows = []
     for metric in registry.collect():
         name = metric.name + ("_total" if metric.type == "counter" else "")
         rows.append((f"`{name}`", metric.type, metric.documentation))
-    return _table(("metric", "type", "meaning"), rows)
+    return markdown_table(("metric", "type", "meaning"), rows)
 
 
 def tables() -> dict[str, str]:
-    """All tables by name."""
+    """Returns all tables by name."""
     return {
         "common": settings_table(CommonSettings),
         "router": settings_table(RouterSettings, CommonSettings),
@@ -51,11 +52,14 @@ def tables() -> dict[str, str]:
         "serve": settings_table(ServeSettings, CommonSettings, RouterSettings, WorkerSettings),
         "router_metrics": metrics_table(RouterMetrics().registry),
         "worker_metrics": metrics_table(WorkerMetrics("decode").registry),
+        "endpoints": endpoints_table(),
+        "errors": errors_table(),
+        "wire": wire_table(),
     }
 
 
 def renew(text: str) -> str:
-    """The text with every table made anew. Raises KeyError for a name that is none."""
+    """Returns the text with every table made anew. Raises KeyError for an unknown table."""
     made = tables()
     return _BLOCK.sub(lambda found: f"{found[1]}{made[found[2]]}{found[3]}", text)
 
@@ -73,11 +77,6 @@ def _default(value: object) -> str:
     return f"`{value}`" if value != "" else ""
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
-
-
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        Path(name).write_text(renew(Path(name).read_text()))
+    for page in sorted(REFERENCE.glob("*.md")):
+        page.write_text(renew(page.read_text()))

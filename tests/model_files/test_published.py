@@ -1,4 +1,4 @@
-"""The README's table of models: published shapes, and what the function that the doctor uses makes of them."""
+"""The table of models in docs/reference/models.md: published shapes, and what the function that the doctor uses makes of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from model_files.needs import config_needs
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text()
 FOUR_BITS = 4.5 / 8
 """Bytes a weight of Q4_0: 32 codes of 4 bits and a scale."""
 READ = 50e9
@@ -68,5 +68,5 @@ def test_the_count_of_weights_is_the_published_one(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_readme_s_row_is_what_the_function_says(name):
-    assert row(name) in README.splitlines(), row(name)
+def test_the_page_s_row_is_what_the_function_says(name):
+    assert row(name) in PAGE.splitlines(), row(name)
