@@ -1,4 +1,4 @@
-"""The table of models in docs/reference/models.md: published shapes, and what the function that the doctor uses makes of them."""
+"""The table of models in docs/reference/models.md: published shapes, and what the doctor's function makes of them."""
 
 from __future__ import annotations
 
