@@ -11,7 +11,8 @@ import torch
 
 from engine.models.base import Model, ModelInfo
 from kernels.capabilities import Capabilities
-from node.assembly import Assembled, choose_device, describe, longest_sequence, step_limits
+from node.assembled import Assembled, describe
+from node.assembly import choose_device, longest_sequence, step_limits
 from node.kv_format import kv_format
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
