@@ -53,9 +53,10 @@ def test_kernels_and_steps_need_nothing_but_torch_and_transformers(tmp_path: Pat
     lines = done.stdout.splitlines()
     last = lines[len(lines) - lines[::-1].index("| phase | what | measured | of the limit | against |") - 1 :]
     named = [line.split("|")[2].strip() for line in last[2:]]
-    assert named[:3] == [f"decode 2 x 1 at 63{cache}" for cache in CACHES]
+    begins = named.index("decode 2 x 1 at 63")
+    assert named[begins : begins + 3] == [f"decode 2 x 1 at 63{cache}" for cache in CACHES]
     assert {"prefill 1 x 32 at 16", "latent decode 2 x 1 at 63, fp8", "decode step, batch 4 at 64, greedy"} < set(named)
-    assert named[-1] == "prefill of 128, weights in int8"
+    assert named[begins - 1] == "prefill of 128, weights in int8"
 
 
 @pytest.mark.slow
