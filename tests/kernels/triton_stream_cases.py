@@ -1,6 +1,6 @@
 """Streams of a whole model through the engine's runner: by the reference, by eager kernels, by captured steps, and by
-steps that are launched ahead of their tokens. Collected by test_triton_steps.py; on a GPU the kernels run for real, with
-the vocabulary and lengths of a large model."""
+steps that are launched ahead of their tokens. Collected by test_triton_steps.py; on a GPU the kernels run for real,
+with the vocabulary and lengths of a large model."""
 
 from __future__ import annotations
 
