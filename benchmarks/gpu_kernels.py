@@ -6,8 +6,9 @@ Each line is one operation at one size. Every form of it (ours, then PyTorch's: 
 operations of `kernels/reference.py`, a product in 16 bits) is captured into a CUDA graph over up to 32 layers, as many
 as exceed the device's L2 cache, so no time of the host counts and only the smallest sizes read from cache; the graphs
 then run in turn, `--runs` times, and the median is printed. GB/s counts each byte an operation must move once; the
-share is of a device-to-device copy measured in the same rounds. Outputs are compared before anything is timed. --tiny:
-small sizes on a CPU, of the reference's operations and without graphs, to try the benchmark itself.
+share is of a device-to-device copy measured in the same rounds. Outputs are compared before anything is timed: a wrong
+one is a row that says so, and the others go on. --tiny: small sizes on a CPU, of the reference's operations and without
+graphs, to try the benchmark itself.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -156,24 +158,31 @@ def rope(ops: Ops, plain: Ops, shape: Shape, tokens: int) -> Subject:
     return Subject(f"rope_and_cache {tokens} x {sum(heads)} heads", form(ops), form(plain), layers, moved)
 
 
-def subjects(ops: Ops, shape: Shape, sizes: Sizes) -> Iterator[Subject]:
-    """Built one at a time: each may hold gigabytes."""
+def subjects(ops: Ops, shape: Shape, sizes: Sizes) -> Iterator[tuple[str, Callable[[], Iterable[Subject]]]]:
+    """Names of subjects, and what builds them: one at a time, as each may hold gigabytes."""
     for seqs, length in sizes.decodes:
-        for cache in CACHES:
-            yield attention(ops, shape, seqs, 1, length - 1, cache)
+        for cache, name in CACHES.items():
+            made = partial(attention, ops, shape, seqs, 1, length - 1, cache)
+            yield f"decode {seqs} x {length}{name}", partial(_one, made)
     for seqs, query_len, computed_len in sizes.chunks:
-        for cache in CACHES:
-            yield attention(ops, shape, seqs, query_len, computed_len, cache)
+        for cache, name in CACHES.items():
+            made = partial(attention, ops, shape, seqs, query_len, computed_len, cache)
+            yield f"prefill {seqs} x {query_len} at {computed_len}{name}", partial(_one, made)
     for seqs, length in sizes.decodes:
         for cache in (None, FP8):
-            yield latent_attention(ops, shape, seqs, 1, length - 1, cache)
+            made = partial(latent_attention, ops, shape, seqs, 1, length - 1, cache)
+            yield f"latent decode {seqs} x {length}{CACHES[cache]}", partial(_one, made)
     for chunk in sizes.chunks:
-        yield latent_attention(ops, shape, *chunk)
+        yield f"latent prefill {chunk}", partial(_one, partial(latent_attention, ops, shape, *chunk))
     for form in FORMS:
         for rows in sizes.rows:
-            yield product(ops, shape, form, rows)
+            yield f"product {rows}, {form}", partial(_one, partial(product, ops, shape, form, rows))
     for tokens in sizes.tokens:
-        yield from pointwise(ops, shape, tokens)
+        yield f"pointwise {tokens}", partial(pointwise, ops, shape, tokens)
+
+
+def _one(made: Callable[[], Subject]) -> Iterator[Subject]:
+    yield made()
 
 
 def check(subject: Subject) -> None:
@@ -261,8 +270,22 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{'':34}{'us/layer':>10}{'PyTorch us':>12}{'ratio':>8}", end="")
     print(f"{'GB/s':>10}{'of copy':>9}{'TFLOP/s':>8}{'copy GB/s':>10}")
     with torch.inference_mode():
-        for subject in subjects(ops, Shape(*shape, device), sizes):
-            print(measure(subject, source, target, chosen.runs, rows), flush=True)
+        for name, build in subjects(ops, Shape(*shape, device), sizes):
+            try:
+                for subject in build():
+                    print(measure(subject, source, target, chosen.runs, rows), flush=True)
+            except Exception as error:
+                rows.wrong(name, error)
+                print(f"{name:34} wrong: {error}", flush=True)
+                _expect_sound(device)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _expect_sound(device: torch.device) -> None:
+    """Raises the device's error where it ended the process's use of the device: no figure behind it would be true."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Tokens drawn by the Triton kernel against those of the reference, over the interpreter. Collected by
-test_triton_steps.py."""
+"""Tokens drawn by the Triton kernel equal those of the reference. Collected by test_triton_steps.py; on a GPU the
+kernel runs for real."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from interpreted import DEVICE
 
 from kernels.draw import NO_TOKEN, NoiseKeys, draw
 from kernels.triton import TritonOps
@@ -33,7 +34,7 @@ def logits_of(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
 
 def compare(logits: torch.Tensor, params: list[SamplingParams], masks: list[np.ndarray | None] | None = None) -> None:
     keys = NoiseKeys(tuple(range(7, 7 + len(params))), tuple(range(100, 100 + 3 * len(params), 3)))
-    got = OPS.draw(logits.clone(), params, keys, masks or ())
+    got = OPS.draw(logits.to(DEVICE, copy=True), params, keys, masks or ())
     assert got.tolist() == draw(logits.clone(), params, keys, masks or ()).tolist()
 
 
@@ -67,12 +68,15 @@ def test_what_is_no_number_draws_nothing() -> None:
     masks = [None, None, None, allowed, None]
     compare(logits, params, masks)
     keys = NoiseKeys((1,) * 5, (1,) * 5)
-    assert OPS.draw(logits.clone(), params, keys, masks).tolist()[:3] == [NO_TOKEN] * 3
-    assert OPS.draw(logits.clone(), [SamplingParams(temperature=0.0)] * 5, keys, masks).tolist()[3] != NO_TOKEN
+    assert OPS.draw(logits.to(DEVICE, copy=True), params, keys, masks).tolist()[:3] == [NO_TOKEN] * 3
+    assert (
+        OPS.draw(logits.to(DEVICE, copy=True), [SamplingParams(temperature=0.0)] * 5, keys, masks).tolist()[3]
+        != NO_TOKEN
+    )
 
 
 def test_no_rows() -> None:
-    assert OPS.draw(torch.empty(0, VOCAB), [], NoiseKeys((), ())).tolist() == []
+    assert OPS.draw(torch.empty(0, VOCAB, device=DEVICE), [], NoiseKeys((), ())).tolist() == []
 
 
 def test_rare_tokens_are_drawn_where_the_reference_draws_them() -> None:
