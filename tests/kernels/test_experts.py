@@ -74,7 +74,7 @@ def test_grouped_products_equal_those_one_by_one(count: int, biased: bool) -> No
     wanted = mixture(plain, x, ops.gate_mul)
     with NothingRead():
         got = mixture(replace(plain, grouped=grouped), x, ops.gate_mul)
-    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+    assert (got - wanted).norm() < 0.01 * wanted.norm()
     one_by_one = mixture(replace(plain, each=grouped.each), x, ops.gate_mul)
     assert torch.equal(one_by_one, wanted)
     assert grouped.each[3].down.weight.untyped_storage().data_ptr() == grouped.down.weight.data_ptr(), "held once"
