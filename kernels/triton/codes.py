@@ -6,6 +6,9 @@ import triton.language as tl
 
 from kernels.triton.eight_bits import half
 
+E4M3 = "E4M3"
+"""The kind of codes in e4m3 that the device converts; FP8 are those whose bits are taken apart."""
+
 
 @triton.jit
 def float8(bits):
@@ -15,29 +18,36 @@ def float8(bits):
 
 @triton.jit
 def float4(bits):
-    """float32 of uint8 below 16 in e2m1, doubled."""
-    low = bits & 7
-    size = tl.where(low == 0, 0, (2 | low & 1) << (low >> 1) >> 1).to(tl.float32)
-    return tl.where(bits < 8, size, -size)
+    """float16 of uint8 below 16 in e2m1, doubled: exponent and fraction where float16 has its own, whose exponents have
+    an offset of 15 and not of 1."""
+    wide = bits.to(tl.uint16)
+    small = (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True)
+    return small * 32768.0
+
+
+@triton.jit
+def whole(bits, LESS: tl.constexpr):
+    """float16 of uint8 less a constant, without a conversion: above 1024 the lowest bit of float16 is a unit."""
+    return (bits.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + LESS)
 
 
 @triton.jit
 def number(code, shift, x, KIND: tl.constexpr, OFFSETS: tl.constexpr, MINIMA: tl.constexpr):
     """Codes [OUTS, ..] in the number format of x. shift: float32 [OUTS], what is added to the codes of each output."""
-    if KIND == "FP8":
+    if KIND == "E4M3":
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif KIND == "FP8":
         value = float8(code)
     elif KIND == "FP4":
         value = float4(code)
     elif KIND == "W8A16":
         value = code.to(tl.int8, bitcast=True).to(tl.float32)
+    elif OFFSETS or MINIMA:
+        value = whole(code, 0)
     else:
-        value = code.to(tl.float32)
+        value = whole(code, 8 if KIND == "W4A16" else 32)
     if OFFSETS:
-        value += shift[:, None]
-    elif KIND == "W4A16" and not MINIMA:
-        value -= 8.0
-    elif KIND == "W6A16" and not MINIMA:
-        value -= 32.0
+        value = value.to(tl.float32) + shift[:, None]
     return value.to(x.dtype)
 
 

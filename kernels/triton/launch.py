@@ -75,14 +75,12 @@ def prefill_tile(rows: int, head_dim: int, element_bytes: int) -> Tile:
     return Tile(size, 64 if dim <= 128 else 32, dim, warps=8 if size == 128 else 4, stages=stages)
 
 
-def product_tile(rows: int, inputs: int, element_bytes: int, *, ordered: bool) -> Tile:
+def product_tile(rows: int, inputs: int, element_bytes: int) -> Tile:
     """Tile of a program of a product with codes: rows by outputs (`keys`), with so many inputs at a step of its loop.
-    ordered: of the heights whose sums are of one order."""
+    The order of sums is the same in both heights."""
     if element_bytes == 4:
         return Tile(16, 32, inputs, warps=4, stages=2)
-    if ordered:
-        return Tile(16 if rows <= 16 else 32, 64, inputs, warps=4, stages=4)
-    return Tile(128, 128, inputs, warps=8, stages=3)
+    return Tile(16 if rows <= 16 else 32, 64, inputs, warps=4, stages=4)
 
 
 def _float32_tile(rows: int, dim: int) -> Tile:

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
-"""Products with weights in codes, which become numbers in registers alone.
+"""Products of few rows with weights in codes, which become numbers in registers alone.
 
 Codes are multiplied as they are, for all of them are exact in 16 bits, and a group's sums by its scale: what comes out
 is the product with the weights in float32, but for the order of its sums. That order is one of tiles along the inputs,
-and the same for every batch of up to `ORDERED` rows, so that a row has the same bits in each of them.
+and the same for every batch of up to `ORDERED` rows, so that a row has the same bits in each of them. Products of more
+rows are those of `unpacking`.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,11 @@ import triton.language as tl
 
 from kernels.form import CodedForm
 from kernels.graphs import LADDER
-from kernels.packing import SPANS, STORED
-from kernels.triton.codes import level, number
+from kernels.packing import FP8, SPANS, STORED
+from kernels.triton.codes import E4M3, level, number
 from kernels.triton.launch import kv_splits, power_of_two, product_tile
+from kernels.triton.target import hardware_e4m3
+from kernels.triton.unpacking import product_of_unpacked
 
 ORDERED = LADDER[-1]
 """Rows of the largest batch that is summed in one order with all smaller ones."""
@@ -187,10 +190,13 @@ def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: to
     (rows, columns), outputs = x.shape, len(form.codes)
     if not rows:
         return
-    ordered = rows <= ORDERED
-    tile = product_tile(rows, form.tile, x.element_size(), ordered=ordered)
+    kind = E4M3 if form.kind == FP8 and hardware_e4m3(x.device) else form.kind
+    if rows > ORDERED:
+        product_of_unpacked(x, form, kind, bias, out)
+        return
+    tile = product_tile(rows, form.tile, x.element_size())
     tiles, wide = triton.cdiv(columns, form.tile), triton.cdiv(outputs, tile.keys)
-    splits = kv_splits(wide, tiles, processors) if ordered else 1
+    splits = kv_splits(wide, tiles, processors)
     parts = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device) if splits > 1 else out
     added = out if bias is None else bias
     unit, scales, offsets, sums = form.unit, form.scales, form.offsets, out
@@ -207,7 +213,7 @@ def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: to
         minima.fine, minima.fine if minima.coarse is None else minima.coarse, sums, added, parts,
         rows, outputs, columns, scales.groups, triton.cdiv(tiles, splits),
         x.stride(0), parts.stride(-2), parts.stride(0) if splits > 1 else 0,
-        KIND=form.kind, SPANS=SPANS[form.kind], STORED=STORED[form.kind],
+        KIND=kind, SPANS=SPANS[form.kind], STORED=STORED[form.kind],
         ROWS=tile.rows, OUTS=tile.keys, TILE=form.tile, GROUP=form.group,
         WHOLE=scales.groups == 1 and not form.minima, EVEN=columns % form.tile == 0, UNIT=unit, SHARED=scales.shared,
         OFFSETS=offsets is not None, MINIMA=form.minima is not None, BIASED=bias is not None and splits == 1,

@@ -32,7 +32,7 @@ def test_every_tile_of_a_product_with_codes_is_compiled() -> None:
     """Which begin at 1 row: those of decodes alone do."""
 
     def tile(rows: int) -> object:
-        return launch.product_tile(rows, 128, 2, ordered=rows <= LADDER[-1])
+        return launch.product_tile(rows, 128, 2)
 
     given = {tile(parts[0].count) for parts in steps(4096, 1) if len(parts) == 1}
     assert {tile(rows) for rows in range(1, 4096)} == given
