@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from math import inf
 
 import torch
@@ -46,6 +47,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     device = choose_device(settings.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        refuse_expandable_segments(os.environ)
     source = resolve_runnable(settings.model, settings.load_format)
     task = read_task(source, "last")
     if task.encoder:
@@ -129,6 +131,16 @@ def choose_device(name: str) -> torch.device:
         last = torch.cuda.device_count() - 1
         raise ConfigError(f"there is no {name}; the last GPU is cuda:{last}", param="device")
     return device
+
+
+def refuse_expandable_segments(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError where PyTorch would make the pool of memory that other processes cannot open, so that no block
+    could be shipped from GPU to GPU."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
+            raise ConfigError(
+                f"{name} asks for expandable_segments:True, which KV blocks cannot be shipped from; unset it"
+            )
 
 
 def longest_sequence(settings: WorkerSettings, info: ModelInfo, num_blocks: int) -> int:

@@ -59,8 +59,17 @@ DRAWN: tuple[dict[str, Any], ...] = (
 )
 
 
-def decoder(ops: Ops) -> Decoder:
-    config = parse_config(CONFIG)
+MIXTURE = CONFIG | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 256 if GPU else 16,
+    "num_experts": 32 if GPU else 4,
+    "num_experts_per_tok": 4 if GPU else 2,
+    "norm_topk_prob": True,
+}
+
+
+def decoder(ops: Ops, given: dict[str, Any]) -> Decoder:
+    config = parse_config(given)
     weights = DummyWeights(config)
     weights._numbers *= 3 if GPU else 12
     info = ModelInfo("m", "1", config.num_layers, config.num_kv_heads, config.head_dim, VOCAB, LONGEST)
@@ -71,8 +80,8 @@ def decoder(ops: Ops) -> Decoder:
 class Streams:
     """Requests of LENGTHS tokens in a pool of their own, prompts computed."""
 
-    def __init__(self, ops: Ops, forms: Sequence[dict[str, Any]]) -> None:
-        model = decoder(ops)
+    def __init__(self, ops: Ops, forms: Sequence[dict[str, Any]], config: dict[str, Any] = CONFIG) -> None:
+        model = decoder(ops, config)
         need = [-(-(length + STEPS + 2) // BLOCK) for length in LENGTHS]
         shape = model.info.layout(DTYPE, BLOCK).block_shape
         self.runner = Runner(model, torch.zeros(sum(need), *shape, dtype=DTYPE, device=PLACE), BLOCK)
@@ -113,9 +122,9 @@ class Streams:
 
 
 @functools.cache
-def greedy(name: str) -> list[list[int]]:
+def greedy(name: str, mixture: bool = False) -> list[list[int]]:
     made = {"reference": ReferenceOps, "eager": lambda: TritonOps(graphs=False), "captured": captured}
-    streams = Streams(made[name](), GREEDY)
+    streams = Streams(made[name](), GREEDY, MIXTURE if mixture else CONFIG)
     streams.decode()
     return streams.tokens()
 
@@ -133,10 +142,18 @@ def agreement(one: list[list[int]], other: list[list[int]]) -> float:
     return sum(shares) / len(shares)
 
 
+@pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize(("name", "other", "least"), [("eager", "reference", 0.6), ("captured", "eager", 0.8)])
-def test_greedy_streams_agree(name: str, other: str, least: float) -> None:
-    assert len({token for tokens in greedy(other) for token in tokens}) > len(LENGTHS)
-    assert agreement(greedy(name), greedy(other)) >= (least if GPU else 1.0)
+def test_greedy_streams_agree(name: str, other: str, least: float, mixture: bool) -> None:
+    assert len({token for tokens in greedy(other, mixture) for token in tokens}) > len(LENGTHS)
+    assert agreement(greedy(name, mixture), greedy(other, mixture)) >= (least if GPU else 1.0)
+
+
+@pytest.mark.skipif(not GPU, reason="experts are grouped products on a GPU alone")
+def test_steps_of_a_mixture_are_captured() -> None:
+    kept = capture()
+    Streams(TritonOps(capture=kept), GREEDY, MIXTURE).decode()
+    assert kept.sizes
 
 
 def test_steps_launched_ahead_draw_what_steps_one_by_one_draw() -> None:
