@@ -185,7 +185,8 @@ class LayerForm:
 @dataclass(frozen=True, slots=True)
 class DecoderForm:
     """A decoder of pre-norm layers with gated MLPs. embedding, head: [vocab, hidden]; cos, sin: see
-    Ops.rope_and_cache."""
+    Ops.rope_and_cache; logits: float32 [T, vocab] of hidden states; plain: its layers are those of Llama, so a row of
+    the table that computes them by itself can."""
 
     embedding: Linear
     layers: tuple[LayerForm, ...]
@@ -199,6 +200,8 @@ class DecoderForm:
     head_dim: int
     eps: float
     scale: float
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    plain: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from kernels.gate import SILU, Gate
 from kernels.graphs import Capture, CudaCapture, GraphStep
 from kernels.masking import Masks
 from kernels.plan import BatchPlan
+from kernels.quantised_cache import PEAKS
 from kernels.shared import TorchShared, grouped_by_torch
 from kernels.staging import Staging
 from kernels.step import DecoderForm, Experts, Gated, GroupedGated, Latent, OneByOne, Step, Stored
@@ -35,13 +36,14 @@ from protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a layer decides its launches."""
+    """What of a layer decides its launches. coded: K/V is in 8 bits."""
 
     heads: int
     kv_heads: int
     dim: int
     element_bytes: int
     window: int
+    coded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def plan_launch(plan: BatchPlan, shape: Shape, processors: int) -> Launch:
         total_len = plan.total_len[: plan.num_decodes]
         division = Division(total_len, tile.keys, spare_parts(shape.kv_heads, processors), shape.window)
     max_rows = max(plan.query_lens[plan.num_decodes :], default=0) * group
-    return Launch(tile, division, prefill_tile(max_rows, shape.dim, shape.element_bytes), max_rows)
+    return Launch(tile, division, prefill_tile(max_rows, shape.dim, shape.element_bytes, coded=shape.coded), max_rows)
 
 
 class TritonOps(TorchShared):
@@ -84,7 +86,8 @@ class TritonOps(TorchShared):
         self._latents: LatentBatch | None = None
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
-        """Experts that run one by one are chosen by what the host reads: such layers are not captured."""
+        """Steps of every form are captured, but for experts that run one by one, which the host chooses by what it
+        reads."""
         read = any(isinstance(layer.mlp, Experts) and layer.mlp.grouped is None for layer in form.layers)
         return None if read or self._capture is None else GraphStep(form, one_by_one, self._capture)
 
@@ -161,7 +164,7 @@ class TritonOps(TorchShared):
     def _launch(self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, window: int) -> Launch:
         if self._plan is not plan:
             self._plan, self._launches = plan, {}
-        shape = Shape(q.shape[1], kv_layer.shape[2], q.shape[2], q.element_size(), window)
+        shape = Shape(q.shape[1], kv_layer.shape[2], q.shape[2], q.element_size(), window, kv_layer.dtype in PEAKS)
         if shape not in self._launches:
             self._launches[shape] = plan_launch(plan, shape, self._filled(q.device))
         return self._launches[shape]

@@ -10,7 +10,7 @@ PROGRAMS_PER_PROCESSOR = 2
 """Programs of a product's split that each multiprocessor is given."""
 MIN_TILES_PER_PART = 2
 """Tiles of K/V that a part of a sequence has at least."""
-PARTS_PER_PROCESSOR = 4
+PARTS_PER_PROCESSOR = 8
 """Parts of sequences, beyond one a sequence and K/V head, that each multiprocessor is given."""
 
 
@@ -52,11 +52,12 @@ def spare_parts(heads: int, processors: int) -> int:
 
 
 def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
-    """Tile of a decode program: the heads that share a K/V head by `keys` positions."""
+    """Tile of a decode program: the heads that share a K/V head by `keys` positions. Several programs on a
+    multiprocessor overlap what each reads; on an H100 stages that read ahead are slower, since fewer fit."""
     rows, dim = power_of_two(group, 16), power_of_two(head_dim, 16)
     if element_bytes == 4:
         return _float32_tile(rows, dim)
-    return Tile(rows, 64 if dim <= 128 else 32, dim, warps=4, stages=AHEAD if dim <= 256 else 2)
+    return Tile(rows, 128 if dim <= 128 else 32, dim, warps=4, stages=3 if dim <= 256 else 2)
 
 
 def latent_tile(rank: int, element_bytes: int) -> Tile:
@@ -65,14 +66,16 @@ def latent_tile(rank: int, element_bytes: int) -> Tile:
     return _float32_tile(16, dim) if element_bytes == 4 else Tile(16, 32, dim, warps=4, stages=2)
 
 
-def prefill_tile(rows: int, head_dim: int, element_bytes: int) -> Tile:
-    """Tile of a prefill program when the longest chunk has `rows` rows."""
+def prefill_tile(rows: int, head_dim: int, element_bytes: int, *, coded: bool = False) -> Tile:
+    """Tile of a prefill program when the longest chunk has `rows` rows. coded: K/V is in 8 bits, which registers must
+    have room for."""
     dim = power_of_two(head_dim, 16)
     if element_bytes == 4:
         return _float32_tile(min(32, power_of_two(rows, 16)), dim)
-    size = min(128 if dim <= 256 else 64, power_of_two(rows, 16))
-    stages = AHEAD if dim <= 128 else 3 if dim <= 256 else 2
-    return Tile(size, 64 if dim <= 128 else 32, dim, warps=8 if size == 128 else 4, stages=stages)
+    most = (128 if coded else 256) if dim <= 128 else 128 if dim <= 256 else 64
+    size = min(most, power_of_two(rows, 16))
+    keys, stages = (128, 3) if coded and dim <= 128 else (64, AHEAD) if dim <= 128 else (32, 3 if dim <= 256 else 2)
+    return Tile(size, keys, dim, warps=8 if size >= 128 else 4, stages=stages)
 
 
 def product_tile(rows: int, inputs: int, element_bytes: int) -> Tile:

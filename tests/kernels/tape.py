@@ -62,6 +62,7 @@ class Taping:
         self.sizes: list[int] = []
 
     def __call__(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        run()  # as CUDA graphs need it: what it leaves behind must be no part of the recording
         tape = Tape()
         InterpretedFunction.run = lambda kernel, *args, **options: tape.launch(kernel, *args, **options)
         try:

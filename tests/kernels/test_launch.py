@@ -49,7 +49,7 @@ def test_splits_keep_their_bounds(programs: int, tiles: int, processors: int) ->
         assert splits * programs <= processors * PROGRAMS_PER_PROCESSOR
 
 
-@pytest.mark.parametrize(("heads", "expected"), [(1, 528), (8, 66), (128, 4), (1000, 1)])
+@pytest.mark.parametrize(("heads", "expected"), [(1, 1056), (8, 132), (128, 8), (2000, 1)])
 def test_parts_that_a_hopper_can_spare(heads: int, expected: int) -> None:
     assert spare_parts(heads, HOPPER) == expected
 

@@ -11,7 +11,11 @@ from interpreted import DEVICE, bfloat16_products  # noqa: F401
 from paged_batch import GATES, Case, close, dense_attention, gated, make_case, rope_table, sinks_of
 from xxhash import xxh3_64_intdigest
 
+from kernels.experts import mixture
 from kernels.reference import ReferenceOps
+from kernels.routing import Routing
+from kernels.shared import grouped_by_torch
+from kernels.step import Experts, Gated
 from kernels.triton import TritonOps
 from kernels.triton.checksum import digests
 from kernels.triton.decode import decode
@@ -90,6 +94,19 @@ def test_one_long_sequence_among_short_ones(dtype: torch.dtype, window: int) -> 
     """It has parts, they have none."""
     case = make_case([1] * 20, [1, 900, *[17] * 18], 20, heads=2, kv_heads=1, dtype=dtype)
     close(attend(case, window, 4), dense_attention(case, 0.25, window), dtype)
+
+
+@pytest.mark.parametrize("count", [1, 3, 700])
+def test_experts_as_grouped_products_on_the_device(count: int) -> None:
+    numbers, hidden, inner, experts = torch.Generator().manual_seed(3), 256, 384, 16
+    shapes = ((experts, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner), (count, hidden))
+    made = [torch.randn(shape, generator=numbers).mul(0.1).bfloat16().to(DEVICE) for shape in shapes]
+    ops, (router, gate_up, down, x) = ReferenceOps(), made
+    each = tuple(Gated(ops.linear(a), ops.linear(b)) for a, b in zip(gate_up, down, strict=True))
+    plain = Experts(ops.linear(router), each, Routing(4))
+    wanted = mixture(plain, x, ops.gate_mul)
+    got = mixture(replace(plain, grouped=grouped_by_torch(each)), x, ops.gate_mul)
+    assert (got - wanted).norm() < 0.01 * wanted.norm()
 
 
 @pytest.mark.parametrize("window", [0, 1, 100, 5000])

