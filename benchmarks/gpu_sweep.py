@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ from benchmarks.gpu_products import stored
 from benchmarks.gpu_rows import Rows
 from benchmarks.gpu_subject import Shape, paged_plan
 from kernels.plan import BatchPlan
-from kernels.quantised_cache import FP8, quantise
+from kernels.quantised_cache import FP8, PEAKS, quantise
 from kernels.triton import TritonOps, launch, product
 from kernels.triton.decode import decode
 from kernels.triton.launch import Tile, decode_tile, prefill_tile
@@ -41,8 +42,8 @@ CACHES: tuple[tuple[str, torch.dtype | None], ...] = (("bf16", None), ("fp8", FP
 DECODES = ((1, 16384), (24, 4096), (64, 2048))
 LONG_AMONG_SHORT = (100_000, *[2048] * 63)
 
-CHUNKS = ((8192, 0), (2048, 14336))
-FORMS = ("int8", "int4", "fp8", "Q4_K", "Q6_K")
+CHUNKS = ((2048, 0), (8192, 0), (2048, 14336))
+FORMS = ("int8", "int4", "fp8", "Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4")
 OUTPUTS, INPUTS = 16384, 4096
 Try = tuple[str, Callable[[], object]]
 TODAY = "today's tile"
@@ -97,21 +98,31 @@ def pool_of(blocks: int, cache: torch.dtype | None, device: torch.device) -> tor
 def decode_tries(q: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> Iterator[Try]:
     out, now = torch.empty_like(q), decode_tile(HEADS // KV_HEADS, DIM, 2)
     spare = launch.spare_parts(KV_HEADS, PROCESSORS)
-    tiles = [now, replace(now, stages=3), replace(now, stages=7), replace(now, keys=32, stages=7)]
-    tiles += [replace(now, keys=128, warps=8), replace(now, warps=8), replace(now, keys=128, warps=4, stages=3)]
-    for tile, times in itertools.product(tiles, (0.5, 1, 2, 4)):
+    tiles = [
+        now,
+        replace(now, stages=4),
+        replace(now, keys=64),
+        replace(now, keys=256, stages=2),
+        replace(now, warps=8),
+    ]
+    for tile, times in itertools.product(tiles, (0.25, 0.5, 1, 2)):
         division = Division(plan.total_len, tile.keys, max(1, int(spare * times)))
         name = TODAY if tile == now and times == 1 else f"{named(tile)} parts x {times:g}"
         yield name, partial(decode, q, kv, out, plan, 0.1, 0, 0.0, None, division, tile)
 
 
 def prefill_tries(q: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> Iterator[Try]:
-    out, now = torch.empty_like(q), prefill_tile(10_000, DIM, 2)
-    tiles = [now, replace(now, stages=3), replace(now, stages=7), replace(now, keys=128, stages=3)]
-    tiles += [replace(now, rows=64, warps=4, stages=stages) for stages in (3, 5)]
-    tiles += [replace(now, rows=256, warps=8), replace(now, rows=128, warps=4)]
+    out, now = torch.empty_like(q), prefill_tile(10_000, DIM, 2, coded=kv.dtype in PEAKS)
+    tiles = [now, *(Tile(256, 64, DIM, 8, stages) for stages in (3, 5, 7)), Tile(256, 128, DIM, 8, 3)]
+    tiles += [
+        Tile(256, 64, DIM, 16, 5),
+        Tile(128, 128, DIM, 8, 3),
+        Tile(128, 128, DIM, 8, 5),
+        Tile(128, 256, DIM, 8, 3),
+    ]
+    tiles += [Tile(128, 64, DIM, 8, 5), Tile(256, 32, DIM, 8, 7)]
     for tile in tiles:
-        name = TODAY if tile == now else named(tile)
+        name = TODAY if tile is now else named(tile)
         rows = len(q) * (HEADS // KV_HEADS)
         yield name, partial(prefill, q, kv, out, plan, 0.1, 0, 0.0, None, rows, tile)
 
@@ -140,34 +151,32 @@ def sweep_products(device: torch.device, rows: Rows) -> None:
         assert linear is not None
         x = torch.randn(count, INPUTS, dtype=torch.bfloat16, device=device)
         tries: list[Try] = [(TODAY, partial(linear, x)), (CUBLAS, partial(F.linear, x, weight))]
-        tries += [
-            (f"{programs} programs a processor", partial(with_programs, programs, linear, x)) for programs in (1, 4, 8)
+        changes: list[dict[str, int]] = [
+            {"programs": 1},
+            {"programs": 4},
+            *({"inputs": each} for each in (32, 64, 256)),
         ]
-        for stages, outputs, warps in ((3, 64, 4), (5, 64, 4), (4, 32, 4), (4, 128, 4), (4, 128, 8), (4, 32, 2)):
-            tries.append(
-                (
-                    f"outputs {outputs} warps {warps} stages {stages}",
-                    partial(with_tile, stages, outputs, warps, linear, x),
-                )
-            )
+        for outputs, warps, stages in ((128, 4, 4), (32, 4, 4), (64, 4, 3), (64, 4, 6)):
+            changes.append({"keys": outputs, "warps": warps, "stages": stages})
+        if count > 16:
+            for height, outputs, warps in ((64, 64, 2), (64, 32, 2), (128, 32, 2), (64, 64, 4)):
+                changes.append({"rows": height, "keys": outputs, "warps": warps})
+        tries += [(str(change), partial(changed, change, linear, x)) for change in changes]
         fastest(f"product {count} x {OUTPUTS} {form}", tries, rows, linear.memory, 2 * count * OUTPUTS * INPUTS)
 
 
-def with_programs(programs: int, linear: CodedLinear, x: torch.Tensor) -> None:
-    kept, launch.PROGRAMS_PER_PROCESSOR = launch.PROGRAMS_PER_PROCESSOR, programs
+def changed(change: dict[str, int], linear: CodedLinear, x: torch.Tensor) -> None:
+    """The product with other constants: fields of its tile, programs a processor, inputs a step of the loop."""
+    tile: dict[str, Any] = {name: value for name, value in change.items() if name not in ("programs", "inputs")}
+    choose = product.product_tile
+    kept = launch.PROGRAMS_PER_PROCESSOR, product._UNROLLED_INPUTS
+    product.product_tile = lambda *given: replace(choose(*given), **tile)
+    launch.PROGRAMS_PER_PROCESSOR = change.get("programs", kept[0])
+    product._UNROLLED_INPUTS = change.get("inputs", kept[1])
     try:
         linear(x)
     finally:
-        launch.PROGRAMS_PER_PROCESSOR = kept
-
-
-def with_tile(stages: int, outputs: int, warps: int, linear: CodedLinear, x: torch.Tensor) -> None:
-    kept = product.product_tile
-    product.product_tile = lambda *given: replace(kept(*given), stages=stages, keys=outputs, warps=warps)
-    try:
-        linear(x)
-    finally:
-        product.product_tile = kept
+        product.product_tile, (launch.PROGRAMS_PER_PROCESSOR, product._UNROLLED_INPUTS) = choose, kept
 
 
 def main(arguments: list[str] | None = None) -> None:

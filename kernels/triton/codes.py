@@ -10,6 +10,44 @@ E4M3 = "E4M3"
 """The kind of codes in e4m3 that the device converts; FP8 are those whose bits are taken apart."""
 
 
+def _integers(shift: int, offset: str) -> tl.constexpr:
+    """Four bits beside 0x43 are 128 and as many in bfloat16, whose lowest bit is a unit there."""
+    return tl.constexpr(f"""{{
+        .reg .b32 low, pair, offset;
+        shr.b32 low, $2, {shift};
+        and.b32 low, low, 0x0F0F0F0F;
+        mov.b32 offset, {offset};
+        prmt.b32 pair, low, 0x43434343, 0x4140;
+        sub.rn.bf16x2 $0, pair, offset;
+        prmt.b32 pair, low, 0x43434343, 0x4342;
+        sub.rn.bf16x2 $1, pair, offset;
+    }}""")
+
+
+def _floats(shift: int) -> tl.constexpr:
+    """As `float4`, in bfloat16, whose exponents have an offset of 127."""
+    pair = """
+        prmt.b32 pair, low, 0, {select};
+        shl.b32 sign, pair, 12;
+        shl.b32 pair, pair, 6;
+        and.b32 sign, sign, 0x80008000;
+        and.b32 pair, pair, 0x01C001C0;
+        or.b32 pair, pair, sign;
+        mul.rn.bf16x2 {out}, pair, size;"""
+    pairs = pair.format(select="0x4140", out="$0") + pair.format(select="0x4342", out="$1")
+    return tl.constexpr(f"""{{
+        .reg .b32 low, pair, sign, size;
+        shr.b32 low, $2, {shift};
+        and.b32 low, low, 0x0F0F0F0F;
+        mov.b32 size, 0x7F007F00;{pairs}
+    }}""")
+
+
+_LOWER, _UPPER = _integers(0, "0x43004300"), _integers(4, "0x43004300")
+_LOWER_LESS_8, _UPPER_LESS_8 = _integers(0, "0x43084308"), _integers(4, "0x43084308")
+_LOWER_FLOATS, _UPPER_FLOATS = _floats(0), _floats(4)
+
+
 @triton.jit
 def float8(bits):
     """float32 of uint8 in e4m3."""
@@ -29,6 +67,21 @@ def float4(bits):
 def whole(bits, LESS: tl.constexpr):
     """float16 of uint8 less a constant, without a conversion: above 1024 the lowest bit of float16 is a unit."""
     return (bits.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + LESS)
+
+
+@triton.jit
+def four_bits(bytes, HIGH: tl.constexpr, KIND: tl.constexpr, MINIMA: tl.constexpr):
+    """bfloat16 of the upper or lower four bits of uint8, four at a time, as `number` has them. For NVIDIA's
+    instructions alone."""
+    if KIND == "FP4":
+        asm: tl.constexpr = _UPPER_FLOATS if HIGH else _LOWER_FLOATS
+    elif MINIMA:
+        asm: tl.constexpr = _UPPER if HIGH else _LOWER
+    else:
+        asm: tl.constexpr = _UPPER_LESS_8 if HIGH else _LOWER_LESS_8
+    return tl.inline_asm_elementwise(
+        asm=asm, constraints="=r,=r,r", args=[bytes], dtype=tl.bfloat16, is_pure=True, pack=4
+    )
 
 
 @triton.jit

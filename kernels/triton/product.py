@@ -16,7 +16,7 @@ import triton.language as tl
 from kernels.form import CodedForm
 from kernels.graphs import LADDER
 from kernels.packing import FP8, SPANS, STORED
-from kernels.triton.codes import E4M3, level, number
+from kernels.triton.codes import E4M3, four_bits, level, number
 from kernels.triton.launch import kv_splits, power_of_two, product_tile
 from kernels.triton.target import hardware_e4m3
 from kernels.triton.unpacking import product_of_unpacked
@@ -25,6 +25,8 @@ ORDERED = LADDER[-1]
 """Rows of the largest batch that is summed in one order with all smaller ones."""
 _SUMS = 32
 """Sums of inputs that a program makes."""
+_UNROLLED_INPUTS = 128
+"""Inputs of a step of the loop that several short tiles make up."""
 _BAND = 8
 """Tiles of rows that go through the outputs side by side, so that what they read stays in the cache."""
 
@@ -63,6 +65,8 @@ def product_kernel(
     OFFSETS: tl.constexpr,
     MINIMA: tl.constexpr,
     BIASED: tl.constexpr,
+    FOUR_BITS: tl.constexpr,  # by NVIDIA's instructions: see `four_bits`
+    UNROLL: tl.constexpr,  # tiles of a step of the loop
     BAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -87,7 +91,7 @@ def product_kernel(
         if OFFSETS:
             shift = tl.load(offsets + output, mask=used, other=0).to(tl.float32)
     begin = part * share
-    for tile in range(begin, tl.minimum(begin + share, tl.cdiv(columns, TILE))):
+    for tile in tl.range(begin, tl.minimum(begin + share, tl.cdiv(columns, TILE)), loop_unroll_factor=UNROLL):
         kept = used[:, None] & (span >= 0)[None, :]
         if not EVEN:
             kept = kept & (tile * TILE + span < columns)[None, :]
@@ -107,10 +111,13 @@ def product_kernel(
             part_x = tl.load(source + start, mask=seen, other=0.0)
             if place % 2 == 0:
                 code = tl.load(stored + (tile * STORED + place // 2) * SPAN, mask=kept, other=0)
-            bits = code if SPANS == 1 else code >> 4 * (place % 2) & 15
-            if STORED == 3:
-                bits |= (upper >> 2 * place & 3) << 4
-            value = number(bits, shift, part_x, KIND, OFFSETS, MINIMA)
+            if FOUR_BITS:
+                value = four_bits(code, place % 2 == 1, KIND, MINIMA)
+            else:
+                bits = code if SPANS == 1 else code >> 4 * (place % 2) & 15
+                if STORED == 3:
+                    bits |= (upper >> 2 * place & 3) << 4
+                value = number(bits, shift, part_x, KIND, OFFSETS, MINIMA)
             added = tl.dot(part_x, tl.trans(value), added, input_precision=PRECISION)
             if (place + 1) * SPAN % UNIT == 0:
                 if WHOLE:
@@ -182,6 +189,17 @@ class CodedLinear:
         return out
 
 
+def reads_four_bits(x: torch.Tensor, form: CodedForm) -> bool:
+    """Codes of four bits become bfloat16 by instructions that the device has."""
+    packed, plain = SPANS[form.kind] == 2, form.offsets is None
+    return packed and plain and x.dtype is torch.bfloat16 and hardware_e4m3(x.device)
+
+
+def unrolled(form: CodedForm) -> int:
+    """Short tiles at once, so that a step reads more before it waits."""
+    return max(1, _UNROLLED_INPUTS // form.tile)
+
+
 def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: torch.Tensor, processors: int) -> None:
     """x [n, in] @ weight.T + bias into out [n, out], both dense along their last dimension. On a device of so many
     multiprocessors."""
@@ -217,7 +235,8 @@ def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: to
         ROWS=tile.rows, OUTS=tile.keys, TILE=form.tile, GROUP=form.group,
         WHOLE=scales.groups == 1 and not form.minima, EVEN=columns % form.tile == 0, UNIT=unit, SHARED=scales.shared,
         OFFSETS=offsets is not None, MINIMA=form.minima is not None, BIASED=bias is not None and splits == 1,
-        BAND=_BAND, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        FOUR_BITS=reads_four_bits(x, form), UNROLL=unrolled(form), BAND=_BAND,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:

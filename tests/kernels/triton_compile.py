@@ -84,6 +84,23 @@ def test_weights_in_e4m3_are_converted_by_the_hardware(
         assert "cvt.rn.f16x2.e4m3x2" in compiled[name].asm["ptx"]
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "MXFP4"])
+def test_four_bits_become_bfloat16_without_a_conversion(
+    compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(product, "hardware_e4m3", lambda device: True)
+    part: Stored = Codes(torch.tensor([-12, 0, 1, 6], dtype=torch.int8).repeat(64, 128), torch.rand(64, 16))
+    if kind != "MXFP4":
+        row = 512 // FORMATS[kind].size * FORMATS[kind].bytes
+        part = StoredRows(kind, torch.randint(1, 60, (64, row), dtype=torch.uint8))
+    linear = TritonOps(132).packed([part], 512)
+    assert linear is not None
+    linear(torch.zeros(1, 512, dtype=torch.bfloat16))
+    ptx = compiled["product_kernel"].asm["ptx"]
+    assert ("mul.rn.bf16x2" if kind == "MXFP4" else "sub.rn.bf16x2") in ptx
+    assert "cvt.rn.f32.u" not in ptx
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1", "Q4_K", "Q2_K", "Q6_K", "Q5_K", "MXFP4"])
 def test_products_with_short_groups(compiled: dict[str, Any], kind: str) -> None:
     """Tiles are of one group or two."""
