@@ -4,13 +4,14 @@
 
 Each phase is a process with a deadline of its own, in the order of their worth: the test cases of the kernels (cases),
 whole steps of a model of 8 billion random weights against the device's limits (steps), kernels against bandwidth and
-PyTorch (kernels), alternative tiles (sweep), checksums, and a cluster of a prefill and a decode process on the same
-weights (cluster). A phase that fails or is late keeps the rows it has written and costs the others nothing. All but
-cluster need only torch, triton and transformers; cluster also needs what deploy/wheelhouse.py collects. --keep: writes
-each phase's rows and output there as they come. --tiny runs everything small on a CPU, to try the benchmark itself.
+PyTorch (kernels), alternative tiles (sweep), checksums, blocks over UCX between two processes (link), and a cluster of
+a prefill and a decode process on the same weights (cluster). A phase that fails or is late keeps the rows it has
+written and costs the others nothing. All but link and cluster need only torch, triton and transformers; these also need
+what deploy/wheelhouse.py collects. --keep: writes each phase's rows and output there as they come. --tiny runs
+everything small on a CPU, to try the benchmark itself.
 
 For a GPU that is lent for fifteen minutes: `--seconds 370 --only cases steps kernels`, then `--seconds 140 --only sweep
-checksums` on the same machine, then `--seconds 140 --only cluster`.
+checksums` on the same machine, then `--seconds 140 --only link cluster`.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ PHASES = (
     Phase("kernels", "benchmarks.gpu_kernels", 0.2),
     Phase("sweep", "benchmarks.gpu_sweep", 0.15),
     Phase("checksums", "benchmarks.gpu_checksums", 0.05),
+    Phase("link", "benchmarks.gpu_link", 0.05),
     Phase("cluster", "benchmarks.gpu_cluster", 0.2),
 )
 

@@ -43,6 +43,7 @@ BLOCK = 16
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
+    "top_k 50, top_p 0.9 of a peaked distribution": {"temperature": 0.02, "top_k": 50, "top_p": 0.9},
     "penalties": {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": ((3, 1.0),)},
 }
 

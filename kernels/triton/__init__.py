@@ -24,13 +24,13 @@ from kernels.staging import Staging
 from kernels.step import DecoderForm, Experts, Gated, GroupedGated, Latent, OneByOne, Step, Stored
 from kernels.triton import elementwise, rope
 from kernels.triton.adjust import Adjuster
+from kernels.triton.coded_linear import CodedLinear
 from kernels.triton.decode import decode
 from kernels.triton.draw import draw
 from kernels.triton.latent_batch import LatentBatch
 from kernels.triton.launch import Tile, decode_tile, prefill_tile, spare_parts
 from kernels.triton.parts import Division
 from kernels.triton.prefill import prefill
-from kernels.triton.product import CodedLinear
 from protocol.sampling import SamplingParams
 
 

@@ -74,13 +74,21 @@ def four_bits(bytes, HIGH: tl.constexpr, KIND: tl.constexpr, MINIMA: tl.constexp
     """bfloat16 of the upper or lower four bits of uint8, four at a time, as `number` has them. For NVIDIA's
     instructions alone."""
     if KIND == "FP4":
-        asm: tl.constexpr = _UPPER_FLOATS if HIGH else _LOWER_FLOATS
+        floats: tl.constexpr = _UPPER_FLOATS if HIGH else _LOWER_FLOATS
+        return _by(bytes, floats)
     elif MINIMA:
-        asm: tl.constexpr = _UPPER if HIGH else _LOWER
+        integers: tl.constexpr = _UPPER if HIGH else _LOWER
+        return _by(bytes, integers)
     else:
-        asm: tl.constexpr = _UPPER_LESS_8 if HIGH else _LOWER_LESS_8
+        less_8: tl.constexpr = _UPPER_LESS_8 if HIGH else _LOWER_LESS_8
+        return _by(bytes, less_8)
+
+
+@triton.jit
+def _by(bytes, ASM: tl.constexpr):
+    """Two pairs of bfloat16 for each four bytes."""
     return tl.inline_asm_elementwise(
-        asm=asm, constraints="=r,=r,r", args=[bytes], dtype=tl.bfloat16, is_pure=True, pack=4
+        asm=ASM, constraints="=r,=r,r", args=[bytes], dtype=tl.bfloat16, is_pure=True, pack=4
     )
 
 
@@ -102,6 +110,26 @@ def number(code, shift, x, KIND: tl.constexpr, OFFSETS: tl.constexpr, MINIMA: tl
     if OFFSETS:
         value = value.to(tl.float32) + shift[:, None]
     return value.to(x.dtype)
+
+
+@triton.jit
+def word_of(fine, group, used, BYTES: tl.constexpr):
+    """Four neighbouring groups' numbers [OUTS] in one word, of BYTES together."""
+    if BYTES == 8:
+        return tl.load((fine + group).to(tl.pointer_type(tl.int64)), mask=used, other=0)
+    else:
+        return tl.load((fine + group).to(tl.pointer_type(tl.int32)), mask=used, other=0)
+
+
+@triton.jit
+def level_in(word, place: tl.constexpr, BYTES: tl.constexpr, SIGNED: tl.constexpr):
+    """float32 [OUTS] of a group of `word_of`: of float16, or of integers of eight bits."""
+    if BYTES == 8:
+        return ((word >> 16 * place) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif SIGNED:
+        return ((word << (24 - 8 * place)) >> 24).to(tl.float32)
+    else:
+        return ((word >> 8 * place) & 255).to(tl.float32)
 
 
 @triton.jit

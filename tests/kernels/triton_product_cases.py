@@ -17,7 +17,8 @@ from kernels.codes import Codes
 from kernels.form import form_of, laid_together
 from kernels.step import StoredRows
 from kernels.triton import TritonOps, unpacking
-from kernels.triton.product import ORDERED, CodedLinear
+from kernels.triton.coded_linear import CodedLinear
+from kernels.triton.product import ORDERED
 from kernels.triton.unpacking import unpacked_rows
 from model_files.needs import _CODED
 
