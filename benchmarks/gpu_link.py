@@ -29,17 +29,15 @@ LIMIT_S = 8.0
 LINK = "the link's options"
 VARIANTS: dict[str, dict[str, Any]] = {
     LINK: {},
-    "any rendezvous": {"RNDV_SCHEME": None},
     "rendezvous from 8 KiB": {"RNDV_THRESH": "8192"},
-    "any rendezvous from 8 KiB": {"RNDV_SCHEME": None, "RNDV_THRESH": "8192"},
+    "get_zcopy": {"RNDV_SCHEME": "get_zcopy"},
+    "put_zcopy": {"RNDV_SCHEME": "put_zcopy"},
     "without posix": {"TLS": "tcp,self,cuda_copy,cuda_ipc"},
-    "without posix, any rendezvous": {"TLS": "tcp,self,cuda_copy,cuda_ipc", "RNDV_SCHEME": None},
     "without error handling": {"error handling": False},
-    "without error handling, any rendezvous": {"error handling": False, "RNDV_SCHEME": None},
-    "without waking, any rendezvous": {"wakeup": False, "RNDV_SCHEME": None},
-    "all transports": {"TLS": "all", "RNDV_SCHEME": None},
+    "without waking": {"wakeup": False},
+    "all transports": {"TLS": "all"},
 }
-"""Options that differ from the link's; None: not set."""
+"""Options that differ from the link's."""
 
 
 class End:
@@ -51,8 +49,7 @@ class End:
         options = context_options("127.0.0.1", cuda=cuda) | change
         handled, wakes = options.pop("error handling", True), options.pop("wakeup", True)
         features = (api.Feature.TAG, api.Feature.WAKEUP) if wakes else (api.Feature.TAG,)
-        given = {name: value for name, value in options.items() if value is not None}
-        self._context = api.UCXContext(given, features)
+        self._context = api.UCXContext(options, features)
         self.worker = api.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         self.address: bytes = self.worker.address.tobytes()
         self._handled = handled

@@ -112,7 +112,7 @@ def decode_tries(q: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> Iterator
 
 
 def prefill_tries(q: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> Iterator[Try]:
-    out, now = torch.empty_like(q), prefill_tile(10_000, DIM, 2, coded=kv.dtype in PEAKS)
+    out, now = torch.empty_like(q), prefill_tile(10_000, DIM, 2, coded=kv.dtype in PEAKS, tall=True)
     tiles = [now, *(Tile(256, 64, DIM, 8, stages) for stages in (3, 5, 7)), Tile(256, 128, DIM, 8, 3)]
     tiles += [
         Tile(256, 64, DIM, 16, 5),

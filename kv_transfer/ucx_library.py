@@ -49,8 +49,8 @@ def context_options(host: str, transports: str = "", net_devices: str = "", cuda
     lanes; `lo` for a loopback host, else UCX's own choice. A host that is an IPv6 address is reached over IPv6, also
     where there are others. posix gets error handling because endpoints that ask for it have tcp only otherwise; the
     link itself notices when a process ends, so UCX need not wake for it (KEEPALIVE). The tcp segment sizes raise a
-    loopback stream from 1.5 to 5 GB/s. With cuda the receiver reads what is large and the sender never writes it
-    (RNDV): a sender's GPU that is late would write into a block that its receiver has given up and reused.
+    loopback stream from 1.5 to 5 GB/s. With cuda the rendezvous scheme is UCX's own choice: between two processes on
+    one H100 it moves blocks over cuda_ipc at 100 GB/s, and get_zcopy through host memory at 0.8 (UCX 1.21).
     """
     chosen = transports or ",".join([HOST_TRANSPORTS, CUDA_TRANSPORTS] if cuda else [HOST_TRANSPORTS])
     names = chosen.split(",")
@@ -60,8 +60,6 @@ def context_options(host: str, transports: str = "", net_devices: str = "", cuda
         )
     options = {"TLS": chosen, "KEEPALIVE_INTERVAL": "inf", "POSIX_ERROR_HANDLING": "y"}
     options |= {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "512k"}
-    if cuda:
-        options["RNDV_SCHEME"] = "get_zcopy"
     if ":" in host:
         options["TCP_AF_PRIO"] = "inet6,inet"
     devices = net_devices or ("lo" if is_loopback(host) else "")

@@ -8,8 +8,9 @@ from engine.request import Request
 from engine.slices import Slice
 from kernels.graphs import LADDER
 
-LONGEST_TILE = 256
-"""Tokens of a chunk from which on all longer ones run in the same tiles (kernels/triton/launch.py)."""
+LONGEST_TILE = 8192
+"""Tokens of a chunk from which on all longer ones run in the same tiles (kernels/triton/launch.py): those of a model of
+few heads need so many to fill a device."""
 
 
 def first_steps(stream: Request, prompt: Request, longest: int, most: int) -> Iterator[list[Slice]]:

@@ -28,7 +28,7 @@ from kernels.triton.coded_linear import CodedLinear
 from kernels.triton.decode import decode
 from kernels.triton.draw import draw
 from kernels.triton.latent_batch import LatentBatch
-from kernels.triton.launch import Tile, decode_tile, prefill_tile, spare_parts
+from kernels.triton.launch import Tile, decode_tile, fills, prefill_tile, spare_parts
 from kernels.triton.parts import Division
 from kernels.triton.prefill import prefill
 from protocol.sampling import SamplingParams
@@ -64,8 +64,11 @@ def plan_launch(plan: BatchPlan, shape: Shape, processors: int) -> Launch:
     if plan.num_decodes:
         total_len = plan.total_len[: plan.num_decodes]
         division = Division(total_len, tile.keys, spare_parts(shape.kv_heads, processors), shape.window)
-    max_rows = max(plan.query_lens[plan.num_decodes :], default=0) * group
-    return Launch(tile, division, prefill_tile(max_rows, shape.dim, shape.element_bytes, coded=shape.coded), max_rows)
+    chunks = plan.query_lens[plan.num_decodes :]
+    max_rows = max(chunks, default=0) * group
+    tall = fills(sum(chunks) * group, shape.kv_heads, processors)
+    of_chunks = prefill_tile(max_rows, shape.dim, shape.element_bytes, coded=shape.coded, tall=tall)
+    return Launch(tile, division, of_chunks, max_rows)
 
 
 class TritonOps(TorchShared):

@@ -14,7 +14,7 @@ from kernels.quantised_cache import PEAKS, as_bytes, dequantise
 from kernels.shared import TorchLinear
 from kernels.step import Latent
 from kernels.triton.latent import sum_latents
-from kernels.triton.launch import Tile, latent_tile, prefill_tile, spare_parts
+from kernels.triton.launch import LATENT_PARTS, Tile, latent_tile, prefill_tile, spare_parts
 from kernels.triton.parts import Division
 from kernels.triton.prefill import prefill
 from protocol.layout import blocks_for
@@ -59,7 +59,7 @@ class LatentBatch:
         if others:
             tile = latent_tile(own.rank, element_bytes)
             tokens, table, total_len = _tokens(plan, others)
-            division = Division(total_len, tile.keys, spare_parts(-(-heads // tile.rows), processors))
+            division = Division(total_len, tile.keys, spare_parts(-(-heads // tile.rows), processors, LATENT_PARTS))
             self.tokens = Tokens(tokens, table, division, tile)
 
     def attend(self, q: torch.Tensor, kv_layer: torch.Tensor, scale: float, own: Latent) -> torch.Tensor:

@@ -10,10 +10,12 @@ PROGRAMS_PER_PROCESSOR = 2
 """Programs of a product's split that each multiprocessor is given."""
 MIN_TILES_PER_PART = 2
 """Tiles of K/V that a part of a sequence has at least."""
-PARTS_PER_PROCESSOR = 8
-"""Parts of sequences, beyond one a sequence and K/V head, that each multiprocessor is given."""
+DECODE_PARTS, LATENT_PARTS = 8, 4
+"""Parts of sequences, beyond one a sequence and K/V head or tile of heads, that each multiprocessor is given."""
 
 
+TALLEST_ROWS = 256
+"""Query rows of the tallest tile."""
 AHEAD = 5
 """Pipeline stages that read K/V ahead. Its addresses come from the block table, an indirect load, and Triton gives each
 of the two levels (stages - 1) / 2 steps ahead: with fewer than five stages K/V has none."""
@@ -45,10 +47,10 @@ def kv_splits(programs: int, keys: int, processors: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def spare_parts(heads: int, processors: int) -> int:
+def spare_parts(heads: int, processors: int, each: int = DECODE_PARTS) -> int:
     """Parts of a batch's sequences beyond one a sequence, when there is a program for each part and each of `heads`
-    K/V heads or tiles of heads: as many as give each of the device's `processors` PARTS_PER_PROCESSOR programs."""
-    return max(1, processors * PARTS_PER_PROCESSOR // heads)
+    K/V heads or tiles of heads: as many as give each of the device's `processors` so many programs."""
+    return max(1, processors * each // heads)
 
 
 def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
@@ -66,13 +68,18 @@ def latent_tile(rank: int, element_bytes: int) -> Tile:
     return _float32_tile(16, dim) if element_bytes == 4 else Tile(16, 32, dim, warps=4, stages=2)
 
 
-def prefill_tile(rows: int, head_dim: int, element_bytes: int, *, coded: bool = False) -> Tile:
+def fills(rows: int, heads: int, processors: int) -> bool:
+    """The tallest tiles of prompts give every multiprocessor some: of chunks that have so many rows together."""
+    return rows * heads >= TALLEST_ROWS * PROGRAMS_PER_PROCESSOR * processors
+
+
+def prefill_tile(rows: int, head_dim: int, element_bytes: int, *, coded: bool = False, tall: bool = False) -> Tile:
     """Tile of a prefill program when the longest chunk has `rows` rows. coded: K/V is in 8 bits, which registers must
-    have room for."""
+    have room for; tall: see `fills`."""
     dim = power_of_two(head_dim, 16)
     if element_bytes == 4:
         return _float32_tile(min(32, power_of_two(rows, 16)), dim)
-    most = (128 if coded else 256) if dim <= 128 else 128 if dim <= 256 else 64
+    most = (TALLEST_ROWS if tall and not coded else 128) if dim <= 128 else 128 if dim <= 256 else 64
     size = min(most, power_of_two(rows, 16))
     keys, stages = (128, 3) if coded and dim <= 128 else (64, AHEAD) if dim <= 128 else (32, 3 if dim <= 256 else 2)
     return Tile(size, keys, dim, warps=8 if size >= 128 else 4, stages=stages)

@@ -65,7 +65,8 @@ def test_power_of_two_is_the_smallest(n: int, least: int) -> None:
 @given(st.integers(1, 128), st.integers(1, 512), st.sampled_from([2, 4]), st.integers(0, 10_000))
 def test_tiles_suit_tensor_cores_and_shared_memory(group: int, dim: int, element_bytes: int, rows: int) -> None:
     assume(dim <= 256 or group <= 32)  # no model has wider heads in larger groups
-    for tile in (decode_tile(group, dim, element_bytes), prefill_tile(rows, dim, element_bytes)):
+    kinds = [prefill_tile(rows, dim, element_bytes, coded=coded, tall=not coded) for coded in (False, True)]
+    for tile in (decode_tile(group, dim, element_bytes), *kinds):
         for side in (tile.rows, tile.keys, tile.dim):
             assert side >= 16
             assert side & (side - 1) == 0

@@ -11,11 +11,11 @@ from kv_transfer.ucx_library import context_options, load
 from protocol.errors import ConfigError
 
 
-def test_with_cuda_only_the_receiver_touches_its_blocks() -> None:
+def test_with_cuda_ucx_chooses_how_blocks_meet() -> None:
+    """A scheme that is set keeps blocks off cuda_ipc: a hundred times slower on an H100."""
     options = context_options("10.0.0.1", cuda=True)
-    assert options["RNDV_SCHEME"] == "get_zcopy"
     assert options["TLS"] == "tcp,posix,self,cuda_copy,cuda_ipc"
-    assert "RNDV_SCHEME" not in context_options("10.0.0.1")
+    assert not {"RNDV_SCHEME", "RNDV_THRESH"} & set(options)
 
 
 def test_a_machine_without_ucx_is_told_the_package_of_its_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
