@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +71,7 @@ def attention(
     moved = 2 * seqs * total * shape.kv_heads * vector + 2 * seqs * query_len * shape.heads * shape.dim * itemsize
     layers = layers_for(moved)
     plan, blocks = paged_plan([query_len] * seqs, [total] * seqs, shape)
-    random = {"dtype": shape.dtype, "device": shape.device}
+    random: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
     pool = torch.randn(blocks, layers, 2, shape.kv_heads, shape.block_size, shape.dim, **random)
     if cache is not None:
         pool = quantise(pool, cache)
@@ -119,14 +120,14 @@ def sdpa_prefill(q: torch.Tensor, kv: list[torch.Tensor], shape: Shape, scale: f
 def pointwise(ops: Ops, shape: Shape, tokens: int) -> Iterator[Subject]:
     """Norm, activation and rope with cache write of `tokens` tokens."""
     plain, hidden, bytes_each = ReferenceOps(), shape.heads * shape.dim, shape.dtype.itemsize
-    random = {"dtype": shape.dtype, "device": shape.device}
+    random: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
     moved = 4 * tokens * hidden * bytes_each
     layers = layers_for(moved)
     x, weight = torch.randn(layers, 2, tokens, hidden, **random), torch.randn(hidden, **random)
     yield Subject(
         f"add_rms_norm {tokens} x {hidden}",
-        lambda layer: ops.add_rms_norm(*x[layer], weight, 1e-5)[0],
-        lambda layer: plain.add_rms_norm(*x[layer], weight, 1e-5)[0],
+        lambda layer: ops.add_rms_norm(x[layer, 0], x[layer, 1], weight, 1e-5)[0],
+        lambda layer: plain.add_rms_norm(x[layer, 0], x[layer, 1], weight, 1e-5)[0],
         layers,
         moved,
     )
@@ -146,14 +147,18 @@ def rope(ops: Ops, plain: Ops, shape: Shape, tokens: int) -> Subject:
     moved = 2 * tokens * sum(heads) * shape.dim * shape.dtype.itemsize
     layers = layers_for(moved)
     plan, blocks = paged_plan([tokens], [tokens], shape)
-    random = {"dtype": shape.dtype, "device": shape.device}
+    random: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
     pool = torch.zeros(blocks, layers, 2, shape.kv_heads, shape.block_size, shape.dim, **random)
     qkv = torch.randn(layers, tokens, sum(heads), shape.dim, **random)
     angle = torch.randn(tokens, shape.dim // 2, device=shape.device)
     cos, sin = angle.cos(), angle.sin()
 
     def form(of: Ops) -> Callable[[int], torch.Tensor]:
-        return lambda layer: of.rope_and_cache(*qkv[layer].split(heads, 1), cos, sin, pool[:, layer], plan)
+        def run(layer: int) -> torch.Tensor:
+            q, k, v = qkv[layer].split(heads, 1)
+            return of.rope_and_cache(q, k, v, cos, sin, pool[:, layer], plan)
+
+        return run
 
     return Subject(f"rope_and_cache {tokens} x {sum(heads)} heads", form(ops), form(plain), layers, moved)
 
@@ -257,7 +262,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not chosen.tiny and not torch.cuda.is_available():
         sys.exit("gpu_kernels measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
     if chosen.tiny:
-        device, sizes, shape, ops = torch.device("cpu"), SMALL, (4, 2, 64, torch.float32), ReferenceOps()
+        device, sizes, shape = torch.device("cpu"), SMALL, (4, 2, 64, torch.float32)
+        ops: Ops = ReferenceOps()
     else:
         device, sizes = torch.device("cuda"), FULL
         shape = (chosen.heads, chosen.kv_heads, chosen.dim, getattr(torch, chosen.dtype))

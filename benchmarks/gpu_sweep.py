@@ -169,15 +169,16 @@ def sweep_products(device: torch.device, rows: Rows) -> None:
 def changed(change: dict[str, int], linear: CodedLinear, x: torch.Tensor) -> None:
     """The product with other constants: fields of its tile, programs a processor, inputs a step of the loop."""
     tile: dict[str, Any] = {name: value for name, value in change.items() if name not in ("programs", "inputs")}
-    choose = product.product_tile
+    choose = launch.product_tile
     kept = launch.PROGRAMS_PER_PROCESSOR, product._UNROLLED_INPUTS
-    product.product_tile = lambda *given: replace(choose(*given), **tile)
+    vars(product)["product_tile"] = lambda *given: replace(choose(*given), **tile)
     launch.PROGRAMS_PER_PROCESSOR = change.get("programs", kept[0])
     product._UNROLLED_INPUTS = change.get("inputs", kept[1])
     try:
         linear(x)
     finally:
-        product.product_tile, (launch.PROGRAMS_PER_PROCESSOR, product._UNROLLED_INPUTS) = choose, kept
+        vars(product)["product_tile"] = choose
+        launch.PROGRAMS_PER_PROCESSOR, product._UNROLLED_INPUTS = kept
 
 
 def main(arguments: list[str] | None = None) -> None:
