@@ -28,7 +28,7 @@
 # make bench-speculation  tokens per second with and without --num-speculative-tokens
 # make bench-tiers  what a prefix on disk is worth: prompts read from there, against computing them
 # make bench-embed  embeddings a second, against one batch of transformers
-# make bench-gpu measure kernels, steps and a cluster on the GPU of this machine, in ten minutes; with its own Python, if that has torch
+# make bench-gpu  check and measure the GPU of this machine: make bench-gpu SECONDS=400 KEEP=folder ARGS="--only cases steps"; with its own Python, if that has torch
 # make wheelhouse  the wheels that a machine with torch but without a network lacks: make wheelhouse ARGS='--python 3.12 --slim house'
 # make images    both images for this machine; all platforms into a registry: make images PUSH=1 REGISTRY=ghcr.io/me/
 # make lock      renew what the images install; the newest that fits: make lock ARGS=--upgrade (also needs torch's CPU index)
@@ -218,7 +218,8 @@ bench-embed: $(VENV)/test.done $(VENV)/model.done
 READY := import torch, triton, transformers, msgpack, psutil; assert torch.cuda.is_available()
 bench-gpu:
 	@if $(PYTHON) -c '$(READY)' 2>/dev/null; then python=$(PYTHON); else \
-	  $(MAKE) --no-print-directory $(VENV)/test.done && python=$(BIN)/python; fi && $$python -m benchmarks.gpu $(ARGS)
+	  $(MAKE) --no-print-directory $(VENV)/test.done && python=$(BIN)/python; fi && $$python -m benchmarks.gpu \
+	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(KEEP),--keep $(KEEP)) $(ARGS)
 
 wheelhouse: $(VENV)/test.done
 	$(BIN)/python deploy/wheelhouse.py $(ARGS)

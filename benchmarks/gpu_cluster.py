@@ -2,7 +2,9 @@
 
     python -m benchmarks.gpu_cluster [--tiny] [--rows FILE]
 
-Prompts are random, so none of them is cached; outputs are of a fixed length.
+Prompts are random, so none of them is cached; outputs are of a fixed length. Both processes take turns on one GPU where
+there is one: its figures say that blocks arrive and how, and nothing of what separate prefill and decode GPUs gain. The
+server's log, which tells the lanes of UCX with UCX_PROTO_INFO=y, stays beside the rows.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_model(folder / "model", sizes.config)
-        with running(launch(model, sizes.options, port), port, folder / "log") as server:
+        log = asked.rows.with_name("cluster.server.log") if asked.rows else folder / "log"
+        with running(launch(model, sizes.options, port), port, log) as server:
             measure(server, sizes, Rows("cluster", asked.rows))
 
 

@@ -6,8 +6,9 @@ Each line is one operation at one size. Every form of it (ours, then PyTorch's: 
 operations of `kernels/reference.py`, a product in 16 bits) is captured into a CUDA graph over up to 32 layers, as many
 as exceed the device's L2 cache, so no time of the host counts and only the smallest sizes read from cache; the graphs
 then run in turn, `--runs` times, and the median is printed. GB/s counts each byte an operation must move once; the
-share is of a device-to-device copy measured in the same rounds. Outputs are compared before anything is timed. --tiny:
-small sizes on a CPU, of the reference's operations and without graphs, to try the benchmark itself.
+share is of a device-to-device copy measured in the same rounds. Outputs are compared before anything is timed: a wrong
+one is a row that says so, and the others go on. --tiny: small sizes on a CPU, of the reference's operations and without
+graphs, to try the benchmark itself.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +71,7 @@ def attention(
     moved = 2 * seqs * total * shape.kv_heads * vector + 2 * seqs * query_len * shape.heads * shape.dim * itemsize
     layers = layers_for(moved)
     plan, blocks = paged_plan([query_len] * seqs, [total] * seqs, shape)
-    random = {"dtype": shape.dtype, "device": shape.device}
+    random: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
     pool = torch.randn(blocks, layers, 2, shape.kv_heads, shape.block_size, shape.dim, **random)
     if cache is not None:
         pool = quantise(pool, cache)
@@ -117,14 +120,14 @@ def sdpa_prefill(q: torch.Tensor, kv: list[torch.Tensor], shape: Shape, scale: f
 def pointwise(ops: Ops, shape: Shape, tokens: int) -> Iterator[Subject]:
     """Norm, activation and rope with cache write of `tokens` tokens."""
     plain, hidden, bytes_each = ReferenceOps(), shape.heads * shape.dim, shape.dtype.itemsize
-    random = {"dtype": shape.dtype, "device": shape.device}
+    random: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
     moved = 4 * tokens * hidden * bytes_each
     layers = layers_for(moved)
     x, weight = torch.randn(layers, 2, tokens, hidden, **random), torch.randn(hidden, **random)
     yield Subject(
         f"add_rms_norm {tokens} x {hidden}",
-        lambda layer: ops.add_rms_norm(*x[layer], weight, 1e-5)[0],
-        lambda layer: plain.add_rms_norm(*x[layer], weight, 1e-5)[0],
+        lambda layer: ops.add_rms_norm(x[layer, 0], x[layer, 1], weight, 1e-5)[0],
+        lambda layer: plain.add_rms_norm(x[layer, 0], x[layer, 1], weight, 1e-5)[0],
         layers,
         moved,
     )
@@ -144,36 +147,47 @@ def rope(ops: Ops, plain: Ops, shape: Shape, tokens: int) -> Subject:
     moved = 2 * tokens * sum(heads) * shape.dim * shape.dtype.itemsize
     layers = layers_for(moved)
     plan, blocks = paged_plan([tokens], [tokens], shape)
-    random = {"dtype": shape.dtype, "device": shape.device}
+    random: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
     pool = torch.zeros(blocks, layers, 2, shape.kv_heads, shape.block_size, shape.dim, **random)
     qkv = torch.randn(layers, tokens, sum(heads), shape.dim, **random)
     angle = torch.randn(tokens, shape.dim // 2, device=shape.device)
     cos, sin = angle.cos(), angle.sin()
 
     def form(of: Ops) -> Callable[[int], torch.Tensor]:
-        return lambda layer: of.rope_and_cache(*qkv[layer].split(heads, 1), cos, sin, pool[:, layer], plan)
+        def run(layer: int) -> torch.Tensor:
+            q, k, v = qkv[layer].split(heads, 1)
+            return of.rope_and_cache(q, k, v, cos, sin, pool[:, layer], plan)
+
+        return run
 
     return Subject(f"rope_and_cache {tokens} x {sum(heads)} heads", form(ops), form(plain), layers, moved)
 
 
-def subjects(ops: Ops, shape: Shape, sizes: Sizes) -> Iterator[Subject]:
-    """Built one at a time: each may hold gigabytes."""
+def subjects(ops: Ops, shape: Shape, sizes: Sizes) -> Iterator[tuple[str, Callable[[], Iterable[Subject]]]]:
+    """Names of subjects, and what builds them: one at a time, as each may hold gigabytes."""
     for seqs, length in sizes.decodes:
-        for cache in CACHES:
-            yield attention(ops, shape, seqs, 1, length - 1, cache)
+        for cache, name in CACHES.items():
+            made = partial(attention, ops, shape, seqs, 1, length - 1, cache)
+            yield f"decode {seqs} x {length}{name}", partial(_one, made)
     for seqs, query_len, computed_len in sizes.chunks:
-        for cache in CACHES:
-            yield attention(ops, shape, seqs, query_len, computed_len, cache)
+        for cache, name in CACHES.items():
+            made = partial(attention, ops, shape, seqs, query_len, computed_len, cache)
+            yield f"prefill {seqs} x {query_len} at {computed_len}{name}", partial(_one, made)
     for seqs, length in sizes.decodes:
         for cache in (None, FP8):
-            yield latent_attention(ops, shape, seqs, 1, length - 1, cache)
+            made = partial(latent_attention, ops, shape, seqs, 1, length - 1, cache)
+            yield f"latent decode {seqs} x {length}{CACHES[cache]}", partial(_one, made)
     for chunk in sizes.chunks:
-        yield latent_attention(ops, shape, *chunk)
+        yield f"latent prefill {chunk}", partial(_one, partial(latent_attention, ops, shape, *chunk))
     for form in FORMS:
         for rows in sizes.rows:
-            yield product(ops, shape, form, rows)
+            yield f"product {rows}, {form}", partial(_one, partial(product, ops, shape, form, rows))
     for tokens in sizes.tokens:
-        yield from pointwise(ops, shape, tokens)
+        yield f"pointwise {tokens}", partial(pointwise, ops, shape, tokens)
+
+
+def _one(made: Callable[[], Subject]) -> Iterator[Subject]:
+    yield made()
 
 
 def check(subject: Subject) -> None:
@@ -248,7 +262,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not chosen.tiny and not torch.cuda.is_available():
         sys.exit("gpu_kernels measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
     if chosen.tiny:
-        device, sizes, shape, ops = torch.device("cpu"), SMALL, (4, 2, 64, torch.float32), ReferenceOps()
+        device, sizes, shape = torch.device("cpu"), SMALL, (4, 2, 64, torch.float32)
+        ops: Ops = ReferenceOps()
     else:
         device, sizes = torch.device("cuda"), FULL
         shape = (chosen.heads, chosen.kv_heads, chosen.dim, getattr(torch, chosen.dtype))
@@ -261,8 +276,22 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{'':34}{'us/layer':>10}{'PyTorch us':>12}{'ratio':>8}", end="")
     print(f"{'GB/s':>10}{'of copy':>9}{'TFLOP/s':>8}{'copy GB/s':>10}")
     with torch.inference_mode():
-        for subject in subjects(ops, Shape(*shape, device), sizes):
-            print(measure(subject, source, target, chosen.runs, rows), flush=True)
+        for name, build in subjects(ops, Shape(*shape, device), sizes):
+            try:
+                for subject in build():
+                    print(measure(subject, source, target, chosen.runs, rows), flush=True)
+            except Exception as error:
+                rows.wrong(name, error)
+                print(f"{name:34} wrong: {error}", flush=True)
+                _expect_sound(device)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _expect_sound(device: torch.device) -> None:
+    """Raises the device's error where it ended the process's use of the device: no figure behind it would be true."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

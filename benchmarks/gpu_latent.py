@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,7 @@ def latent_attention(
     what = "decode" if decodes else "prefill"
     layers = layers_for(moved)
     plan, blocks = paged_plan([query_len] * seqs, [total] * seqs, shape)
-    random = {"dtype": shape.dtype, "device": shape.device}
+    random: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
     pool = torch.randn(blocks, layers, 1, 1, shape.block_size, ROTATED + RANK, **random)
     q = torch.randn(tokens, shape.heads, ROTATED + PLAIN, **random)
     scale = (ROTATED + PLAIN) ** -0.5

@@ -23,6 +23,23 @@ LARGE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """Llama 3's shape at 8 billion weights."""
+MIXTURE: dict[str, Any] = LARGE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+}
+"""A quarter of the layers of Qwen3's mixture of 30 billion weights."""
 TINY = LARGE | {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -30,6 +47,20 @@ TINY = LARGE | {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+TINY_MIXTURE = MIXTURE | {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
     "max_position_embeddings": 512,
 }
 

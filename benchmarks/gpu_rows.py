@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+WRONG = "wrong: "
+"""Begins the figure of what gave a wrong result or none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -19,6 +22,11 @@ class Row:
     share: float | None = None
     limit: str = ""
     against: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        """The row says that something went wrong."""
+        return self.what == "not whole" or self.figure.startswith(WRONG)
 
 
 class Rows:
@@ -34,6 +42,11 @@ class Rows:
         if self._path is not None:
             with self._path.open("a") as file:
                 file.write(json.dumps(asdict(row)) + "\n")
+
+    def wrong(self, what: str, error: BaseException | str) -> None:
+        """A row for what gave a wrong result or none: the error's kind and the beginning of its text, on one line."""
+        text = error if isinstance(error, str) else f"{type(error).__name__} {error}"
+        self.put(what, WRONG + " ".join(text.split())[:300].replace("|", "/"))
 
 
 def read(path: Path) -> list[Row]:

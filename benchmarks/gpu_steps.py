@@ -15,14 +15,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_limits import Limits, limits, median_seconds
-from benchmarks.gpu_models import LARGE, TINY, write_model
+from benchmarks.gpu_models import LARGE, MIXTURE, TINY, TINY_MIXTURE, write_model
 from benchmarks.gpu_rows import Rows
 from engine.models import load_model
 from engine.models.base import Model
@@ -43,6 +43,7 @@ BLOCK = 16
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
+    "top_k 50, top_p 0.9 of a peaked distribution": {"temperature": 0.02, "top_k": 50, "top_p": 0.9},
     "penalties": {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": ((3, 1.0),)},
 }
 
@@ -61,6 +62,13 @@ class Sizes:
 
 FULL = Sizes(LARGE, ((1, 2048), (64, 2048)), (8192,), 1 << 30, 8192, 30)
 SMALL = Sizes(TINY, ((1, 64), (4, 64)), (128,), 1 << 20, 128, 3)
+FULL_MIXTURE, SMALL_MIXTURE = replace(FULL, config=MIXTURE), replace(SMALL, config=TINY_MIXTURE)
+MODELS = (
+    ("none", FULL, SMALL, ""),
+    ("int8", FULL, SMALL, ", weights in int8"),
+    ("none", FULL_MIXTURE, SMALL_MIXTURE, ", mixture"),
+)
+"""Quantisation of the weights, sizes in full and small, and how rows name them."""
 
 
 class Bench:
@@ -100,8 +108,18 @@ class Bench:
         taken = [self._step(streams) for _ in range(self.sizes.runs + 2)][2:]
         itemsize = self.dtype.itemsize
         weights = self.needs.step_bytes(itemsize) - self.int8 * (itemsize - 1) * self.needs.dense.active
+        weights += itemsize * self._further_experts(batch)
         moved = weights + batch * context * self.needs.kv_bytes("bfloat16")
         return statistics.median(taken), moved / self.limits.bandwidth
+
+    def _further_experts(self, batch: int) -> float:
+        """Weights of experts that a step of so many tokens is expected to read beside those of one token."""
+        count = self.sizes.config.get("num_experts", 0)
+        if not count:
+            return 0.0
+        share = self.sizes.config["num_experts_per_tok"] / count
+        all_experts = (self.needs.dense.weights - self.needs.dense.active) / (1 - share)
+        return float(all_experts * (1 - (1 - share) ** batch - share))
 
     def _step(self, streams: Sequence[Request]) -> float:
         began = time.perf_counter()
@@ -120,18 +138,18 @@ class Bench:
         return took, tokens * self.needs.prompt_work(tokens) / self.limits.peak
 
 
-def measure(bench: Bench, rows: Rows) -> None:
+def measure(bench: Bench, rows: Rows, name: str) -> None:
     limit = bench.limits
     rows.put("device copy, matrix product", f"{limit.bandwidth / 1e9:.0f} GB/s, {limit.peak / 1e12:.1f} TFLOP/s")
     for batch, context in bench.sizes.decodes:
         for words, sampling in SAMPLINGS.items():
             took, floor = bench.decode(batch, context, **sampling)
-            what = f"decode step, batch {batch} at {context}, {words}{', weights in int8' * bench.int8}"
+            what = f"decode step, batch {batch} at {context}, {words}{name}"
             rows.put(what, f"{took * 1e3:.2f} ms", floor / took, "its floor")
             print(f"{what:45} {took * 1e3:9.2f} ms {floor / took:8.0%} of its floor", flush=True)
     for tokens in bench.sizes.prompts:
         took, floor = bench.prefill(tokens)
-        what = f"prefill of {tokens}{', weights in int8' * bench.int8}"
+        what = f"prefill of {tokens}{name}"
         rows.put(what, f"{took * 1e3:.1f} ms", floor / took, "the matrix peak")
         print(f"{what:45} {took * 1e3:9.1f} ms {floor / took:8.0%} of the matrix peak", flush=True)
 
@@ -145,9 +163,9 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit("gpu_steps measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
     device = torch.device("cpu" if asked.tiny else "cuda")
     with tempfile.TemporaryDirectory() as folder:
-        for quantization in ("none", "int8"):
-            bench = Bench(SMALL if asked.tiny else FULL, device, Path(folder), quantization)
-            measure(bench, Rows("steps", asked.rows))
+        for number, (quantization, full, small, name) in enumerate(MODELS):
+            bench = Bench(small if asked.tiny else full, device, Path(folder) / str(number), quantization)
+            measure(bench, Rows("steps", asked.rows), name)
             del bench
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,6 +55,7 @@ def paged_plan(query_lens: list[int], total_lens: list[int], shape: Shape) -> tu
     seqs = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(query_lens))
     slots = table[seqs, positions // shape.block_size].long() * shape.block_size + positions % shape.block_size
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    tensors = (t.to(shape.device) for t in (positions, slots, table, starts, torch.tensor(total_lens).int()))
+    tensors: Any = (t.to(shape.device) for t in (positions, slots, table, starts, torch.tensor(total_lens).int()))
     decodes = sum(query_len == 1 for query_len in query_lens)
-    return BatchPlan(*tensors, tuple(query_lens), tuple(total_lens), decodes, shape.block_size), sum(counts)
+    lens: Any = (tuple(query_lens), tuple(total_lens), decodes, shape.block_size)
+    return BatchPlan(*tensors, *lens), sum(counts)

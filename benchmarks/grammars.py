@@ -13,7 +13,7 @@ import json
 import random
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,13 +115,14 @@ def steps(count: int, rounds: int) -> None:
     for batch in BATCHES:
         took: dict[bool, list[float]] = {False: [], True: []}
         tokens = {False: 0, True: 0}
-        spent = {False: Counter[str](), True: Counter[str]()}
+        spent: dict[bool, defaultdict[str, float]] = {False: defaultdict(float), True: defaultdict(float)}
         for number in range(rounds):
             for bound in (False, True) if number % 2 else (True, False):
                 times, drawn = decode(engine, batch, count, bound, number, clock.spent.clear)
                 took[bound] += times
                 tokens[bound] += drawn
-                spent[bound].update(clock.spent)
+                for part, seconds in clock.spent.items():
+                    spent[bound][part] += seconds
         free, masked = ([statistics.median(took[bound]) * 1e3, statistics.fmean(took[bound]) * 1e3] for bound in took)
         cost = [f"{100 * (with_one / without - 1):+.1f} %" for with_one, without in zip(masked, free, strict=True)]
         rows.append(
@@ -140,8 +141,10 @@ class Clock:
     parts = ("library", "masks beside it", "drawing")
 
     def __init__(self, engine: Engine) -> None:
-        self.spent: Counter[str] = Counter()
-        matcher = type(engine.runner.masks._compiler.compile(Grammar("json_object", "")))
+        self.spent: defaultdict[str, float] = defaultdict(float)
+        compiler = engine.runner.masks._compiler
+        assert compiler is not None
+        matcher = type(compiler.compile(Grammar("json_object", "")))
         for owner, name, part in (
             (matcher, "mask", "library"),
             (matcher, "accept", "library"),
@@ -177,7 +180,8 @@ def decode(
         params = SamplingParams(max_tokens=count + 80, temperature=1.0, seed=i, eos_token_ids=(2,), ignore_eos=True)
         engine.add(Job(name, 0, (10 + i, 20, 30, 40), 4, Generate(params, grammar), "bench"))
     while len(engine.roster.running) < batch or not all(r.output_len for r in engine.roster.running):
-        engine.step() or time.sleep(0.001)
+        if not engine.step():
+            time.sleep(0.001)
     times: list[float] = []
     before = len(engine.events)
     begin()

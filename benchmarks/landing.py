@@ -31,7 +31,7 @@ from node.assembly import assemble
 from node.linking import LINK_NICENESS
 from node.rates import warm_up
 from process.priority import give_way
-from protocol.link_messages import Commit
+from protocol.link_messages import Asked, Commit
 from protocol.messages import DecodeTarget, Job
 from protocol.sampling import SamplingParams
 from protocol.settings import WorkerSettings
@@ -91,8 +91,9 @@ class Grants:
         self.receiver: Receiver
         self._block_size = block_size
 
-    def reserve(self, key: Any, job: Job) -> None:
-        self.receiver.granted(key, 0, range(len(job.token_ids) // self._block_size))
+    def reserve(self, key: Any, asked: Asked) -> None:
+        assert isinstance(asked, Job)
+        self.receiver.granted(key, 0, range(len(asked.token_ids) // self._block_size))
 
     def ready(self, key: Any, commit: Commit) -> None: ...
 
@@ -144,7 +145,9 @@ def main() -> None:
 
     try:
         ship(sender, fates, target, POOL, block_size)
-        took, alone, landing = [], [], []
+        took: list[float] = []
+        alone: list[list[float]] = []
+        landing: list[list[float]] = []
         for _ in range(asked.rounds):
             gaps()
             time.sleep(max([3.0, *took]))

@@ -25,7 +25,7 @@ from kv_transfer.ports import BlockMemory
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.ucx import UcxLink
-from protocol.link_messages import Commit
+from protocol.link_messages import Asked, Commit
 from protocol.messages import DecodeTarget, Job, TokenDelta
 from protocol.sampling import SamplingParams
 from protocol.work import Generate
@@ -51,7 +51,7 @@ class Grants:
         self.receiver: Receiver
         self._blocks = blocks
 
-    def reserve(self, key: Any, job: Job) -> None:
+    def reserve(self, key: Any, asked: Asked) -> None:
         self.receiver.granted(key, 0, range(self._blocks))
 
     def ready(self, key: Any, commit: Commit) -> None: ...
@@ -67,6 +67,8 @@ class Fates:
 
     def __init__(self) -> None:
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def sent(self, transfer: int) -> None: ...
 
     def granted(self, transfer: int, first_block: int) -> None:
         self.told.put("granted")

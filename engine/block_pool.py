@@ -36,7 +36,7 @@ class BlockPool:
         self.holds = holds
         self.prefix_caching = prefix_caching
         self.evicted_total = 0
-        self.tails = Tails()
+        self.tails = Tails(enabled=prefix_caching)
         self.absences = Absences(num_blocks)
         self.idle = Idle(num_blocks // PROTECTED)
         self._blocks = [Block() for _ in range(num_blocks)]

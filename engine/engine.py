@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine import tails
 from engine.adapters import Adapters
 from engine.block_pool import BlockPool
 from engine.budget import Limits
@@ -128,7 +127,7 @@ class Engine:
         shared = any(other.behind is request for other in self.roster.awaiting.values())
         self.scheduler.land(request)
         request.computed_len = len(request.token_ids)
-        tails.note(self.pool, request)
+        self.pool.tails.note(request)
         with self._answering(lambda error: self._refuse(request.job, error)):
             room = len(request.block_ids) * self.config.block_size
             self._door.check_first(request.job, first.token_ids, covered, room)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
-from engine import isolation, output, tails
+from engine import isolation, output
 from engine.acceptance import Accepted
 from engine.ahead import Ahead
 from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, ReservationFailed, Reserved
@@ -205,7 +205,7 @@ class Stepper:
             self._commit_read(request, sampled)
             return
         if request.output_here == 0:
-            tails.note(self._pool, request)
+            self._pool.tails.note(request)
         if sampled.token_id == NO_TOKEN:
             self.drop(request, output.nothing_drawn(request))
             return

@@ -4,14 +4,25 @@ such a block, since it will write behind it, where full blocks are shared as the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from engine.block_pool import BlockPool
-    from engine.request import Request
+from typing import NamedTuple, Protocol
 
 TRIED = 8
 """Of the blocks behind one parent, the newest that are compared."""
+
+
+class Chain(Protocol):
+    """A request, as far as its blocks are concerned."""
+
+    token_ids: list[int]
+    block_ids: list[int]
+    block_size: int
+
+    @property
+    def last_start(self) -> int:
+        """Position of the first token in the last block."""
+
+    def parent_of(self, start: int) -> bytes:
+        """Hash of the block that ends at this position."""
 
 
 class Tail(NamedTuple):
@@ -24,9 +35,10 @@ class Tail(NamedTuple):
 class Tails:
     """A block is known from when the K/V of its tokens is in it until it is taken for another chain: whoever holds it
     writes only behind them, and freed it stays as it is and is taken after all blocks that are no tails. At most one
-    entry a block. Owned by the engine thread."""
+    entry a block. enabled: prefixes are reused at all. Owned by the engine thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._enabled = enabled
         self._by_parent: dict[bytes, dict[tuple[int, ...], int]] = {}
         self._places: dict[int, tuple[bytes, tuple[int, ...]]] = {}
 
@@ -35,6 +47,13 @@ class Tails:
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._places
+
+    def note(self, request: Chain) -> None:
+        """The K/V of all the request's tokens is in its blocks: forks may copy what they share of the last one."""
+        if self._enabled:
+            start = request.last_start
+            block_id = request.block_ids[start // request.block_size]
+            self.put(request.parent_of(start), request.token_ids[start:], block_id)
 
     def put(self, parent: bytes, token_ids: Sequence[int], block_id: int) -> None:
         """The block begins with the K/V of these tokens, which follow the block that hashes to `parent`."""
@@ -77,11 +96,3 @@ def _shared(left: Sequence[int], right: Sequence[int]) -> int:
             break
         length += 1
     return length
-
-
-def note(pool: BlockPool, request: Request) -> None:
-    """The K/V of all its tokens is here: forks may copy what they share of the last block."""
-    if pool.prefix_caching:
-        start = request.last_start
-        block_id = request.block_ids[start // request.block_size]
-        pool.tails.put(request.parent_of(start), request.token_ids[start:], block_id)

@@ -1,7 +1,9 @@
 """Mixtures of experts (Shazeer et al. 2017): gated MLPs of which each token passes through a few.
 
-Tokens are laid together by expert, so the dense layers of an expert run once a step. What a token is given depends on
-the token alone: its experts' outputs are added in the order of their ranks, in float32, then that of what all share.
+Tokens are laid together by expert, so the dense layers of an expert run once a step: as grouped products where there
+are such, which a device divides among the experts by itself; else one expert after the other, and the host counts the
+tokens of each. What a token is given depends on the token alone: its experts' outputs are added in the order of their
+ranks, in float32, then that of what all share.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from kernels.routing import route
-from kernels.step import Experts
+from kernels.step import Experts, GroupedGated
 
 Activated = Callable[[torch.Tensor], torch.Tensor]
 """act(gate) * up of gate and up [n, 2 * inner] side by side."""
@@ -22,13 +24,11 @@ def mixture(experts: Experts, x: torch.Tensor, activated: Activated) -> torch.Te
     weights, chosen = route(experts.router(x, torch.float32), experts.routing, experts.correction)
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
-    outputs = torch.zeros(len(pairs), x.shape[1], dtype=torch.float32, device=x.device)
-    inputs, first = x.index_select(0, order // experts.routing.chosen), 0
-    for mlp, count in zip(experts.each, pairs.bincount(minlength=len(experts.each)).tolist(), strict=True):
-        if count and mlp is not None:
-            rows = slice(first, first + count)
-            outputs[rows] = mlp.down(activated(mlp.gate_up(inputs[rows])), torch.float32)
-        first += count
+    inputs = x.index_select(0, order // experts.routing.chosen)
+    if experts.grouped is not None:
+        outputs = _grouped(experts.grouped, inputs, pairs[order], activated)
+    else:
+        outputs = _one_by_one(experts, inputs, pairs, activated)
     places = order.argsort().view(chosen.shape)
     total = outputs.index_select(0, places[:, 0]) * weights[:, :1]
     for rank in range(1, experts.routing.chosen):
@@ -36,3 +36,21 @@ def mixture(experts: Experts, x: torch.Tensor, activated: Activated) -> torch.Te
     if (shared := experts.shared) is not None:
         total += shared.down(activated(shared.gate_up(x)), torch.float32)
     return experts.joined(total).to(x.dtype)
+
+
+def _grouped(grouped: GroupedGated, inputs: torch.Tensor, chosen: torch.Tensor, activated: Activated) -> torch.Tensor:
+    """float32 of inputs [n, hidden] that lie by expert; chosen: the expert of each."""
+    numbers = torch.arange(len(grouped.each), device=chosen.device)
+    ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+    return grouped.down(activated(grouped.gate_up(inputs, ends, chosen)), ends, chosen).float()
+
+
+def _one_by_one(experts: Experts, inputs: torch.Tensor, pairs: torch.Tensor, activated: Activated) -> torch.Tensor:
+    """As `_grouped`; pairs: the expert of each, in the order of tokens. Waits for the device."""
+    outputs, first = torch.zeros(inputs.shape, dtype=torch.float32, device=inputs.device), 0
+    for mlp, count in zip(experts.each, pairs.bincount(minlength=len(experts.each)).tolist(), strict=True):
+        if count and mlp is not None:
+            rows = slice(first, first + count)
+            outputs[rows] = mlp.down(activated(mlp.gate_up(inputs[rows])), torch.float32)
+        first += count
+    return outputs

@@ -103,9 +103,9 @@ class _Inputs:
 
 
 class GraphStep:
-    """A `kernels.step.Step` for batches of decodes of any kind of stored weights. one_by_one: the layers through the
-    table's operations, of which none may read the host's side of a plan but to choose its launches. A size of batch is
-    captured when it first comes; where that fails, all batches run layer by layer."""
+    """A `kernels.step.Step` for batches of decodes of any form and any kind of stored weights. one_by_one: the layers
+    through the table's operations, of which none may read the host's side of a plan but to choose its launches. A size
+    of batch is captured when it first comes; where that fails, all batches run layer by layer."""
 
     def __init__(self, form: DecoderForm, one_by_one: OneByOne, capture: Capture) -> None:
         self._form, self._one_by_one, self._capture = form, one_by_one, capture
@@ -129,7 +129,7 @@ class GraphStep:
     def logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
         recorded = self._replay(token_ids, kv, plan)
         if recorded is None:
-            return NextLogits(self._form.head(self._one_by_one(token_ids, kv, plan), torch.float32))
+            return NextLogits(self._form.logits(self._one_by_one(token_ids, kv, plan)))
         return NextLogits(recorded.logits[: len(token_ids)])
 
     def _replay(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> _Recorded | None:
@@ -149,12 +149,12 @@ class GraphStep:
         return recorded
 
     def _record(self, inputs: _Inputs, size: int, kv: torch.Tensor) -> _Recorded | None:
-        """What runs while it is captured writes K/V where the replay will."""
-        plan, ids = inputs.plan(size), inputs.ids[:size]
+        """What runs while it is captured writes K/V where the replay will. Each run has a plan of its own: what the
+        operations make of a plan once, for all layers, must be made anew by each replay."""
 
         def run() -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = self._one_by_one(ids, kv, plan)
-            return hidden, self._form.head(hidden, torch.float32)
+            hidden = self._one_by_one(inputs.ids[:size], kv, inputs.plan(size))
+            return hidden, self._form.logits(hidden)
 
         try:
             replay, (hidden, logits) = self._capture(run)

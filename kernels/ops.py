@@ -18,7 +18,18 @@ from kernels.gate import SILU, Gate
 from kernels.low_rank import LowRank
 from kernels.masking import Masks
 from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, Latent, Linear, LinearOfHeads, OneByOne, Step, Stored, StoredLinear
+from kernels.step import (
+    DecoderForm,
+    Gated,
+    GroupedGated,
+    Latent,
+    Linear,
+    LinearOfHeads,
+    OneByOne,
+    Step,
+    Stored,
+    StoredLinear,
+)
 from protocol.sampling import SamplingParams
 
 
@@ -31,6 +42,10 @@ class DenseOps(Protocol):
 
     def linear_of_heads(self, weight: torch.Tensor) -> LinearOfHeads:
         """The dense layers of weight [heads, out, in], made once at load."""
+
+    def grouped(self, each: Sequence[Gated | None]) -> GroupedGated | None:
+        """The experts of a layer as grouped products, over weights that are moved together; None where this row of the
+        table has none for them: they run one by one then."""
 
     def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> StoredLinear | None:
         """The dense layer of stored rows or codes [.., columns] laid under each other, run as they are; None where this

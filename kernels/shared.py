@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from kernels.capabilities import Capabilities
 from kernels.draw import NoiseKeys, draw
 from kernels.low_rank import LowRank, add_low_rank
 from kernels.masking import Masks
-from kernels.step import DecoderForm, Linear, LinearOfHeads, OneByOne, Step, Stored, StoredLinear
+from kernels.step import DecoderForm, Gated, GroupedGated, Linear, LinearOfHeads, OneByOne, Step, Stored, StoredLinear
 from protocol.sampling import SamplingParams
 
 
@@ -25,7 +26,17 @@ class TorchLinear:
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(dtype or x.dtype)
+        own = x.to(self.weight.dtype)
+        if dtype is torch.float32 and own.is_cuda and own.dtype is not dtype:
+            return self._in_float32(own)
+        return F.linear(own, self.weight, self.bias).to(dtype or x.dtype)
+
+    def _in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        """The sums of products of 16 bits as they are, which a device makes in float32: rounded to bfloat16 they would
+        tie."""
+        out = torch.mm(x.flatten(0, -2), self.weight.t(), out_dtype=torch.float32)
+        out = out if self.bias is None else out.add_(self.bias)
+        return out.view(*x.shape[:-1], -1)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
@@ -33,6 +44,45 @@ class TorchLinear:
     def part(self, first: int, end: int) -> TorchLinear:
         """Of outputs [first, end) alone, over the same memory."""
         return TorchLinear(self.weight[first:end], None if self.bias is None else self.bias[first:end])
+
+
+@dataclass(frozen=True, slots=True)
+class TorchGrouped:
+    """A `Grouped` by PyTorch. weight: [experts, out, in]; bias: [experts, out] or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        out = F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
+        return out if self.bias is None else out.add_(self.bias[experts])
+
+    def one(self, expert: int) -> TorchLinear:
+        return TorchLinear(self.weight[expert], None if self.bias is None else self.bias[expert])
+
+
+def grouped_by_torch(each: Sequence[Gated | None]) -> GroupedGated | None:
+    """Grouped products of bfloat16 layers of PyTorch's; None for others, or where some are elsewhere. Until the caller
+    drops `each`, the weights are held twice."""
+    layers = [(mlp.gate_up, mlp.down) for mlp in each if mlp is not None]
+    if len(layers) < len(each) or not all(_groups(layer) for pair in layers for layer in pair):
+        return None
+    gate_up, down = (_stacked(cast("Sequence[TorchLinear]", layer)) for layer in zip(*layers, strict=True))
+    return GroupedGated(gate_up, down, tuple(Gated(gate_up.one(i), down.one(i)) for i in range(len(each))))
+
+
+def _groups(layer: Linear) -> bool:
+    """Sizes that grouped products take: rows of whole 16 bytes."""
+    return (
+        isinstance(layer, TorchLinear)
+        and layer.weight.dtype is torch.bfloat16
+        and not any(size % 8 for size in layer.weight.shape)
+    )
+
+
+def _stacked(layers: Sequence[TorchLinear]) -> TorchGrouped:
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    return TorchGrouped(torch.stack([layer.weight for layer in layers]), torch.stack(biases) if biases else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +105,9 @@ class TorchShared:
 
     def linear_of_heads(self, weight: torch.Tensor) -> LinearOfHeads:
         return TorchLinearOfHeads(weight)
+
+    def grouped(self, each: Sequence[Gated | None]) -> GroupedGated | None:
+        return None
 
     def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> StoredLinear | None:
         return None

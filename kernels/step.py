@@ -75,11 +75,30 @@ def nobody() -> None:
     """There is nobody to wait for."""
 
 
+class Grouped(Protocol):
+    """A dense layer of each expert, as one grouped matrix product."""
+
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Rows x [n, in] by the layers of their experts: [n, out]. Rows lie in the order of their experts; ends: int32
+        [experts], the row behind each expert's last; experts: int64 [n], of each row. Nothing waits for the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedGated:
+    """The gated MLPs of all experts of a layer, as grouped products. each: the same layers one by one, over the same
+    memory."""
+
+    gate_up: Grouped
+    down: Grouped
+    each: tuple[Gated, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Gated MLPs of which the router [experts, hidden] gives a token some. each: None stands for one that is elsewhere.
-    correction: see `route`; shared: one that all tokens pass through, too; None: there is none. joined: makes of what
-    the experts, or the parts of them, put out that are here, float32 [n, hidden], what all of them do."""
+    correction: see `route`; grouped: the experts of `each` as grouped products, None where there are none; shared: one
+    that all tokens pass through, too, None where there is none. joined: makes of what the experts, or the parts of
+    them, put out that are here, float32 [n, hidden], what all of them do."""
 
     router: Linear
     each: tuple[Gated | None, ...]
@@ -87,6 +106,7 @@ class Experts:
     correction: torch.Tensor | None = None
     shared: Gated | None = None
     joined: Callable[[torch.Tensor], torch.Tensor] = whole
+    grouped: GroupedGated | None = None
 
     def dense_layers(self) -> Iterator[Linear]:
         yield self.router
@@ -165,7 +185,8 @@ class LayerForm:
 @dataclass(frozen=True, slots=True)
 class DecoderForm:
     """A decoder of pre-norm layers with gated MLPs. embedding, head: [vocab, hidden]; cos, sin: see
-    Ops.rope_and_cache."""
+    Ops.rope_and_cache; logits: float32 [T, vocab] of hidden states; plain: its layers are those of Llama, so a row of
+    the table that computes them by itself can."""
 
     embedding: Linear
     layers: tuple[LayerForm, ...]
@@ -179,6 +200,8 @@ class DecoderForm:
     head_dim: int
     eps: float
     scale: float
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    plain: bool
 
 
 @dataclass(frozen=True, slots=True)

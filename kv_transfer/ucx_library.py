@@ -17,6 +17,7 @@ from protocol.errors import ConfigError
 
 HOST_TRANSPORTS = "tcp,posix,self"
 CUDA_TRANSPORTS = "cuda_copy,cuda_ipc"
+INSTALLED_BY = "install it with: pip install ucxx-cu13 (beside a torch that is built for CUDA 12: ucxx-cu12)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def load() -> UcxLibrary:
         from ucxx._lib import libucxx
         from ucxx._lib.arr import Array
     except (ImportError, OSError) as error:
-        raise ConfigError(f"UCX cannot be loaded ({error}); install it with: pip install ucxx-cu12") from error
+        raise ConfigError(f"UCX cannot be loaded ({error}); {INSTALLED_BY}") from error
     return UcxLibrary(libucxx, Array, ".".join(map(str, ucxx.get_ucx_version())))
 
 
@@ -48,7 +49,8 @@ def context_options(host: str, transports: str = "", net_devices: str = "", cuda
     lanes; `lo` for a loopback host, else UCX's own choice. A host that is an IPv6 address is reached over IPv6, also
     where there are others. posix gets error handling because endpoints that ask for it have tcp only otherwise; the
     link itself notices when a process ends, so UCX need not wake for it (KEEPALIVE). The tcp segment sizes raise a
-    loopback stream from 1.5 to 5 GB/s.
+    loopback stream from 1.5 to 5 GB/s. With cuda the rendezvous scheme is UCX's own choice: between two processes on
+    one H100 it moves blocks over cuda_ipc at 100 GB/s, and get_zcopy through host memory at 0.8 (UCX 1.21).
     """
     chosen = transports or ",".join([HOST_TRANSPORTS, CUDA_TRANSPORTS] if cuda else [HOST_TRANSPORTS])
     names = chosen.split(",")

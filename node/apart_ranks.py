@@ -11,7 +11,6 @@ from engine.models.base import Model
 from engine.ranks.device_group import DeviceGroup
 from engine.ranks.group import Group
 from engine.ranks.led import Led
-from engine.ranks.shard import FLAG
 from node.apart_pool import ApartPool
 from node.pool_memory import available_bytes, make_pool
 from node.rank_memory import RankMemory
@@ -19,7 +18,6 @@ from node.ranks import Ranks
 from node.rows import Rows
 from node.segments import Segments
 from process.lines import Lines
-from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.settings import WorkerSettings
 
@@ -67,12 +65,3 @@ class ApartRanks(Ranks):
 
     def _given(self, rank: int) -> tuple[int, ...]:
         return (*super()._given(rank), self._moves.give(rank - 1), self._meeting_fd)
-
-
-def require_gpus(settings: WorkerSettings, first: torch.device) -> None:
-    """Raises ConfigError unless there is one for each rank."""
-    ranks, count = settings.tensor_parallel_size, torch.cuda.device_count()
-    index = first.index or 0
-    if first.type == "cuda" and index + ranks > count:
-        found = f"there are {count}" if count else "there is none"
-        raise ConfigError(f"--tensor-parallel-size {ranks} needs GPUs from {first} on, one a rank; {found}", param=FLAG)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping
 from math import inf
 
 import torch
@@ -15,51 +15,31 @@ from engine.canary import Canary
 from engine.engine import Engine, EngineConfig
 from engine.ledger import Ledger
 from engine.likeness import tolerance
-from engine.models.base import Computing, ModelInfo
+from engine.models.base import ModelInfo
 from engine.models.dense_modules import load_dense
 from engine.pooling import Pooler
 from engine.runner import Runner
 from engine.shift import Shift
 from kernels.cpu import CpuOps
-from kernels.ops import Ops, select
+from kernels.ops import select
 from model_files.draft import resolve_draft
 from model_files.refusals import resolve_runnable
 from model_files.task import read_task
 from node.adapters import read_first
-from node.apart_pool import ApartPool
+from node.assembled import Assembled, arithmetic
 from node.drafting import draft_layout, make_draft
+from node.encoder import assemble_encoder
 from node.grammar_masks import make_masks
 from node.invariance import require_batch_invariance
 from node.kv_format import kv_format
 from node.model import load
 from node.pool_memory import GIB, make_pool, pool_blocks
-from node.ranks import Ranks, start_ranks
+from node.start_ranks import start_ranks
 from process.cores import Cores
-from protocol.adapters import AdapterName
 from protocol.errors import ConfigError
-from protocol.layout import KVLayout
 from protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
-
-
-@dataclass(frozen=True, slots=True)
-class Assembled:
-    """A ready engine and what the node announces about it. ranks: the others, where several compute the model."""
-
-    engine: Engine
-    kv: torch.Tensor
-    info: ModelInfo
-    layout: KVLayout
-    fingerprint: str
-    max_model_len: int
-    adapters: tuple[AdapterName, ...] = ()
-    ranks: Ranks | None = None
-
-    @property
-    def apart(self) -> ApartPool | None:
-        """The pool as link and tiers reach it, where kv is the first rank's alone."""
-        return self.ranks.pool if self.ranks is not None else None
 
 
 def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None = None) -> Assembled:
@@ -67,13 +47,12 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     device = choose_device(settings.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        refuse_expandable_segments(os.environ)
     source = resolve_runnable(settings.model, settings.load_format)
     task = read_task(source, "last")
     if task.encoder:
         if settings.load_format == "dummy":
             raise ConfigError("dummy weights are of decoders alone", param="load_format")
-        from node.encoder import assemble_encoder  # which builds on this module
-
         return assemble_encoder(settings, source, task, device, progress)
     graphs = not settings.enforce_eager and settings.tensor_parallel_size == 1
     ops = select(settings.kernels, device, batch_invariant=settings.batch_invariant, graphs=graphs)
@@ -138,20 +117,6 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     return Assembled(engine, kv, model.info, layout, fingerprint, max_model_len, names, ranks)
 
 
-def describe(parts: Assembled) -> dict[str, str]:
-    """Where the node computes and how large its pool is, for a person. Ranks on GPUs have those from the first on."""
-    ops, pool = parts.engine.runner.model.ops, parts.engine.pool
-    threads = ops.threads if isinstance(ops, CpuOps) else torch.get_num_threads()
-    on_cpu, ranks = parts.kv.device.type == "cpu", parts.ranks.part.group.ranks if parts.ranks is not None else 1
-    times = f"{ranks} x " if ranks > 1 else ""
-    gib, tokens = pool.num_blocks * parts.layout.block_bytes / GIB, pool.num_blocks * parts.layout.block_size
-    return {
-        "model": parts.info.name,
-        "device": f"cpu, threads: {times}{threads}" if on_cpu else f"{times}{parts.kv.device}",
-        "kv_pool": "none" if parts.engine.config.limits.whole else f"{gib:.2f} GiB, {tokens} tokens",
-    }
-
-
 def choose_device(name: str) -> torch.device:
     """auto: CUDA if there is a device, else CPU. Raises ConfigError."""
     if name == "auto":
@@ -168,17 +133,14 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def arithmetic(settings: WorkerSettings, model: Computing, ops: Ops) -> str:
-    """What of a node's arithmetic is part of the fingerprint: the model's number format, and the instruction set where
-    equal bits are promised, and how many ranks add up."""
-    words = [str(model.dtype).removeprefix("torch.")]
-    if settings.batch_invariant and isinstance(ops, CpuOps):
-        words += ["batch-invariant", ops.instruction_set]
-        if settings.tensor_parallel_size > 1:
-            words.append(f"{settings.tensor_parallel_size} ranks")
-        if settings.enable_expert_parallel:
-            words.append("of experts")
-    return " ".join(words)
+def refuse_expandable_segments(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError where PyTorch would make the pool of memory that other processes cannot open, so that no block
+    could be shipped from GPU to GPU."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
+            raise ConfigError(
+                f"{name} asks for expandable_segments:True, which KV blocks cannot be shipped from; unset it"
+            )
 
 
 def longest_sequence(settings: WorkerSettings, info: ModelInfo, num_blocks: int) -> int:

@@ -23,7 +23,7 @@ from engine.pooling import Pooler
 from kernels.reference import ReferenceOps
 from model_files.source import ModelSource
 from model_files.task import Task
-from node.assembly import Assembled, arithmetic
+from node.assembled import Assembled, arithmetic
 from node.pool_memory import make_pool
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings

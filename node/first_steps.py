@@ -8,22 +8,21 @@ from engine.request import Request
 from engine.slices import Slice
 from kernels.graphs import LADDER
 
-LONGEST_TILE = 256
-"""Tokens of a chunk from which on all longer ones run in the same tiles (kernels/triton/launch.py)."""
+LONGEST_TILE = 8192
+"""Tokens of a chunk from which on all longer ones run in the same tiles (kernels/triton/launch.py): those of a model of
+few heads need so many to fill a device."""
 
 
 def first_steps(stream: Request, prompt: Request, longest: int, most: int) -> Iterator[list[Slice]]:
     """Slices of each step, of requests that have blocks for `longest` tokens. They sample nothing. Chunks in each size
-    of tile; a decode beside a chunk, at each length that splits its context otherwise; and decodes alone in each size
-    of batch that is captured, for `most` rows."""
+    of tile; a decode beside a chunk; and decodes alone in each size of batch that is captured, for `most` rows: the
+    largest first, whose memory then serves all smaller ones."""
     chunk = 2
     while chunk <= min(LONGEST_TILE, longest):
         yield [Slice(prompt, 0, chunk)]
         chunk *= 2
-    length = 1
-    while length <= longest and longest > 2:
-        yield [Slice(stream, length - 1, 1), Slice(prompt, 0, 2)]
-        length *= 2
-    for below, size in zip((0, *LADDER), LADDER, strict=False):
-        if below < most:
-            yield [Slice(stream, 0, 1)] * size
+    if longest > 2:
+        yield [Slice(stream, 0, 1), Slice(prompt, 0, 2)]
+    sizes = [size for below, size in zip((0, *LADDER), LADDER, strict=False) if below < most]
+    for size in reversed(sizes):
+        yield [Slice(stream, 0, 1)] * size

@@ -16,7 +16,7 @@ from cluster_state.redis_store import RedisStore
 from engine.loop import EngineLoop
 from model_files.naming import split_names
 from node.adapters import NodeAdapters
-from node.assembly import Assembled
+from node.assembled import Assembled
 from node.face import Face
 from node.linking import Linking
 from node.membership import LAST_WORD_S, Membership

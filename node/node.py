@@ -15,7 +15,8 @@ from enum import Enum, auto
 
 from cluster_state.redis_store import RedisStore
 from model_files.naming import split_names
-from node.assembly import Assembled, assemble, describe
+from node.assembled import Assembled, describe
+from node.assembly import assemble
 from node.face import Face
 from node.loaded import Loaded
 from node.membership import new_epoch, withdraw_now

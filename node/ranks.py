@@ -20,7 +20,7 @@ from engine.models.decoder import Decoder
 from engine.ranks.group import Group
 from engine.ranks.led import Led
 from engine.ranks.part import Part
-from engine.ranks.shard import BY_EXPERT, FLAG
+from engine.ranks.shard import FLAG
 from engine.ranks.shared_group import SharedGroup
 from node.apart_pool import ApartPool
 from node.pool_memory import available_bytes, make_pool
@@ -29,25 +29,6 @@ from process.lines import Lines
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
 from protocol.settings import WorkerSettings
-
-
-def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:
-    """The others begin to load their parts; None: there are no others. Raises ConfigError: they cannot be had."""
-    if settings.tensor_parallel_size == 1:
-        if settings.enable_expert_parallel:
-            raise ConfigError("--enable-expert-parallel needs --tensor-parallel-size 2 or more", param=BY_EXPERT)
-        return None
-    asked = f"--tensor-parallel-size {settings.tensor_parallel_size}"
-    apart = device.type == "cuda" or settings.pools_apart
-    if apart and settings.batch_invariant:
-        raise ConfigError(f"{asked} does not go with --batch-invariant where each rank has its pool", param=FLAG)
-    from node.apart_ranks import ApartRanks, require_gpus  # which builds on this module
-
-    require_gpus(settings, device)
-    try:
-        return (ApartRanks if apart else Ranks)(settings, device)
-    except (OSError, AttributeError) as error:
-        raise ConfigError(f"{asked}: the other ranks cannot be started: {error}", param=FLAG) from error
 
 
 class Ranks:

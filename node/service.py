@@ -12,7 +12,7 @@ from engine.events import Event
 from engine.loop import EngineLoop
 from kv_transfer.dock import Dock
 from kv_transfer.ports import ShipStats
-from node.assembly import Assembled
+from node.assembled import Assembled
 from node.outflow import Outflow
 from node.rates import RateMeter
 from node.roles import Roles

@@ -15,7 +15,7 @@ from kv_transfer.tiers.local import LocalTier
 from kv_transfer.tiers.objects import Objects
 from kv_transfer.tiers.remote import RemoteTier
 from kv_transfer.tiers.staging import Copies
-from node.assembly import Assembled
+from node.assembled import Assembled
 from node.pool_memory import PoolMemory
 from process.limits import available_memory
 from protocol.errors import ConfigError

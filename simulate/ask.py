@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Generic, TypeVar
 
-if TYPE_CHECKING:
-    from simulate.node import Node
+N = TypeVar("N")
+"""A node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Ask:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class RunOf(Generic[N]):
     """A request under way, from its arrival on. delivered: its output tokens that are out; attempt: how many nodes it
     lost; cached_len: of its first attempt, tokens reused where the prompt was computed; first_s and last_s: when its
     first and last token came; begun_s: when its prompt began to be computed;
@@ -40,8 +40,8 @@ class Run:
 
     ask: Ask
     arrived: float
-    prefill: Node | None = None
-    decode: Node | None = None
+    prefill: N | None = None
+    decode: N | None = None
     delivered: int = 0
     attempt: int = 0
     cached_len: int = -1
@@ -66,3 +66,7 @@ class Run:
         """Mean time between its tokens."""
         gaps = self.ask.output_len - 1
         return (self.last_s - self.first_s) / gaps if gaps > 0 else 0.0
+
+
+Run = RunOf[Any]
+"""As the parts of a node know it: they look at none of its nodes."""

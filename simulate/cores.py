@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from simulate.node import Node
-
+from simulate.machine import Machine
 
 LEAST = 0.05
 """Of their speed that streams have, however much prompts take."""
+
+
+class Computing(Protocol):
+    """A node that computes on shared cores."""
+
+    role: str
+    machine: Machine
 
 
 class Cores:
@@ -18,21 +23,21 @@ class Cores:
     its speed that its machine calls `beside`, and a decode node the rest."""
 
     def __init__(self) -> None:
-        self._nodes: dict[Node, tuple[Callable[[], None], Callable[[], None]]] = {}
-        self._working: set[Node] = set()
+        self._nodes: dict[Computing, tuple[Callable[[], None], Callable[[], None]]] = {}
+        self._working: set[Computing] = set()
 
-    def join(self, node: Node, advance: Callable[[], None], go_on: Callable[[], None]) -> None:
+    def join(self, node: Computing, advance: Callable[[], None], go_on: Callable[[], None]) -> None:
         """One more computes here; it is told to go to now as planned, and to plan anew."""
         self._nodes[node] = advance, go_on
 
-    def share(self, node: Node) -> float:
+    def share(self, node: Computing) -> float:
         """Of its speed that the node has."""
         if not any(each.role != node.role for each in self._working):
             return 1.0
         beside = node.machine.beside
         return beside if node.role == "prefill" else max(LEAST, 1 - beside)
 
-    def works(self, node: Node, works: bool) -> None:
+    def works(self, node: Computing, works: bool) -> None:
         """Whether it has anything to compute. What others did until now was at the speed that they had."""
         if works == (node in self._working):
             return

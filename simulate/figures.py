@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields, replace
 from statistics import median, quantiles
 
 from protocol.errors import ConfigError
-from simulate.ask import Run
-from simulate.node import Node
+from simulate.node import Node, Run
 
 PERCENTILES = (50, 90, 99)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from protocol.labels import OWN_TIERS
 from protocol.layout import blocks_for
 from protocol.lease import Rates
-from simulate.ask import Run
+from simulate.ask import RunOf
 from simulate.clock import Clock
 from simulate.cores import Cores
 from simulate.grants import Granted, Grants
@@ -221,3 +221,6 @@ class Node:
         self.computed += prompt.tokens
         if not self.streams and prompt.tokens >= LEAST_TOKENS and prompt.spent_s > 0:
             self._rate += WEIGHT * (prompt.tokens / prompt.spent_s - self._rate)
+
+
+Run = RunOf[Node]

@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from zlib import crc32
 
-from simulate.ask import Run
 from simulate.fleet import Fleet
-from simulate.node import Node
+from simulate.node import Node, Run
 from simulate.policy import Choice
 
 

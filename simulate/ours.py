@@ -18,9 +18,8 @@ from router.nodes.client import NodeClient
 from router.nodes.entry import Booking, NodeEntry
 from router.nodes.group import NodeGroup
 from router.nodes.table import NodeTable
-from simulate.ask import Run
 from simulate.fleet import Fleet
-from simulate.node import Node
+from simulate.node import Node, Run
 from simulate.policy import Choice
 
 LOOKUP_S = 60.0

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from simulate.ask import Run
 from simulate.fleet import Fleet
-from simulate.node import Node
+from simulate.node import Node, Run
 
 
 class Choice(NamedTuple):

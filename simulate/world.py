@@ -10,10 +10,10 @@ from placement.costs import HANDOFF_S
 from placement.pairs import CHUNK_TOKENS
 from protocol.errors import ContextLengthExceeded
 from protocol.layout import blocks_for
-from simulate.ask import Ask, Run
+from simulate.ask import Ask
 from simulate.clock import Clock, Deed
 from simulate.fleet import Fleet, Shape
-from simulate.node import Node
+from simulate.node import Node, Run
 from simulate.pace import Pace
 from simulate.policy import Policy
 

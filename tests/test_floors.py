@@ -73,6 +73,42 @@ def test_every_package_has_a_floor():
     assert packages == set(FLOORS)
 
 
+def imported_files(path: Path, known: set[str]) -> set[str]:
+    """Dotted names of the project's files that a file imports, also late and under TYPE_CHECKING."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & known or {node.module}
+    return found & known
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Files that import each other, over whatever others. What nothing left imports is taken away until no such file
+    is left, from both ends."""
+    left = dict(graph)
+    while True:
+        targets = set().union(*left.values()) if left else set()
+        inner = {name: {to for to in used if to in left} for name, used in left.items()}
+        kept = {name: used for name, used in inner.items() if used and name in targets}
+        if len(kept) == len(left):
+            return sorted(kept)
+        left = kept
+
+
+def test_no_file_imports_what_imports_it():
+    paths = {dotted(path): path for folder in FLOORS for path in modules(folder)}
+    known = {*paths, "kernels.cpu._native"}
+    assert circles({name: imported_files(path, known) - {name} for name, path in paths.items()}) == []
+
+
+def test_a_circle_of_files_is_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
 @pytest.mark.parametrize("folder", TORCHLESS)
 def test_no_torch_and_no_transformers_even_late(folder):
     for path in modules(folder):

@@ -22,7 +22,7 @@ from cluster_state.memory_store import MemoryStore
 from decode_worker.service import DecodeService
 from elastic_worker.service import ElasticService
 from engine.engine import Engine
-from node.assembly import Assembled
+from node.assembled import Assembled
 from node.loaded import Loaded
 from node.node import Node
 from prefill_worker.service import PrefillService

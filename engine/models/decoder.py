@@ -43,7 +43,7 @@ class Decoder(Model):
         self.ops = ops
         self._activated = partial(ops.gate_mul, gate=_gate(config))
         self._scale = config.factors.attention or config.head_dim**-0.5
-        self._step = ops.record(self._form(), self._one_by_one) if config.plain else None
+        self._step = ops.record(self._form(), self._one_by_one)
 
     def _form(self) -> DecoderForm:
         config, parameters = self.config, self.parameters
@@ -60,6 +60,8 @@ class Decoder(Model):
             head_dim=config.head_dim,
             eps=config.norm_eps,
             scale=self._scale,
+            logits=self.logits,
+            plain=config.plain,
         )
 
     def forward(

@@ -105,14 +105,17 @@ class ParameterLoader:
             return self._gated(f"{prefix}.mlp", parts, "down_proj", config.intermediate_size)
         router = f"{prefix}.{names.router}"
         shared = (names.gate, names.up), names.down, experts.shared
+        each = tuple(
+            self._gated(f"{prefix}.{names.experts}.{each}", (names.gate, names.up), names.down, experts.size)
+            if each in experts.held
+            else None
+            for each in range(experts.count)
+        )
+        grouped = reader.ops.grouped(each)
         return Experts(
             router=self._router(router, names, experts.count),
-            each=tuple(
-                self._gated(f"{prefix}.{names.experts}.{each}", (names.gate, names.up), names.down, experts.size)
-                if each in experts.held
-                else None
-                for each in range(experts.count)
-            ),
+            each=each if grouped is None else grouped.each,
+            grouped=grouped,
             routing=experts.routing,
             correction=reader.float32(f"{router}.e_score_correction_bias", experts.count) if names.sigmoid else None,
             shared=self._gated(f"{prefix}.{names.shared}", *shared) if experts.shared else None,

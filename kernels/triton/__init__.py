@@ -18,51 +18,57 @@ from kernels.gate import SILU, Gate
 from kernels.graphs import Capture, CudaCapture, GraphStep
 from kernels.masking import Masks
 from kernels.plan import BatchPlan
-from kernels.shared import TorchShared
+from kernels.quantised_cache import PEAKS
+from kernels.shared import TorchShared, grouped_by_torch
 from kernels.staging import Staging
-from kernels.step import DecoderForm, Gated, Latent, OneByOne, Step, Stored
+from kernels.step import DecoderForm, Experts, Gated, GroupedGated, Latent, OneByOne, Step, Stored
 from kernels.triton import elementwise, rope
 from kernels.triton.adjust import Adjuster
+from kernels.triton.coded_linear import CodedLinear
 from kernels.triton.decode import decode
 from kernels.triton.draw import draw
 from kernels.triton.latent_batch import LatentBatch
-from kernels.triton.launch import Tile, decode_tile, kv_splits, prefill_tile
+from kernels.triton.launch import Tile, decode_tile, fills, prefill_tile, spare_parts
+from kernels.triton.parts import Division
 from kernels.triton.prefill import prefill
-from kernels.triton.product import CodedLinear
-from protocol.layout import blocks_for
 from protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a layer decides its launches."""
+    """What of a layer decides its launches. coded: K/V is in 8 bits."""
 
     heads: int
     kv_heads: int
     dim: int
     element_bytes: int
     window: int
+    coded: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Tiles and grid bounds of one batch's attention for one `Shape`."""
+    """Tiles and grid bounds of one batch's attention for one `Shape`. division: of the decodes; None without any."""
 
     decode_tile: Tile
-    splits: int
+    division: Division | None
     prefill_tile: Tile
     max_rows: int
 
 
 def plan_launch(plan: BatchPlan, shape: Shape, processors: int) -> Launch:
-    """Built once per batch and shape; reads only Python ints of the plan."""
+    """Built once per batch and shape; the host reads only Python ints of the plan."""
     group = shape.heads // shape.kv_heads
     tile = decode_tile(group, shape.dim, shape.element_bytes)
-    longest = max(plan.total_lens[: plan.num_decodes], default=0)
-    seen = min(longest, shape.window) if shape.window else longest
-    splits = kv_splits(plan.num_decodes * shape.kv_heads, blocks_for(seen, tile.keys), processors)
-    max_rows = max(plan.query_lens[plan.num_decodes :], default=0) * group
-    return Launch(tile, splits, prefill_tile(max_rows, shape.dim, shape.element_bytes), max_rows)
+    division = None
+    if plan.num_decodes:
+        total_len = plan.total_len[: plan.num_decodes]
+        division = Division(total_len, tile.keys, spare_parts(shape.kv_heads, processors), shape.window)
+    chunks = plan.query_lens[plan.num_decodes :]
+    max_rows = max(chunks, default=0) * group
+    tall = fills(sum(chunks) * group, shape.kv_heads, processors)
+    of_chunks = prefill_tile(max_rows, shape.dim, shape.element_bytes, coded=shape.coded, tall=tall)
+    return Launch(tile, division, of_chunks, max_rows)
 
 
 class TritonOps(TorchShared):
@@ -83,9 +89,13 @@ class TritonOps(TorchShared):
         self._latents: LatentBatch | None = None
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
-        """Experts are chosen by what the host reads: such layers are not captured."""
-        gated = all(isinstance(layer.mlp, Gated) for layer in form.layers)
-        return GraphStep(form, one_by_one, self._capture) if gated and self._capture is not None else None
+        """Steps of every form are captured, but for experts that run one by one, which the host chooses by what it
+        reads."""
+        read = any(isinstance(layer.mlp, Experts) and layer.mlp.grouped is None for layer in form.layers)
+        return None if read or self._capture is None else GraphStep(form, one_by_one, self._capture)
+
+    def grouped(self, each: Sequence[Gated | None]) -> GroupedGated | None:
+        return grouped_by_torch(each)
 
     def packed(self, parts: Sequence[Stored], columns: int, bias: torch.Tensor | None = None) -> CodedLinear | None:
         forms = [found for part in parts if (found := form_of_stored(part)) is not None]
@@ -128,8 +138,8 @@ class TritonOps(TorchShared):
     ) -> torch.Tensor:
         launch = self._launch(q, kv_layer, plan, window)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if plan.num_decodes:
-            decode(q, kv_layer, out, plan, scale, window, cap, sinks, launch.splits, launch.decode_tile)
+        if launch.division is not None:
+            decode(q, kv_layer, out, plan, scale, window, cap, sinks, launch.division, launch.decode_tile)
         if launch.max_rows:
             prefill(q, kv_layer, out, plan, scale, window, cap, sinks, launch.max_rows, launch.prefill_tile)
         return out
@@ -157,7 +167,7 @@ class TritonOps(TorchShared):
     def _launch(self, q: torch.Tensor, kv_layer: torch.Tensor, plan: BatchPlan, window: int) -> Launch:
         if self._plan is not plan:
             self._plan, self._launches = plan, {}
-        shape = Shape(q.shape[1], kv_layer.shape[2], q.shape[2], q.element_size(), window)
+        shape = Shape(q.shape[1], kv_layer.shape[2], q.shape[2], q.element_size(), window, kv_layer.dtype in PEAKS)
         if shape not in self._launches:
             self._launches[shape] = plan_launch(plan, shape, self._filled(q.device))
         return self._launches[shape]

@@ -1,25 +1,27 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Paged attention of one query token per sequence, its K/V split over several programs and merged afterwards."""
+"""Paged attention of one query token per sequence, in parts that several programs compute and that are merged
+afterwards."""
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.plan import BatchPlan
-from kernels.quantised_cache import PEAKS
-from kernels.triton.eight_bits import pool_words
+from kernels.triton.eight_bits import peak_of, pool_words
 from kernels.triton.launch import Tile
-from kernels.triton.parts import Parts, part_of, store_mean
+from kernels.triton.parts import ITEM, SPAN, Division, store_mean
 from kernels.triton.softmax import LOG2_E, attend
 
 
-@triton.jit(do_not_specialize=["stride_table", "splits"])
+@triton.jit(do_not_specialize=["stride_table"])
 def decode_kernel(
     q,  # [num_seqs, heads, DIM]
     kv,
-    out,  # [num_seqs, heads, DIM], contiguous; written if not SPLIT
-    partial,  # `Parts.mean`, written if SPLIT
-    partial_log,  # `Parts.log`, likewise
+    out,  # [num_seqs, heads, DIM], contiguous; written of sequences in one part
+    partial,  # of `Division.partial`, of the others
+    partial_log,
+    items,
+    spans,
     sinks,  # float32 [heads], read if SINKS
     table,
     total_len,
@@ -31,7 +33,6 @@ def decode_kernel(
     stride_slot,
     stride_table,
     heads,
-    splits,
     scale,
     cap,
     GROUP: tl.constexpr,
@@ -43,18 +44,18 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
-    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     PEAK: tl.constexpr,
 ):
-    """Program (sequence, K/V head, part): the heads of the group share each read of K and V. The running softmax of
-    the first part begins with the sinks."""
-    seq, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Program (part, K/V head): the heads of the group share each read of K and V. The running softmax of a sequence's
+    first part begins with the sinks. There are programs for as many parts as there may be."""
+    part, kv_head = tl.program_id(0), tl.program_id(1)
+    if part >= tl.load(items):
+        return
+    item = items + (1 + part) * ITEM
+    seq, begin, end, place = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    whole = begin + (end - begin) // KEYS * KEYS
     length = tl.load(total_len + seq)
-    first = length * 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
-    begin, whole, end = part_of(first, length, part, splits, KEYS)
 
     rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + rows
@@ -66,8 +67,8 @@ def decode_kernel(
     top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     if SINKS:
-        top = tl.where(part == 0, tl.load(sinks + head, mask=rows < GROUP, other=0.0) * LOG2_E, top)
-        total = tl.where(part == 0, total + 1.0, total)
+        top = tl.where(place == 0, tl.load(sinks + head, mask=rows < GROUP, other=0.0) * LOG2_E, top)
+        total = tl.where(place == 0, total + 1.0, total)
     position = tl.zeros([ROWS], dtype=tl.int32) + (length - 1)
     pages = kv + kv_head.to(tl.int64) * stride_head
     blocks = table + seq.to(tl.int64) * stride_table
@@ -80,8 +81,8 @@ def decode_kernel(
         DIM, SLOTS, KEYS, BLOCK_D, 0, CAPPED, True, PRECISION, PEAK,
     )  # fmt: skip
     store_mean(
-        acc, top, total, out, partial, partial_log, seq.to(tl.int64) * heads + head, part, splits, dims, rows < GROUP,
-        DIM, SPLIT,
+        acc, top, total, out, partial, partial_log, part, tl.load(spans + seq * SPAN + 1) == 1, seq, heads, head, dims,
+        rows < GROUP, DIM,
     )  # fmt: skip
 
 
@@ -94,22 +95,23 @@ def decode(
     window: int,
     cap: float,
     sinks: torch.Tensor | None,
-    splits: int,
+    division: Division,
     tile: Tile,
 ) -> None:
-    """Attention of the plan's decodes into the front of `out` [T, heads, dim], contiguous. `splits` parts per sequence,
-    a power of two."""
+    """Attention of the plan's decodes into the front of `out` [T, heads, dim], contiguous. division: of these
+    decodes by tiles of the tile's keys, within the window."""
     heads, dim = q.shape[1:]
     _, _, kv_heads, slots, _ = kv_layer.shape
     words = pool_words(kv_layer)
-    parts = Parts(out[: plan.num_decodes], splits)
-    decode_kernel[(plan.num_decodes, kv_heads, splits)](
-        q, words, out, parts.mean, parts.log, out if sinks is None else sinks, plan.block_table, plan.total_len,
-        q.stride(0), q.stride(1), *kv_layer.stride()[:4], plan.block_table.stride(0), heads, splits,
+    mean, log = division.partial(heads, dim)
+    decode_kernel[(division.count, kv_heads)](
+        q, words, out, mean, log, division.items, division.spans, out if sinks is None else sinks,
+        plan.block_table, plan.total_len,
+        q.stride(0), q.stride(1), *kv_layer.stride()[:4], plan.block_table.stride(0), heads,
         scale * LOG2_E.value, cap * LOG2_E.value,
         GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
-        WINDOW=window, CAPPED=cap > 0, SINKS=sinks is not None, SPLIT=splits > 1,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", PEAK=PEAKS.get(kv_layer.dtype, 0),
+        WINDOW=window, CAPPED=cap > 0, SINKS=sinks is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", PEAK=peak_of(kv_layer),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    parts.merge()
+    division.merge(mean, log, out[: plan.num_decodes])

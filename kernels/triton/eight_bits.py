@@ -1,12 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
-"""Numbers of 8 bits in kernels: what they stand for, and the nearest of them. e4m3 is taken apart here, as not every
-GPU knows it. PEAK: the largest number, 127 of int8 and 448 of e4m3."""
+"""Numbers of 8 bits in kernels: what they stand for, and the nearest of them. PEAK: the largest number, 127 of int8 and
+448 of e4m3, whose bits are taken apart here, as not every GPU converts it; BY_HARDWARE: e4m3 where the GPU does."""
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.quantised_cache import FP8
+from kernels.quantised_cache import FP8, PEAKS
+from kernels.triton.target import hardware_e4m3
+
+BY_HARDWARE = tl.constexpr(-448)
 
 
 @triton.jit
@@ -20,7 +23,9 @@ def half(bits):
 @triton.jit
 def number(code, PEAK: tl.constexpr):
     """What a code stands for, over its scale as `scales_of` has it."""
-    if PEAK == 448:
+    if PEAK == BY_HARDWARE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif PEAK == 448:
         return half(code)
     else:
         return code.to(tl.float32)
@@ -45,6 +50,13 @@ def nearest(x, PEAK: tl.constexpr):
         return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
     else:
         return ((x + 12582912.0) - 12582912.0).to(tl.int8)
+
+
+def peak_of(kv_layer: torch.Tensor) -> int:
+    """PEAK of kernels that read this pool; 0: it is not in 8 bits."""
+    if kv_layer.dtype == FP8 and hardware_e4m3(kv_layer.device):
+        return int(BY_HARDWARE.value)
+    return PEAKS.get(kv_layer.dtype, 0)
 
 
 def pool_words(kv_layer: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,14 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Attention to cached latents themselves, the absorbed form of `kernels.latent`: one vector of each position is the key
-of all heads and, behind what rotates, their value. Split and merged as in decode."""
+of all heads and, behind what rotates, their value. In parts that are merged, as in decode."""
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.quantised_cache import PEAKS
-from kernels.triton.eight_bits import number, pool_words, scales_of
+from kernels.triton.eight_bits import number, peak_of, pool_words, scales_of
 from kernels.triton.launch import Tile, power_of_two
-from kernels.triton.parts import Parts, part_of, store_mean
+from kernels.triton.parts import ITEM, SPAN, Division, store_mean
 from kernels.triton.softmax import LOG2_E, slots_of, weigh
 
 
@@ -65,16 +64,17 @@ def attend_latents(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["stride_table", "splits"])
+@triton.jit(do_not_specialize=["stride_table"])
 def latent_kernel(
     turned,  # [rows, heads, ROTATED], last dimension dense
     plain,  # [rows, heads, RANK], last dimension dense
     kv,
-    out,  # [rows, heads, RANK], contiguous; written if not SPLIT
-    partial,  # `Parts.mean`, written if SPLIT
-    partial_log,  # `Parts.log`, likewise
+    out,  # [rows, heads, RANK], contiguous; written of rows in one part
+    partial,  # of `Division.partial`, of the others
+    partial_log,
+    items,
+    spans,
     table,  # a row's block ids
-    total_len,  # positions that it sees
     stride_turned,
     stride_turned_head,
     stride_plain,
@@ -83,7 +83,6 @@ def latent_kernel(
     stride_slot,
     stride_table,
     heads,
-    splits,
     scale,
     ROTATED: tl.constexpr,
     RANK: tl.constexpr,
@@ -92,13 +91,16 @@ def latent_kernel(
     KEYS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     PEAK: tl.constexpr,
 ):
-    """Program (row, tile of heads, part)."""
-    seq, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    begin, whole, end = part_of(0, tl.load(total_len + seq), part, splits, KEYS)
+    """Program (part, tile of heads). There are programs for as many parts as there may be."""
+    part = tl.program_id(0)
+    if part >= tl.load(items):
+        return
+    item = items + (1 + part) * ITEM
+    seq, begin, end = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
+    whole = begin + (end - begin) // KEYS * KEYS
 
     head, first, rest = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
     there, live = (head < heads)[:, None], (head < heads)[:, None] & (rest < RANK)[None, :]
@@ -119,8 +121,9 @@ def latent_kernel(
         ROTATED, RANK, SLOTS, KEYS, BLOCK_R, BLOCK_C, True, PRECISION, PEAK,
     )  # fmt: skip
     store_mean(
-        acc, top, total, out, partial, partial_log, seq * heads + head, part, splits, rest, head < heads, RANK, SPLIT
-    )
+        acc, top, total, out, partial, partial_log, part, tl.load(spans + seq * SPAN + 1) == 1, seq, heads, head, rest,
+        head < heads, RANK,
+    )  # fmt: skip
 
 
 def sum_latents(
@@ -128,25 +131,24 @@ def sum_latents(
     plain: torch.Tensor,
     kv_layer: torch.Tensor,
     table: torch.Tensor,
-    total_len: torch.Tensor,
     scale: float,
-    splits: int,
+    division: Division,
     tile: Tile,
 ) -> torch.Tensor:
     """What heads of rows attend to, [rows, heads, rank], of their queries' two parts. table: int32 [rows, blocks];
-    total_len: int32 [rows], of the positions that a row sees; splits: parts of each row, a power of two."""
-    count, heads, rank = plain.shape
+    division: of the positions that the rows see, by tiles of the tile's keys."""
+    heads, rank = plain.shape[1:]
     rotated, slots = turned.shape[2], kv_layer.shape[3]
     out = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)
-    parts = Parts(out, splits)
-    latent_kernel[(count, triton.cdiv(heads, tile.rows), splits)](
-        turned, plain, pool_words(kv_layer), out, parts.mean, parts.log, table, total_len,
+    mean, log = division.partial(heads, rank)
+    latent_kernel[(division.count, triton.cdiv(heads, tile.rows))](
+        turned, plain, pool_words(kv_layer), out, mean, log, division.items, division.spans, table,
         *turned.stride()[:2], *plain.stride()[:2], kv_layer.stride(0), kv_layer.stride(3), table.stride(0),
-        heads, splits, scale * LOG2_E.value,
+        heads, scale * LOG2_E.value,
         ROTATED=rotated, RANK=rank, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys,
-        BLOCK_R=power_of_two(rotated, 16), BLOCK_C=tile.dim, SPLIT=splits > 1,
-        PRECISION="ieee" if plain.dtype == torch.float32 else "tf32", PEAK=PEAKS.get(kv_layer.dtype, 0),
+        BLOCK_R=power_of_two(rotated, 16), BLOCK_C=tile.dim,
+        PRECISION="ieee" if plain.dtype == torch.float32 else "tf32", PEAK=peak_of(kv_layer),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    parts.merge()
+    division.merge(mean, log, out)
     return out

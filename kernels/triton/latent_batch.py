@@ -14,7 +14,8 @@ from kernels.quantised_cache import PEAKS, as_bytes, dequantise
 from kernels.shared import TorchLinear
 from kernels.step import Latent
 from kernels.triton.latent import sum_latents
-from kernels.triton.launch import Tile, kv_splits, latent_tile, prefill_tile
+from kernels.triton.launch import LATENT_PARTS, Tile, latent_tile, prefill_tile, spare_parts
+from kernels.triton.parts import Division
 from kernels.triton.prefill import prefill
 from protocol.layout import blocks_for
 
@@ -25,12 +26,11 @@ MOST_BYTES = 512 << 20
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Those that attend in the latents' space, a row each. tokens: of the batch; table: int32 [rows, blocks];
-    total_len: int32 [rows], of the positions that each sees."""
+    division: of the positions that the rows see."""
 
     tokens: slice | torch.Tensor
     table: torch.Tensor
-    total_len: torch.Tensor
-    splits: int
+    division: Division
     tile: Tile
 
 
@@ -58,10 +58,9 @@ class LatentBatch:
         self.tokens = None
         if others:
             tile = latent_tile(own.rank, element_bytes)
-            found = _tokens(plan, others)
-            programs = found[2].shape[0] * -(-heads // tile.rows)
-            keys = blocks_for(max(plan.total_lens[s] for s in others), tile.keys)
-            self.tokens = Tokens(*found, kv_splits(programs, keys, processors), tile)
+            tokens, table, total_len = _tokens(plan, others)
+            division = Division(total_len, tile.keys, spare_parts(-(-heads // tile.rows), processors, LATENT_PARTS))
+            self.tokens = Tokens(tokens, table, division, tile)
 
     def attend(self, q: torch.Tensor, kv_layer: torch.Tensor, scale: float, own: Latent) -> torch.Tensor:
         """As `Ops.latent_attention`."""
@@ -79,8 +78,8 @@ class LatentBatch:
 def _in_their_space(q: torch.Tensor, kv_layer: torch.Tensor, tokens: Tokens, scale: float, own: Latent) -> torch.Tensor:
     turned, plain = torch.split(q, [own.rotated, own.plain], -1)
     absorbed = own.absorb(plain)
-    table, seen = tokens.table, tokens.total_len
-    return own.up_v(sum_latents(turned, absorbed, kv_layer, table, seen, scale, tokens.splits, tokens.tile))
+    summed = sum_latents(turned, absorbed, kv_layer, tokens.table, scale, tokens.division, tokens.tile)
+    return own.up_v(summed)
 
 
 def _over_made(q: torch.Tensor, kv_layer: torch.Tensor, chunks: Chunks, scale: float, own: Latent) -> torch.Tensor:

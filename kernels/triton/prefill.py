@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from kernels.plan import BatchPlan
-from kernels.quantised_cache import PEAKS
-from kernels.triton.eight_bits import pool_words
+from kernels.triton.eight_bits import peak_of, pool_words
 from kernels.triton.launch import Tile
 from kernels.triton.softmax import LOG2_E, attend
 
@@ -113,6 +112,6 @@ def prefill(
         scale * LOG2_E.value, cap * LOG2_E.value,
         GROUP=heads // kv_heads, DIM=dim, SLOTS=slots, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=tile.dim,
         WINDOW=window, CAPPED=cap > 0, SINKS=sinks is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", PEAK=PEAKS.get(kv_layer.dtype, 0),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", PEAK=peak_of(kv_layer),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

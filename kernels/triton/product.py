@@ -1,12 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
-"""Products with weights in codes, which become numbers in registers alone.
+"""Products of few rows with weights in codes, which become numbers in registers alone.
 
 Codes are multiplied as they are, for all of them are exact in 16 bits, and a group's sums by its scale: what comes out
 is the product with the weights in float32, but for the order of its sums. That order is one of tiles along the inputs,
-and the same for every batch of up to `ORDERED` rows, so that a row has the same bits in each of them.
+and the same for every batch of up to `ORDERED` rows, so that a row has the same bits in each of them. Products of more
+rows are those of `unpacking`.
 """
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -14,14 +13,18 @@ import triton.language as tl
 
 from kernels.form import CodedForm
 from kernels.graphs import LADDER
-from kernels.packing import SPANS, STORED
-from kernels.triton.codes import level, number
+from kernels.packing import FP8, SPANS, STORED
+from kernels.triton.codes import E4M3, four_bits, level, level_in, number, word_of
 from kernels.triton.launch import kv_splits, power_of_two, product_tile
+from kernels.triton.target import hardware_e4m3
+from kernels.triton.unpacking import product_of_unpacked
 
 ORDERED = LADDER[-1]
 """Rows of the largest batch that is summed in one order with all smaller ones."""
 _SUMS = 32
 """Sums of inputs that a program makes."""
+_UNROLLED_INPUTS = 128
+"""Inputs at most of a step of the loop that several short tiles make up."""
 _BAND = 8
 """Tiles of rows that go through the outputs side by side, so that what they read stays in the cache."""
 
@@ -60,6 +63,10 @@ def product_kernel(
     OFFSETS: tl.constexpr,
     MINIMA: tl.constexpr,
     BIASED: tl.constexpr,
+    FOUR_BITS: tl.constexpr,  # by NVIDIA's instructions: see `four_bits`
+    UNROLL: tl.constexpr,  # tiles of a step of the loop
+    WORD: tl.constexpr,  # bytes of the scales of four groups, where these are a step, or 0: see `word_of`
+    SIGNED: tl.constexpr,  # of integers
     BAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -84,39 +91,65 @@ def product_kernel(
         if OFFSETS:
             shift = tl.load(offsets + output, mask=used, other=0).to(tl.float32)
     begin = part * share
-    for tile in range(begin, tl.minimum(begin + share, tl.cdiv(columns, TILE))):
-        kept = used[:, None] & (span >= 0)[None, :]
-        if not EVEN:
-            kept = kept & (tile * TILE + span < columns)[None, :]
-        if STORED == 3:
-            upper = tl.load(stored + (tile * STORED + 2) * SPAN, mask=kept, other=0)
-        added = acc
-        for place in tl.static_range(SPANS):
-            start = tile * TILE + place * SPAN
-            group = output * groups + start // GROUP
-            if place * SPAN % UNIT == 0 and not WHOLE:
-                added = tl.zeros([ROWS, OUTS], dtype=tl.float32)
-                if OFFSETS:
-                    shift = tl.load(offsets + group, mask=used, other=0).to(tl.float32)
-            seen = there[:, None] & (span >= 0)[None, :]
+    for step in range(begin, tl.minimum(begin + share, tl.cdiv(columns, TILE * UNROLL))):
+        if WORD:
+            # The numbers of four groups, which are those of a step, and what these share.
+            four = output * groups + step * 4
+            sizes = word_of(scales, four, used, WORD)
+            coarse = 1.0
+            if SHARED:
+                coarse = tl.load(coarse_scales + four // SHARED, mask=used, other=0.0).to(tl.float32)
+            if MINIMA:
+                leasts = word_of(minima, four, used, WORD)
+                coarse_least = 1.0
+                if SHARED:
+                    coarse_least = tl.load(coarse_minima + four // SHARED, mask=used, other=0.0).to(tl.float32)
+        for sub in tl.static_range(UNROLL):
+            tile = step * UNROLL + sub
+            kept = used[:, None] & (span >= 0)[None, :]
             if not EVEN:
-                seen = seen & (start + span < columns)[None, :]
-            part_x = tl.load(source + start, mask=seen, other=0.0)
-            if place % 2 == 0:
-                code = tl.load(stored + (tile * STORED + place // 2) * SPAN, mask=kept, other=0)
-            bits = code if SPANS == 1 else code >> 4 * (place % 2) & 15
+                kept = kept & (tile * TILE + span < columns)[None, :]
             if STORED == 3:
-                bits |= (upper >> 2 * place & 3) << 4
-            value = number(bits, shift, part_x, KIND, OFFSETS, MINIMA)
-            added = tl.dot(part_x, tl.trans(value), added, input_precision=PRECISION)
-            if (place + 1) * SPAN % UNIT == 0:
-                if WHOLE:
-                    acc = added
+                upper = tl.load(stored + (tile * STORED + 2) * SPAN, mask=kept, other=0)
+            added = acc
+            for place in tl.static_range(SPANS):
+                start = tile * TILE + place * SPAN
+                group = output * groups + start // GROUP
+                if place * SPAN % UNIT == 0 and not WHOLE:
+                    added = tl.zeros([ROWS, OUTS], dtype=tl.float32)
+                    if OFFSETS:
+                        shift = tl.load(offsets + group, mask=used, other=0).to(tl.float32)
+                seen = there[:, None] & (span >= 0)[None, :]
+                if not EVEN:
+                    seen = seen & (start + span < columns)[None, :]
+                part_x = tl.load(source + start, mask=seen, other=0.0)
+                if place % 2 == 0:
+                    code = tl.load(stored + (tile * STORED + place // 2) * SPAN, mask=kept, other=0)
+                if FOUR_BITS:
+                    value = four_bits(code, place % 2 == 1, KIND, MINIMA)
                 else:
-                    acc += added * level(scales, coarse_scales, group, used, SHARED)[None, :]
-                if MINIMA:
-                    total = tl.load(sums + row * (columns // UNIT) + start // UNIT, mask=there, other=0.0)
-                    acc += total[:, None] * level(minima, coarse_minima, group, used, SHARED)[None, :]
+                    bits = code if SPANS == 1 else code >> 4 * (place % 2) & 15
+                    if STORED == 3:
+                        bits |= (upper >> 2 * place & 3) << 4
+                    value = number(bits, shift, part_x, KIND, OFFSETS, MINIMA)
+                added = tl.dot(part_x, tl.trans(value), added, input_precision=PRECISION)
+                if (place + 1) * SPAN % UNIT == 0:
+                    if WHOLE:
+                        acc = added
+                    elif WORD:
+                        acc += (
+                            added
+                            * (level_in(sizes, (sub * TILE + place * SPAN) // GROUP, WORD, SIGNED) * coarse)[None, :]
+                        )
+                    else:
+                        acc += added * level(scales, coarse_scales, group, used, SHARED)[None, :]
+                    if MINIMA:
+                        total = tl.load(sums + row * (columns // UNIT) + start // UNIT, mask=there, other=0.0)
+                        if WORD:
+                            least = level_in(leasts, (sub * TILE + place * SPAN) // GROUP, WORD, SIGNED) * coarse_least
+                        else:
+                            least = level(minima, coarse_minima, group, used, SHARED)
+                        acc += total[:, None] * least[None, :]
     if WHOLE:
         acc *= scale[None, :]
     if BIASED:
@@ -147,36 +180,22 @@ def inputs_kernel(x, sums, units, stride_x, UNIT: tl.constexpr, BLOCK: tl.conste
     tl.store(sums + row * units + unit, tl.sum(value, 1), mask=there)
 
 
-class CodedLinear:
-    """A `StoredLinear` over forms laid under each other, of x [n, in]; bias [out], or None."""
+def reads_four_bits(x: torch.Tensor, form: CodedForm) -> bool:
+    """Codes of four bits become bfloat16 by instructions that the device has."""
+    packed, plain = SPANS[form.kind] == 2, form.offsets is None
+    return packed and plain and x.dtype is torch.bfloat16 and hardware_e4m3(x.device)
 
-    def __init__(self, forms: Sequence[CodedForm], columns: int, bias: torch.Tensor | None, processors: int) -> None:
-        self.kinds = frozenset(form.kind for form in forms)
-        self._forms, self._columns, self._bias, self._processors = tuple(forms), columns, bias, processors
-        self._outputs = sum(len(form.codes) for form in forms)
 
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        out, first = torch.empty(len(x), self._outputs, dtype=dtype or x.dtype, device=x.device), 0
-        for form in self._forms:
-            behind = first + len(form.codes)
-            bias = None if self._bias is None else self._bias[first:behind]
-            product(x, form, bias, out[:, first:behind], self._processors)
-            first = behind
-        return out
-
-    @property
-    def memory(self) -> int:
-        """Bytes of the forms."""
-        return sum(form.memory for form in self._forms)
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """In bfloat16."""
-        out, first = torch.empty(len(ids), self._columns, dtype=torch.bfloat16, device=ids.device), 0
-        for form in self._forms:
-            mine = form.rows((ids - first).clamp(0, len(form.codes) - 1)).to(out.dtype)
-            out = mine if not first else torch.where((ids >= first)[:, None], mine, out)
-            first += len(form.codes)
-        return out
+def unrolled(form: CodedForm, columns: int) -> tuple[int, int]:
+    """Tiles of a step of the loop, and WORD: short tiles go together, so that a step reads more before it waits, four
+    groups of them where their scales are neighbours that one load reads."""
+    four, scales = 4 * form.group, form.scales
+    sizes = {levels.fine.element_size() for levels in (scales, form.minima) if levels is not None}
+    alike = len(sizes) == 1 and max(sizes) <= 2 and scales.groups % 4 == 0 and scales.shared % 4 == 0
+    if alike and four <= _UNROLLED_INPUTS and four % form.tile == 0 and columns % four == 0:
+        return four // form.tile, 4 * max(sizes)
+    unroll = max(1, _UNROLLED_INPUTS // form.tile)
+    return (unroll if columns % (form.tile * unroll) == 0 else 1), 0
 
 
 def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: torch.Tensor, processors: int) -> None:
@@ -187,10 +206,14 @@ def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: to
     (rows, columns), outputs = x.shape, len(form.codes)
     if not rows:
         return
-    ordered = rows <= ORDERED
-    tile = product_tile(rows, form.tile, x.element_size(), ordered=ordered)
-    tiles, wide = triton.cdiv(columns, form.tile), triton.cdiv(outputs, tile.keys)
-    splits = kv_splits(wide, tiles, processors) if ordered else 1
+    kind = E4M3 if form.kind == FP8 and hardware_e4m3(x.device) else form.kind
+    if rows > ORDERED:
+        product_of_unpacked(x, form, kind, bias, out)
+        return
+    tile = product_tile(rows, form.tile, x.element_size())
+    unroll, word = unrolled(form, columns)
+    steps, wide = triton.cdiv(columns, form.tile * unroll), triton.cdiv(outputs, tile.keys)
+    splits = kv_splits(wide, steps, processors)
     parts = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device) if splits > 1 else out
     added = out if bias is None else bias
     unit, scales, offsets, sums = form.unit, form.scales, form.offsets, out
@@ -205,13 +228,15 @@ def product(x: torch.Tensor, form: CodedForm, bias: torch.Tensor | None, out: to
         x, form.codes, scales.fine, scales.fine if scales.coarse is None else scales.coarse,
         form.codes if offsets is None else offsets,
         minima.fine, minima.fine if minima.coarse is None else minima.coarse, sums, added, parts,
-        rows, outputs, columns, scales.groups, triton.cdiv(tiles, splits),
+        rows, outputs, columns, scales.groups, triton.cdiv(steps, splits),
         x.stride(0), parts.stride(-2), parts.stride(0) if splits > 1 else 0,
-        KIND=form.kind, SPANS=SPANS[form.kind], STORED=STORED[form.kind],
+        KIND=kind, SPANS=SPANS[form.kind], STORED=STORED[form.kind],
         ROWS=tile.rows, OUTS=tile.keys, TILE=form.tile, GROUP=form.group,
         WHOLE=scales.groups == 1 and not form.minima, EVEN=columns % form.tile == 0, UNIT=unit, SHARED=scales.shared,
         OFFSETS=offsets is not None, MINIMA=form.minima is not None, BIASED=bias is not None and splits == 1,
-        BAND=_BAND, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        FOUR_BITS=reads_four_bits(x, form), UNROLL=unroll, WORD=word,
+        SIGNED=scales.fine.dtype == torch.int8, BAND=_BAND,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:

@@ -6,13 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_kernels
 from benchmarks.gpu_rows import Row, Rows, read, table
+from kernels.reference import ReferenceOps
 
 ROOT = Path(__file__).parents[2]
+CACHES = ("", ", int8", ", fp8")
 ABSENT = (
     "fastapi",
     "starlette",
@@ -47,11 +51,13 @@ def test_kernels_and_steps_need_nothing_but_torch_and_transformers(tmp_path: Pat
     done = bench("--only", "kernels", "steps", path=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    last = lines[lines.index("| phase | what | measured | of the limit | against |") :]
+    last = lines[len(lines) - lines[::-1].index("| phase | what | measured | of the limit | against |") - 1 :]
     named = [line.split("|")[2].strip() for line in last[2:]]
-    assert named[:3] == [f"decode 2 x 1 at 63{cache}" for cache in ("", ", int8", ", fp8")]
+    begins = named.index("decode 2 x 1 at 63")
+    assert named[begins : begins + 3] == [f"decode 2 x 1 at 63{cache}" for cache in CACHES]
     assert {"prefill 1 x 32 at 16", "latent decode 2 x 1 at 63, fp8", "decode step, batch 4 at 64, greedy"} < set(named)
-    assert named[-1] == "prefill of 128, weights in int8"
+    assert "prefill of 128, weights in int8" in named
+    assert named[begins - 1] == "prefill of 128, mixture"
 
 
 @pytest.mark.slow
@@ -95,6 +101,45 @@ def test_a_phase_that_breaks_leaves_the_others(
     printed = capsys.readouterr().out
     assert "| broken_phase | not whole | ended with status 1 |  |  |" in printed
     assert printed.rstrip().endswith("| p | second | 2 s |  |  |")
+
+
+def test_rows_and_output_are_kept_and_a_wrong_kernel_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = phase(
+        tmp_path, monkeypatch, "wrong_phase", 'rows.wrong("decode", ValueError("1 |\\n of 2"))\nprint("said")'
+    )
+    monkeypatch.setattr(gpu, "PHASES", [wrong])
+    with pytest.raises(SystemExit):
+        gpu.main(["--seconds", "30", "--keep", str(tmp_path / "kept")])
+    assert "| p | decode | wrong: ValueError 1 / of 2 |  |  |" in capsys.readouterr().out
+    assert [row.what for row in read(tmp_path / "kept" / "wrong_phase.jsonl")] == ["first", "decode"]
+    assert (tmp_path / "kept" / "wrong_phase.log").read_text() == "said\n"
+
+
+def test_a_kernel_that_disagrees_is_a_row_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(ReferenceOps):
+        def paged_attention(self, *args: Any, **options: Any) -> torch.Tensor:
+            return super().paged_attention(*args, **options) * 1.5
+
+    monkeypatch.setattr(gpu_kernels, "ReferenceOps", Wrong)
+    gpu_kernels.main(["--tiny", "--runs", "1", "--rows", str(tmp_path / "rows")])
+    rows = read(tmp_path / "rows")
+    wrong = [row.what for row in rows if row.failed]
+    assert wrong == [*(f"decode 2 x 64{c}" for c in CACHES), *(f"prefill 1 x 32 at 16{c}" for c in CACHES)]
+    assert len(rows) > len(wrong) + 10
+
+
+@pytest.mark.parametrize(("body", "status"), [("assert True", 0), ("assert 1 == 2", 1)])
+def test_each_case_that_fails_is_a_row(body: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_cases.py").write_text(f"def test_one():\n    {body}\n\ndef test_two():\n    pass\n")
+    program = f"from benchmarks import gpu_cases as g; from pathlib import Path; g.CASES = Path({str(tmp_path)!r}); "
+    program += f"g.TINY = ('some_cases.py',); g.main(['--tiny', '--rows', {str(tmp_path / 'rows')!r}])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stdout + done.stderr
+    rows = read(tmp_path / "rows")
+    assert [(row.what, row.figure) for row in rows if not row.failed] == [("some_cases.py", f"{2 - status} passed")]
+    assert [row.what for row in rows if row.failed] == ["some_cases.py::test_one"] * status
 
 
 def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from engine.encoder_runner import batches
 from engine.engine import Engine
 from engine.events import Failed
 from engine.models.base import Unwanted
-from node.assembly import assemble, describe
+from node.assembled import describe
+from node.assembly import assemble
 from node.rates import warm_up
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings

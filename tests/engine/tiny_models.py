@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from engine.models.base import Halfway, Model, Wanted
@@ -241,6 +243,11 @@ def plan_of(parts: list[tuple[list[int], int, int]]) -> BatchPlan:
     )
 
 
+def on_device(plan: BatchPlan, device: torch.device) -> BatchPlan:
+    tensors = ("positions", "slots", "block_table", "query_start", "total_len")
+    return replace(plan, **{name: getattr(plan, name).to(device) for name in tensors})
+
+
 class Cache:
     """A pool of garbage and the sequences that live in it, in scattered blocks."""
 
@@ -248,7 +255,9 @@ class Cache:
         dtype = dtype or model.dtype
         layout = model.info.layout(dtype, BLOCK)
         self.model = model
-        self.kv = torch.full((blocks, *layout.block_shape), 99 if dtype in PEAKS else 1e4, dtype=dtype)
+        self.kv = torch.full(
+            (blocks, *layout.block_shape), 99 if dtype in PEAKS else 1e4, dtype=dtype, device=model.device
+        )
         self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.blocks: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
@@ -265,8 +274,11 @@ class Cache:
                 blocks.append(self.free.pop())
             parts.append((blocks, start, len(tokens)))
             self.computed[name] = start + len(tokens)
-        hidden = self.model.forward(torch.cat(list(batch.values())), self.kv, plan_of(parts), wanted, halfway)
-        return list(self.model.logits(hidden).split([len(tokens) for tokens in batch.values()]))
+        tokens, plan = torch.cat(list(batch.values())), plan_of(parts)
+        if self.kv.is_cuda:
+            tokens, plan = tokens.to(self.kv.device), on_device(plan, self.kv.device)
+        hidden = self.model.forward(tokens, self.kv, plan, wanted, halfway)
+        return list(self.model.logits(hidden).cpu().split([len(tokens) for tokens in batch.values()]))
 
 
 def chunked_logits(

@@ -1,5 +1,6 @@
-"""A stand-in for CUDA graphs on a CPU: what a run did to tensors, operation by operation and launch by launch, done
-again to the same memory. No Python of the run is executed then, so what it read of the host stays what it was."""
+"""Captures decode steps in tests: by CUDA graphs on a GPU; without one by a tape, which repeats what a run did to
+tensors, operation by operation and launch by launch, in the same memory. A replay executes no Python of the run, so
+what the run read of the host stays what it was."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
+
+from kernels.graphs import CudaCapture
 
 T = TypeVar("T")
 _launch = InterpretedFunction.run
@@ -59,6 +62,7 @@ class Taping:
         self.sizes: list[int] = []
 
     def __call__(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        run()  # as CUDA graphs need it: what it leaves behind must be no part of the recording
         tape = Tape()
         InterpretedFunction.run = lambda kernel, *args, **options: tape.launch(kernel, *args, **options)
         try:
@@ -68,3 +72,20 @@ class Taping:
             InterpretedFunction.run = _launch
         self.sizes.append(len(tape.steps))
         return tape.replay, out
+
+
+class CountedGraphs(CudaCapture):
+    """CUDA graphs; `sizes` has an entry, 0, for each recording, whose operations nobody counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __call__(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        self.sizes.append(0)
+        return super().__call__(run)
+
+
+def capture() -> Taping | CountedGraphs:
+    """The capture of this machine: CUDA graphs where there is a GPU."""
+    return CountedGraphs() if torch.cuda.is_available() else Taping()

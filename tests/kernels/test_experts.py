@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.cpu import CpuOps, instruction_sets
 from kernels.experts import mixture
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from kernels.routing import Routing, route
+from kernels.shared import grouped_by_torch
 from kernels.step import Experts, Gated
 
 COUNT, HIDDEN, INNER = 6, 64, 96
@@ -53,6 +58,43 @@ def test_the_reference_equals_the_formula(count: int, chosen: int, renormalised:
     got = mixture(made(ops, torch.float32, chosen, renormalised), x, ops.gate_mul)
     wanted = formula(x, torch.float32, chosen, renormalised)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("count", [1, 50])
+def test_grouped_products_equal_those_one_by_one(count: int, biased: bool) -> None:
+    """Some experts have no token. No number of tokens is read by the host: a device would have to be waited for."""
+    ops, x = ReferenceOps(), tokens(count, torch.bfloat16)
+    router, gate_up, down = weights(torch.bfloat16)
+    biases = [torch.randn(2 * INNER).bfloat16() if biased else None for _ in range(COUNT)]
+    each = tuple(Gated(ops.linear(a, c), ops.linear(b)) for a, b, c in zip(gate_up, down, biases, strict=True))
+    grouped = grouped_by_torch(each)
+    assert grouped is not None
+    plain = Experts(ops.linear(router), each, Routing(2))
+    wanted = mixture(plain, x, ops.gate_mul)
+    with NothingRead():
+        got = mixture(replace(plain, grouped=grouped), x, ops.gate_mul)
+    assert (got - wanted).norm() < 0.01 * wanted.norm()
+    one_by_one = mixture(replace(plain, each=grouped.each), x, ops.gate_mul)
+    assert torch.equal(one_by_one, wanted)
+    assert grouped.each[3].down.weight.untyped_storage().data_ptr() == grouped.down.weight.data_ptr(), "held once"
+
+
+class NothingRead(TorchDispatchMode):
+    """Fails what would wait for a device: numbers of a tensor that the host reads, and shapes that depend on them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "bincount", "nonzero", "item", "masked_select"), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_experts_that_are_elsewhere_or_of_other_numbers_are_not_grouped() -> None:
+    ops = ReferenceOps()
+    for dtype, gone in ((torch.float32, False), (torch.bfloat16, True)):
+        _, gate_up, down = weights(dtype)
+        each = [Gated(ops.linear(a), ops.linear(b)) for a, b in zip(gate_up, down, strict=True)]
+        assert grouped_by_torch([*each[:-1], None] if gone else each) is None
 
 
 @pytest.mark.parametrize("name", SETS)

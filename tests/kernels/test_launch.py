@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -16,6 +16,7 @@ from kernels.triton.launch import (
     kv_splits,
     power_of_two,
     prefill_tile,
+    spare_parts,
 )
 
 HOPPER = 132
@@ -48,6 +49,11 @@ def test_splits_keep_their_bounds(programs: int, tiles: int, processors: int) ->
         assert splits * programs <= processors * PROGRAMS_PER_PROCESSOR
 
 
+@pytest.mark.parametrize(("heads", "expected"), [(1, 1056), (8, 132), (128, 8), (2000, 1)])
+def test_parts_that_a_hopper_can_spare(heads: int, expected: int) -> None:
+    assert spare_parts(heads, HOPPER) == expected
+
+
 @given(st.integers(0, 10_000), st.sampled_from([1, 16]))
 def test_power_of_two_is_the_smallest(n: int, least: int) -> None:
     power = power_of_two(n, least)
@@ -56,9 +62,11 @@ def test_power_of_two_is_the_smallest(n: int, least: int) -> None:
     assert power == least or power // 2 < n
 
 
-@given(st.integers(1, 128), st.integers(1, 256), st.sampled_from([2, 4]), st.integers(0, 10_000))
+@given(st.integers(1, 128), st.integers(1, 512), st.sampled_from([2, 4]), st.integers(0, 10_000))
 def test_tiles_suit_tensor_cores_and_shared_memory(group: int, dim: int, element_bytes: int, rows: int) -> None:
-    for tile in (decode_tile(group, dim, element_bytes), prefill_tile(rows, dim, element_bytes)):
+    assume(dim <= 256 or group <= 32)  # no model has wider heads in larger groups
+    kinds = [prefill_tile(rows, dim, element_bytes, coded=coded, tall=not coded) for coded in (False, True)]
+    for tile in (decode_tile(group, dim, element_bytes), *kinds):
         for side in (tile.rows, tile.keys, tile.dim):
             assert side >= 16
             assert side & (side - 1) == 0

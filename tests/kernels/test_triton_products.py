@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from own_process import INTERPRETED, ON_A_GPU, run_cases
+from own_process import ON_A_GPU, run_cases
 
 
 def test_products_with_codes_are_those_of_the_dequantised_weights() -> None:
@@ -10,4 +10,4 @@ def test_products_with_codes_are_those_of_the_dequantised_weights() -> None:
 
 
 def test_models_run_as_they_are_stored() -> None:
-    run_cases("triton_model_cases.py", INTERPRETED)
+    run_cases("triton_model_cases.py", ON_A_GPU)

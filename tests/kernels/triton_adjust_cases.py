@@ -1,5 +1,5 @@
-"""Additions and penalties by the Triton kernels against those in PyTorch, over the interpreter. Collected by
-test_triton_steps.py."""
+"""Additions and penalties by the Triton kernels equal those in PyTorch. Collected by test_triton_steps.py; on a GPU the
+kernels run for real."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreted import DEVICE
 
 from engine.sampler import SampleRow, sample
 from kernels.adjustments import Adjusted, Adjustments
@@ -19,7 +20,7 @@ from kernels.triton.adjust import Adjuster
 from protocol.sampling import SamplingParams
 
 VOCAB = 5000
-CPU = torch.device("cpu")
+PLACE = torch.device(DEVICE)
 FORMS: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.3},
     "less than one": {"repetition_penalty": 0.6},
@@ -57,7 +58,7 @@ class Request:
 
 
 def logits_of(rows: int, seed: int) -> torch.Tensor:
-    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)).to(PLACE) * 4
 
 
 def compare(adjuster: Adjuster, requests: list[Request], places: list[int], seed: int) -> None:
@@ -72,7 +73,7 @@ def compare(adjuster: Adjuster, requests: list[Request], places: list[int], seed
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_changes_logits_as_in_pytorch(form: str) -> None:
-    adjuster, request = Adjuster(CPU, VOCAB), Request(form, 300, 1)
+    adjuster, request = Adjuster(PLACE, VOCAB), Request(form, 300, 1)
     for step, drawn in enumerate((0, 1, 1, 3, 1, 300, 1)):
         request.draw(drawn)
         compare(adjuster, [request], [0], step)
@@ -80,7 +81,7 @@ def test_each_form_changes_logits_as_in_pytorch(form: str) -> None:
 
 def test_rows_of_all_forms_come_and_go() -> None:
     """More than the table has at first, some at rows of their own, some that drew several tokens meanwhile."""
-    adjuster, names = Adjuster(CPU, VOCAB), [*FORMS, *FORMS]
+    adjuster, names = Adjuster(PLACE, VOCAB), [*FORMS, *FORMS]
     requests = [Request(name, 5 * i, i) for i, name in enumerate(names)]
     compare(adjuster, requests, [2 * i for i in range(len(requests))], 0)
     some = requests[::2]
@@ -91,7 +92,7 @@ def test_rows_of_all_forms_come_and_go() -> None:
 
 
 def test_counts_of_who_left_are_not_found_by_the_next() -> None:
-    adjuster = Adjuster(CPU, VOCAB)
+    adjuster = Adjuster(PLACE, VOCAB)
     for seed in range(20):
         request = Request("all", 50, seed)
         compare(adjuster, [request], [0], seed)
@@ -103,7 +104,7 @@ def test_counts_of_who_left_are_not_found_by_the_next() -> None:
 
 
 def test_a_step_that_failed_before_its_tokens_were_counted_is_taken_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    adjuster, request = Adjuster(CPU, VOCAB), Request("all", 30, 2)
+    adjuster, request = Adjuster(PLACE, VOCAB), Request("all", 30, 2)
     request.draw(2)
 
     def fails(arrays: Any) -> Any:
@@ -121,11 +122,11 @@ def test_a_step_that_failed_before_its_tokens_were_counted_is_taken_anew(monkeyp
 @pytest.mark.parametrize("form", FORMS)
 def test_the_token_that_the_host_does_not_know_counts_as_one_that_it_knows(form: str, ops: str) -> None:
     """Step after step, new ones and ones that were there, after a step that is taken anew, and one that drew none."""
-    request, adjuster = Request(form, 40, 5), Adjuster(CPU, VOCAB)
+    request, adjuster = Request(form, 40, 5), Adjuster(PLACE, VOCAB)
     adjust = adjuster if ops == "triton" else ReferenceOps().adjust
     for step, token in enumerate((7, 7, 4998, request.tokens[0], 7)):
         request.draw(0 if step else 1)
-        drawn, logits = torch.tensor([5, 12, token]), logits_of(2, step)
+        drawn, logits = torch.tensor([5, 12, token], device=PLACE), logits_of(2, step)
         ours = [logits.clone() for _ in range(2 + (step == 2))]
         for each in ours[1:]:  # launched, and again as if that had failed
             adjust(each, [request.row(1, request.ours, 2)], drawn)
@@ -139,12 +140,12 @@ def test_the_token_that_the_host_does_not_know_counts_as_one_that_it_knows(form:
         if step == 3:
             adjust(again := logits.clone(), [request.row(1, request.ours)])
             torch.testing.assert_close(again, plain, atol=1e-5, rtol=1e-6)
-    adjust(logits_of(2, 9), [request.row(1, request.ours, 0)], torch.tensor([-1]))
+    adjust(logits_of(2, 9), [request.row(1, request.ours, 0)], torch.tensor([-1], device=PLACE))
     compare(adjuster, [request], [0], 10)
 
 
 def test_what_is_no_number_and_what_is_forbidden_stay_so() -> None:
-    adjuster, request = Adjuster(CPU, VOCAB), Request("all", 0, 3)
+    adjuster, request = Adjuster(PLACE, VOCAB), Request("all", 0, 3)
     request.tokens += [5, 6, 7, 8]
     ours = logits_of(1, 1)
     ours[0, 5], ours[0, 6], ours[0, 7] = torch.nan, -torch.inf, torch.inf

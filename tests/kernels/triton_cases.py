@@ -11,11 +11,16 @@ from interpreted import DEVICE, bfloat16_products  # noqa: F401
 from paged_batch import GATES, Case, close, dense_attention, gated, make_case, rope_table, sinks_of
 from xxhash import xxh3_64_intdigest
 
+from kernels.experts import mixture
 from kernels.reference import ReferenceOps
+from kernels.routing import Routing
+from kernels.shared import grouped_by_torch
+from kernels.step import Experts, Gated
 from kernels.triton import TritonOps
 from kernels.triton.checksum import digests
 from kernels.triton.decode import decode
 from kernels.triton.launch import decode_tile, prefill_tile
+from kernels.triton.parts import Division
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -70,16 +75,60 @@ def test_rows_whose_window_begins_behind_the_first_tile() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [1, 8])
-def test_split_decode_with_empty_parts(dtype: torch.dtype, splits: int) -> None:
+@pytest.mark.parametrize("spare", [1, 8])
+def test_decodes_in_parts_write_their_own_rows_alone(dtype: torch.dtype, spare: int) -> None:
     case = make_case([1, 1, 2], [140, 1, 2], 2, heads=3, kv_heads=1, dtype=dtype)
     moved = case.to(DEVICE)
     tile = decode_tile(3, 16, moved.q.element_size())
     for sinks in (None, sinks_of(case)):
         out, given = torch.zeros_like(moved.q), None if sinks is None else sinks.to(DEVICE)
-        decode(moved.q, moved.kv_layer, out, moved.plan, 0.25, 0, 0.0, given, splits, tile)
+        division = Division(moved.plan.total_len[:2], tile.keys, spare)
+        decode(moved.q, moved.kv_layer, out, moved.plan, 0.25, 0, 0.0, given, division, tile)
         close(out[:2].cpu(), dense_attention(case, 0.25, sinks=sinks)[:2], dtype)
         assert not out[2:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 70, 300])
+def test_one_long_sequence_among_short_ones(dtype: torch.dtype, window: int) -> None:
+    """It has parts, they have none."""
+    case = make_case([1] * 20, [1, 900, *[17] * 18], 20, heads=2, kv_heads=1, dtype=dtype)
+    close(attend(case, window, 4), dense_attention(case, 0.25, window), dtype)
+
+
+@pytest.mark.parametrize("count", [1, 3, 700])
+def test_experts_as_grouped_products_on_the_device(count: int) -> None:
+    numbers, hidden, inner, experts = torch.Generator().manual_seed(3), 256, 384, 16
+    shapes = ((experts, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner), (count, hidden))
+    made = [torch.randn(shape, generator=numbers).mul(0.1).bfloat16().to(DEVICE) for shape in shapes]
+    ops, (router, gate_up, down, x) = ReferenceOps(), made
+    each = tuple(Gated(ops.linear(a), ops.linear(b)) for a, b in zip(gate_up, down, strict=True))
+    plain = Experts(ops.linear(router), each, Routing(4))
+    wanted = mixture(plain, x, ops.gate_mul)
+    got = mixture(replace(plain, grouped=grouped_by_torch(each)), x, ops.gate_mul)
+    assert (got - wanted).norm() < 0.01 * wanted.norm()
+
+
+@pytest.mark.parametrize("window", [0, 1, 100, 5000])
+@pytest.mark.parametrize("spare", [1, 7, 132])
+@pytest.mark.parametrize("lengths", [[1], [4096], [100_000, *[30] * 63], [2048] * 64, [*range(1, 129)], [16 * 64, 65]])
+def test_parts_are_of_about_one_size_and_have_each_position_once(lengths: list[int], spare: int, window: int) -> None:
+    keys, total = 16, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    division = Division(total, keys, spare, window)
+    count, items, spans = int(division.items[0, 0]), division.items[1:].cpu(), division.spans.cpu()
+    assert len(lengths) <= count <= division.count == len(lengths) + spare
+    first = [max(0, length - window) if window else 0 for length in lengths]
+    assert sorted(items[:count, 0].tolist()) == items[:count, 0].tolist()
+    for seq, (length, (before, parts)) in enumerate(zip(lengths, spans.tolist(), strict=True)):
+        own = items[before : before + parts]
+        assert own[:, 0].tolist() == [seq] * parts
+        assert own[:, 3].tolist() == list(range(parts))
+        assert own[:, 1].tolist() == [first[seq], *own[:-1, 2].tolist()]
+        assert int(own[-1, 2]) == length
+        assert bool((own[:, 2] > own[:, 1]).all())
+    largest = int((items[:count, 2] - items[:count, 1]).max())
+    work = sum(length - begin for length, begin in zip(lengths, first, strict=True)) + keys * len(lengths)
+    assert largest <= max(2 * keys, work / spare + keys)
 
 
 @pytest.mark.parametrize("dim", [24, 80])

@@ -14,8 +14,9 @@ from kernels.adjustments import Adjusted, Adjustments
 from kernels.blocks import FORMATS
 from kernels.codes import Codes
 from kernels.draw import NoiseKeys
+from kernels.quantised_cache import FP8
 from kernels.step import Stored, StoredRows
-from kernels.triton import TritonOps
+from kernels.triton import TritonOps, product
 from kernels.triton.checksum import digests
 from kernels.triton.product import ORDERED
 from protocol.sampling import SamplingParams
@@ -57,14 +58,47 @@ def test_products_with_codes_use_tensor_cores_and_wide_copies(
     values = torch.randint(low, high, (256, group * groups), dtype=torch.int8)
     linear = TritonOps(132).packed([Codes(values.to(kind), torch.rand(256, groups))], group * groups)
     assert linear is not None
-    for rows, product, summed in ((1, "mma.sync", True), (ORDERED, "mma.sync", True), (ORDERED + 1, "wgmma", False)):
+    for rows in (1, ORDERED):
         compiled.clear()
         linear(torch.zeros(rows, group * groups, dtype=dtype))
-        assert set(compiled) == ({"product_kernel", "sum_kernel"} if summed else {"product_kernel"})
+        assert set(compiled) == {"product_kernel", "sum_kernel"}
         kernel = compiled["product_kernel"]
-        assert product in kernel.asm["ptx"]
+        assert "mma.sync" in kernel.asm["ptx"]
         assert "cp.async.cg" in kernel.asm["ptx"]
         assert kernel.metadata.shared <= HOPPER_SHARED_BYTES
+    compiled.clear()
+    linear(torch.zeros(ORDERED + 1, group * groups, dtype=dtype))
+    assert set(compiled) == {"unpack_kernel"}
+    assert "st.global.v4.b32" in compiled["unpack_kernel"].asm["ptx"]
+
+
+def test_weights_in_e4m3_are_converted_by_the_hardware(
+    compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product, "hardware_e4m3", lambda device: True)
+    linear = TritonOps(132).packed([Codes(torch.ones(256, 512).to(FP8), torch.rand(2, 4), (128, 128))], 512)
+    assert linear is not None
+    for rows in (1, ORDERED + 1):
+        linear(torch.zeros(rows, 512, dtype=torch.bfloat16))
+    for name in ("product_kernel", "unpack_kernel"):
+        assert "cvt.rn.f16x2.e4m3x2" in compiled[name].asm["ptx"]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "MXFP4"])
+def test_four_bits_become_bfloat16_without_a_conversion(
+    compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(product, "hardware_e4m3", lambda device: True)
+    part: Stored = Codes(torch.tensor([-12, 0, 1, 6], dtype=torch.int8).repeat(64, 128), torch.rand(64, 16))
+    if kind != "MXFP4":
+        row = 512 // FORMATS[kind].size * FORMATS[kind].bytes
+        part = StoredRows(kind, torch.randint(1, 60, (64, row), dtype=torch.uint8))
+    linear = TritonOps(132).packed([part], 512)
+    assert linear is not None
+    linear(torch.zeros(1, 512, dtype=torch.bfloat16))
+    ptx = compiled["product_kernel"].asm["ptx"]
+    assert ("mul.rn.bf16x2" if kind == "MXFP4" else "sub.rn.bf16x2") in ptx
+    assert "cvt.rn.f32.u" not in ptx
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1", "Q4_K", "Q2_K", "Q6_K", "Q5_K", "MXFP4"])
@@ -77,12 +111,12 @@ def test_products_with_short_groups(compiled: dict[str, Any], kind: str) -> None
     linear = TritonOps(132).packed([part], 4096)
     assert linear is not None
     sums = {"inputs_kernel"} if kind in ("Q4_1", "Q4_K", "Q2_K", "Q5_K") else set()
-    for rows, product in ((1, "mma.sync"), (ORDERED, "mma.sync"), (ORDERED + 1, "wgmma")):
+    for rows in (1, ORDERED):
         compiled.clear()
         linear(torch.zeros(rows, 4096, dtype=torch.bfloat16))
         assert set(compiled) - {"sum_kernel"} == {"product_kernel"} | sums
         kernel = compiled["product_kernel"]
-        assert product in kernel.asm["ptx"]
+        assert "mma.sync" in kernel.asm["ptx"]
         assert "cp.async" in kernel.asm["ptx"]
         assert kernel.metadata.shared <= HOPPER_SHARED_BYTES
 

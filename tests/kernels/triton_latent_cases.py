@@ -108,10 +108,10 @@ def test_models_compute_what_they_do_on_the_reference(tmp_path: Path) -> None:
     save_tiny(OURS["deepseek-v2"](), tmp_path)
     found = [
         chunked_logits(
-            load_model(resolve(str(tmp_path)), device=torch.device("cpu"), dtype=torch.float32, ops=ops),
+            load_model(resolve(str(tmp_path)), device=torch.device(device), dtype=torch.float32, ops=ops),
             tokens_for(16), [9, 4, 1, 1, 1],
         )
-        for ops in (TritonOps(4), ReferenceOps())
+        for ops, device in ((TritonOps(4), DEVICE), (ReferenceOps(), "cpu"))
     ]  # fmt: skip
     torch.testing.assert_close(*found, rtol=2e-4, atol=2e-4)
 

@@ -1,4 +1,5 @@
-"""Whole models whose layers run as they are stored, over Triton's interpreter. Collected by test_triton_products.py."""
+"""Whole models whose layers run as they are stored. Collected by test_triton_products.py; on a GPU the kernels run for
+real."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreted import bfloat16_products  # noqa: F401
-from tape import Taping
+from interpreted import DEVICE, bfloat16_products  # noqa: F401
+from tape import capture
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 
@@ -24,7 +25,6 @@ from kernels.reference import ReferenceOps
 from kernels.triton import TritonOps
 from model_files.source import resolve
 
-CPU = torch.device("cpu")
 CASES = {
     "gptq-ordered": (gptq(4, 32, True, ordered=True), GPTQ | {"desc_act": True}, "W4A16"),
     "awq": (awq(32), AWQ, "W4A16"),
@@ -39,7 +39,8 @@ FAMILIES = {"llama": ("LlamaConfig", {}), "cohere": ("CohereConfig", COHERE)}
 
 
 def load(path: Path, dtype: torch.dtype, **how: object) -> Model:
-    found: Model = load_model(resolve(str(path)), device=CPU, dtype=dtype, **({"quantization": "auto"} | how))
+    given = {"device": torch.device(DEVICE), "quantization": "auto"} | how
+    found: Model = load_model(resolve(str(path)), dtype=dtype, **given)
     return found
 
 
@@ -57,7 +58,7 @@ def test_models_run_as_they_are_stored(form: str, name: str, tmp_path: Path) -> 
     save_tiny(family(given, num_hidden_layers=1, head_dim=32, intermediate_size=128, **extra), tmp_path / "plain")
     quantise(tmp_path / "plain", tmp_path / "quantised", tmp_path / "values", layer, config)
     exact = load(tmp_path / "values", torch.float32, ops=ReferenceOps())
-    stored = load(tmp_path / "quantised", torch.bfloat16, ops=TritonOps(4, Taping()))
+    stored = load(tmp_path / "quantised", torch.bfloat16, ops=TritonOps(4, capture()))
     dequantised = load(tmp_path / "quantised", torch.bfloat16, ops=ReferenceOps(), quantization="none")
     assert stored.info.revision == "+".join((dequantised.info.revision, *([kind] if kind else [])))
     assert correlation(stored, exact) > 0.995
@@ -71,11 +72,11 @@ def test_a_gguf_runs_as_it_is_stored(kind: str, forms: str, tmp_path: Path) -> N
     save_tiny(family("LlamaConfig", num_hidden_layers=1, head_dim=32, intermediate_size=128), tmp_path / "plain")
     path = write_gguf(tmp_path / "a.gguf", tmp_path / "plain", "llama", kind=Kind[kind])
     exact = load(path, torch.float32, ops=ReferenceOps())
-    stored = load(path, torch.bfloat16, ops=TritonOps(4, Taping()))
+    stored = load(path, torch.bfloat16, ops=TritonOps(4, capture()))
     assert stored.info.revision == f"{exact.info.revision}+{forms}"
     assert correlation(stored, exact) > 0.995
     if instruction_set() is not None:
-        assert correlation(stored, load(path, torch.bfloat16, ops=CpuOps(1))) > 0.995
+        assert correlation(stored, load(path, torch.bfloat16, ops=CpuOps(1), device=torch.device("cpu"))) > 0.995
 
 
 def test_experts_of_a_gguf_run_as_they_are_stored(tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_experts_of_a_gguf_run_as_they_are_stored(tmp_path: Path) -> None:
 
 def test_int8_of_any_model_is_near(tmp_path: Path) -> None:
     save_tiny(family("LlamaConfig", num_hidden_layers=1, head_dim=32), tmp_path / "plain")
-    model = load(tmp_path / "plain", torch.bfloat16, ops=TritonOps(4, Taping()), quantization="int8")
+    model = load(tmp_path / "plain", torch.bfloat16, ops=TritonOps(4, capture()), quantization="int8")
     assert model.info.revision.endswith("+W8A16")
     assert correlation(model, load(tmp_path / "plain", torch.float32, ops=ReferenceOps())) > 0.995
 
@@ -98,6 +99,6 @@ def test_int8_of_any_model_is_near(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("cache", "near"), [(torch.int8, 0.999), (torch.float8_e4m3fn, 0.998)])
 def test_a_cache_in_8_bits_is_near(cache: torch.dtype, near: float, tmp_path: Path) -> None:
     save_tiny(family("LlamaConfig", num_hidden_layers=1, head_dim=16), tmp_path / "plain")
-    model = load(tmp_path / "plain", torch.float32, ops=TritonOps(4, Taping()))
+    model = load(tmp_path / "plain", torch.float32, ops=TritonOps(4, capture()))
     exact = load(tmp_path / "plain", torch.float32, ops=ReferenceOps())
     assert near < correlation(model, exact, cache) < 1 - 1e-7

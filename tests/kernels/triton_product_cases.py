@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels.codes import Codes
 from kernels.form import form_of, laid_together
 from kernels.step import StoredRows
-from kernels.triton import TritonOps
-from kernels.triton.product import ORDERED, CodedLinear
+from kernels.triton import TritonOps, unpacking
+from kernels.triton.coded_linear import CodedLinear
+from kernels.triton.product import ORDERED
+from kernels.triton.unpacking import unpacked_rows
 from model_files.needs import _CODED
 
 OUT = 70
@@ -122,6 +124,10 @@ def weight_of(codes: Codes) -> torch.Tensor:
     return out
 
 
+WEIGHT_ROUNDING = 2**-8
+"""Most that a weight in bfloat16 is off, of itself, where its rounding truncates as the interpreter's does."""
+
+
 def layer(*parts: Codes, bias: torch.Tensor | None = None, processors: int = 8) -> CodedLinear:
     columns = parts[0].values.shape[1]
     moved = [part.to(torch.device(DEVICE)) for part in parts]
@@ -135,9 +141,12 @@ def inputs(rows: int, columns: int, dtype: torch.dtype, seed: int = 1) -> torch.
 
 
 def expect(linear: CodedLinear, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """Off by what sums in float32 round, and what the result is rounded to."""
+    """Off by what sums in float32 round, and what the result is rounded to; of many rows by what weights are rounded
+    to, too."""
     wanted = x.cpu().double() @ weight.T + (0 if bias is None else bias.double())
     size = x.cpu().double().abs() @ weight.abs().T + 1.0
+    if len(x) > ORDERED:
+        size *= WEIGHT_ROUNDING / 2e-6
     exact, rounded = linear(x, torch.float32), linear(x)
     assert (exact.dtype, rounded.dtype) == (torch.float32, x.dtype)
     assert bool(((exact.cpu().double() - wanted).abs() <= 2e-6 * size).all())
@@ -205,6 +214,32 @@ def test_parts_of_several_forms_are_one_layer() -> None:
     expect(linear, weight, inputs(5, columns, torch.bfloat16), bias)
     ids = torch.tensor([0, 3 * OUT - 1, 69, 70, 6 * OUT - 1, 3 * OUT, 140, 70])
     assert torch.equal(linear.rows(ids.to(DEVICE)).cpu(), weight[ids].float().bfloat16())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_unpacked_weights_are_the_weights(name: str) -> None:
+    """In float32 they are exact; inputs lie in the form's order."""
+    form = form_of(CASES[name][0].to(torch.device(DEVICE)))
+    assert form is not None
+    columns = CASES[name][0].values.shape[1]
+    found = [unpacked_rows(form, form.kind, *part, columns, torch.float32) for part in ((0, 5), (5, OUT))]
+    wanted = form.rows(torch.arange(OUT, device=DEVICE))
+    wanted = wanted if form.order is None else wanted[:, form.order]
+    torch.testing.assert_close(torch.cat(found), wanted, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scratch_of_unpacked_weights_is_bounded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, bias = CASES["int4-128"][0], torch.linspace(-1, 1, OUT)
+    columns, sizes = codes.values.shape[1], []
+    original = unpacking.unpacked_rows
+    monkeypatch.setattr(unpacking, "SCRATCH_BYTES", 7 * columns * dtype.itemsize + 1)
+    monkeypatch.setattr(
+        unpacking, "unpacked_rows", lambda *given: sizes.append(given[3] - given[2]) or original(*given)
+    )
+    expect(layer(codes, bias=bias), weight_of(codes), inputs(ORDERED + 1, columns, dtype), bias)
+    assert max(sizes) == 7
+    assert sum(sizes) == 2 * OUT
 
 
 @pytest.mark.parametrize("name", CASES)

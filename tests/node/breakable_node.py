@@ -18,7 +18,7 @@ from cluster_state.memory_store import MemoryStore
 from decode_worker.service import DecodeService
 from engine import self_check
 from node import vitals
-from node.assembly import Assembled
+from node.assembled import Assembled
 from node.serve import serve_node
 from node.service import Base
 from protocol.settings import WorkerSettings

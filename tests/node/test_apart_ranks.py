@@ -40,9 +40,9 @@ from node.apart_pool import ApartPool
 from node.apart_ranks import ApartRanks
 from node.pool_memory import PoolMemory, make_pool
 from node.rank_memory import make_memory
-from node.ranks import start_ranks
 from node.rows import Rows
 from node.segments import Segments
+from node.start_ranks import start_ranks
 from process.lines import Line, Lines
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout

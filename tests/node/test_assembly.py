@@ -11,7 +11,8 @@ import torch
 
 from engine.models.base import Model, ModelInfo
 from kernels.capabilities import Capabilities
-from node.assembly import Assembled, choose_device, describe, longest_sequence, step_limits
+from node.assembled import Assembled, describe
+from node.assembly import choose_device, longest_sequence, refuse_expandable_segments, step_limits
 from node.kv_format import kv_format
 from protocol.errors import ConfigError
 from protocol.layout import KVLayout
@@ -30,6 +31,13 @@ def test_sequences_fit_model_and_pool() -> None:
         longest_sequence(WorkerSettings(max_model_len=65), INFO, 100)
     with pytest.raises(ConfigError, match="--kv-cache-gib"):
         longest_sequence(WorkerSettings(max_model_len=40), INFO, 2)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_other_processes_cannot_open_is_refused(name: str) -> None:
+    refuse_expandable_segments({name: "max_split_size_mb:128,expandable_segments:False"})
+    with pytest.raises(ConfigError, match=name):
+        refuse_expandable_segments({name: "max_split_size_mb:128, expandable_segments: True"})
 
 
 def test_a_step_has_room_for_every_running_request_and_a_block_of_a_prompt() -> None:

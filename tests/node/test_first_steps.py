@@ -11,7 +11,6 @@ from kernels.adjustments import Adjusted
 from kernels.graphs import LADDER
 from node import rates
 from node.first_steps import first_steps
-from protocol.layout import blocks_for
 
 launch = pytest.importorskip("kernels.triton.launch")
 
@@ -24,30 +23,30 @@ def steps(longest: int, most: int) -> list[list[Slice]]:
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_tile_of_a_chunk_is_compiled(group: int, size: int) -> None:
-    given = {launch.prefill_tile(parts[0].count * group, 128, size) for parts in steps(4096, 1) if len(parts) == 1}
-    possible = {launch.prefill_tile(tokens * group, 128, size) for tokens in range(2, 4096)}
-    assert possible <= given
+    """Of 8 K/V heads on a Hopper, whose steps have 8,192 tokens at most."""
+
+    def tile(tokens: int) -> object:
+        tall = launch.fills(tokens * group, 8, 132)
+        return launch.prefill_tile(tokens * group, 128, size, tall=tall)
+
+    given = {tile(parts[0].count) for parts in steps(8192, 1) if len(parts) == 1}
+    assert {tile(tokens) for tokens in range(2, 8193)} <= given
 
 
 def test_every_tile_of_a_product_with_codes_is_compiled() -> None:
     """Which begin at 1 row: those of decodes alone do."""
 
     def tile(rows: int) -> object:
-        return launch.product_tile(rows, 128, 2, ordered=rows <= LADDER[-1])
+        return launch.product_tile(rows, 128, 2)
 
     given = {tile(parts[0].count) for parts in steps(4096, 1) if len(parts) == 1}
     assert {tile(rows) for rows in range(1, 4096)} == given
 
 
-def test_every_split_of_a_context_beside_a_chunk_is_compiled() -> None:
-    tile = launch.decode_tile(4, 128, 2)
-
-    def splits(length: int) -> int:
-        return int(launch.kv_splits(8, blocks_for(length, tile.keys), 132))
-
+def test_a_decode_beside_a_chunk_is_compiled_once() -> None:
+    """Its kernels are the same at every length."""
     mixed = [parts for parts in steps(16_384, 1) if len(parts) == 2]
-    assert all(parts[0].decodes and not parts[1].decodes for parts in mixed)
-    assert {splits(parts[0].start + 1) for parts in mixed} == {splits(length) for length in range(1, 16_385)}
+    assert [(parts[0].decodes, parts[1].decodes) for parts in mixed] == [(True, False)]
 
 
 @pytest.mark.parametrize(("most", "largest"), [(1, 1), (3, 4), (9, 16), (64, 64), (500, LADDER[-1])])
@@ -55,7 +54,7 @@ def test_every_size_of_batch_is_captured_that_may_come(most: int, largest: int) 
     rows = [len(parts) for parts in steps(64, most) if parts[0].start == 0 and len(parts) > 1 and parts[-1].decodes]
     singles = [parts for parts in steps(64, most) if len(parts) == 1 and parts[0].decodes]
     assert len(singles) == 1
-    assert [1, *rows] == [size for size in LADDER if size <= largest]
+    assert [*rows, 1] == [size for size in LADDER[::-1] if size <= largest]
 
 
 def test_an_engine_takes_them_and_its_pool_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from tiny_models import OURS, save_tiny, tokens_for
 
 from model_files.needs import model_needs
 from model_files.source import resolve
-from node.assembly import Assembled, assemble
+from node.assembled import Assembled
+from node.assembly import assemble
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
 

@@ -30,7 +30,8 @@ from engine.models.hf import transformers_module
 from model_files.needs import has_experts
 from model_files.source import resolve
 from node import vitals
-from node.assembly import Assembled, assemble
+from node.assembled import Assembled
+from node.assembly import assemble
 from protocol.errors import ConfigError
 from protocol.settings import WorkerSettings
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fake_workers import Bench, decode, prefill
 from test_router_process import router
+from waiting import until_told
 
 from process.signals import Stop
 
@@ -87,7 +88,7 @@ async def test_long_bodies_do_not_stop_the_router() -> None:
             if code == "context_length_exceeded":
                 assert "maximum context length" in answer["message"]
             assert longest[0] < GAP_S, (name, longest)
-        assert "kvferry_requests_inflight 0.0" in (await client.get("/metrics")).text
+        await until_told(client, "kvferry_requests_inflight 0.0")
 
 
 async def test_a_body_that_says_it_is_too_long_is_refused_before_it_comes() -> None:

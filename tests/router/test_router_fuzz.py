@@ -15,6 +15,7 @@ from fake_workers import Bench, decode, prefill
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_router_process import router
+from waiting import until_told
 
 from process.signals import Stop
 
@@ -64,9 +65,7 @@ def check(answer: bytes) -> None:
 
 
 async def idle(client: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(ANSWER_S):
-        while "kvferry_requests_inflight 0.0" not in (await client.get("/metrics")).text:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until_told(client, "kvferry_requests_inflight 0.0", ANSWER_S)
 
 
 TOKEN = st.sampled_from([b"GET", b"POST", b"HEAD", b"PUT", b"OPTIONS", b"CONNECT", b"PRI", b"get", b"\xff", b""])

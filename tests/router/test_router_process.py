@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_workers import Bench, decode, prefill
-from waiting import until
+from waiting import until, until_told
 
 from process import farewell
 from process.http import bind
@@ -108,8 +108,7 @@ async def test_a_request_that_was_on_its_way_when_the_router_was_asked_to_end_is
 async def drains(url: httpx.URL) -> dict[str, int]:
     """What a router that drains answers on new connections."""
     async with httpx.AsyncClient(base_url=url, trust_env=False) as other:
-        scraped = (await other.get("/metrics")).text
-        assert "kvferry_requests_inflight 1.0" in scraped
+        scraped = await until_told(other, "kvferry_requests_inflight 1.0")
         assert "kvferry_registry_up 1.0" in scraped
         refused = await other.post("/v1/completions", json=BODY)
         assert (refused.json()["error"]["code"], refused.headers["connection"]) == ("draining", "close")
@@ -152,7 +151,7 @@ async def test_without_redis_it_serves_and_says_that_it_is_not_ready(caplog: pyt
         assert (await client.get("/v1/models")).json()["data"][0]["object"] == "model"
         answer = await client.post("/v1/completions", json=BODY)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_nodes")
-        assert "kvferry_registry_up 0.0" in (await client.get("/metrics")).text
+        await until_told(client, "kvferry_registry_up 0.0")
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(run, 5)
 

@@ -27,7 +27,7 @@ from api_parts import (
     served,
 )
 from fake_workers import lease_of
-from waiting import until
+from waiting import until, until_told
 
 from protocol.errors import ConfigError, Overloaded
 from protocol.reuse import Reuse
@@ -53,7 +53,7 @@ async def test_operations() -> None:
     assert (lonely.status_code, lonely.json()["nodes"]["decode"]) == (503, 0)
     assert (await api.http.get("/health")).status_code == 200
     assert (await api.http.get("/version")).json() == {"version": VERSION}
-    assert "kvferry_requests_inflight 0.0" in (await api.http.get("/metrics")).text
+    await until_told(api.http, "kvferry_requests_inflight 0.0")
 
 
 async def test_a_router_that_knows_of_no_node_is_not_ready() -> None:

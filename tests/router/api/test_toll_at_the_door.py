@@ -11,6 +11,7 @@ import httpx
 import pytest
 from api_parts import Api, FakeCluster, says
 from test_tenants import ask, keys_file
+from waiting import until
 
 from process import toll
 from process.toll import Toll
@@ -52,7 +53,7 @@ async def test_refusals_of_a_tenant_that_has_had_too_many_wait_and_nothing_else_
     for asked, status in ((ask(api, "a"), 200), (ask(api, "b"), 200), (ask(api, "b", **WRONG), 400)):
         found, took = await timed(asked)
         assert (found, took < SOON_S) == (status, True)
-    assert api.sample("kvferry_requests_inflight") == 0
+    await until(lambda: api.sample("kvferry_requests_inflight") == 0)
     await ended(waiting)
 
 

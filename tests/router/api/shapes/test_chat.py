@@ -16,6 +16,7 @@ from api_parts import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import until
 
 from protocol.errors import NodeLost, NoNodes, Overloaded
 from router.journey.spec import Output, RequestSpec
@@ -281,7 +282,7 @@ async def test_metrics_of_a_request() -> None:
     assert api.sample("kvferry_request_seconds_count") == 1
     assert api.sample("kvferry_prompt_tokens_total", source="reused_prefill") == 16
     assert api.sample("kvferry_prompt_tokens_total", source="computed") == prompt - 16
-    assert api.sample("kvferry_requests_inflight") == 0
+    await until(lambda: api.sample("kvferry_requests_inflight") == 0)
 
 
 async def test_token_ids_are_returned_when_asked_for() -> None:
