@@ -13,7 +13,6 @@ NAMED = sorted(set(re.findall(r"`(tests/[\w/.]+)`", PAGE)))
 
 
 @pytest.mark.parametrize("name", NAMED)
-@pytest.mark.skipif(not (ROOT / "tests" / "runtime").is_dir(), reason="the page has the folders' new names already")
 def test_the_named_test_exists(name: str) -> None:
     assert (ROOT / name).exists()
 
