@@ -115,6 +115,7 @@ def test_both_answer_and_whoever_is_scraped_tells_of_both(running: Group) -> Non
     for number, client in enumerate(clients.values(), start=1):
         for _ in range(3 * number):
             assert client.post("/v1/completions", json=BODY).status_code == 200
+    wait_for(lambda: asked(running.url) >= before + 9, 5)
     scrapes = [client.get("/metrics").text for client in clients.values()]
     assert asked(running.url) == before + 9
     counted = [line for line in scrapes[0].splitlines() if line.startswith("kvferry_requests_total")]
