@@ -81,8 +81,9 @@ class LocalCluster:
         return [lease.http_url for lease in self.leases() if lease.role == role]
 
     def settle(self, seconds: float = 10.0) -> None:
-        """Wait until every pool's books balance with nothing active or granted; fails with the books otherwise. A
-        process that died may still have a lease: it does not count once that is gone."""
+        """Wait until every pool's books balance with nothing active or granted, and the router counts no request;
+        fails with the books otherwise. A process that died may still have a lease: it does not count once that is gone.
+        A request's last byte reaches its client before the router has counted its tokens."""
         last: list[dict[str, float] | str] = []
 
         def settled() -> bool:
@@ -96,7 +97,9 @@ class LocalCluster:
                 last.append(books(samples))
                 if not idle(samples):
                     return False
-            return True
+            inflight = value(scrape(self.url), "kvferry_requests_inflight")
+            last.append(f"requests at the router: {inflight:.0f}")
+            return inflight == 0
 
         wait_for(settled, seconds, lambda: str(last))
 
