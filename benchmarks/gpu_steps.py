@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import torch
 
 from benchmarks.gpu_limits import Limits, limits, median_seconds
@@ -93,8 +95,8 @@ class Bench:
 
     def request(self, name: str, tokens: int, first_block: int, spare: int, computed: int, **sampling: Any) -> Request:
         """One that owns its blocks from `first_block` on."""
-        prompt = tuple((7 * i + len(name)) % self.model.info.vocab_size for i in range(tokens))
-        params = SamplingParams(max_tokens=self.sizes.runs + 8, ignore_eos=True, **sampling)
+        prompt = prompt_of(name, tokens, self.model.info.vocab_size)
+        params = SamplingParams(max_tokens=self.sizes.runs + 8, ignore_eos=True, seed=crc32(name.encode()), **sampling)
         request = Request(Job(name, 0, prompt, tokens, Generate(params), "bench"), b"", BLOCK)
         request.token_ids, request.computed_len = list(prompt), computed
         request.block_ids = list(range(first_block, first_block + blocks_for(tokens, BLOCK) + spare))
@@ -136,6 +138,12 @@ class Bench:
         runs = max(2, self.sizes.runs // 5)
         took = median_seconds(lambda: self.runner.run([Slice(request, 0, tokens)]), self.device, runs)
         return took, tokens * self.needs.prompt_work(tokens) / self.limits.peak
+
+
+def prompt_of(name: str, tokens: int, vocab_size: int) -> tuple[int, ...]:
+    """Random tokens, other ones for each name: equal streams would choose equal experts."""
+    numbers = np.random.default_rng(crc32(name.encode()))
+    return tuple(numbers.integers(0, vocab_size, tokens).tolist())
 
 
 def measure(bench: Bench, rows: Rows, name: str) -> None:

@@ -17,10 +17,12 @@ def first_steps(stream: Request, prompt: Request, longest: int, most: int) -> It
     """Slices of each step, of requests that have blocks for `longest` tokens. They sample nothing. Chunks in each size
     of tile; a decode beside a chunk; and decodes alone in each size of batch that is captured, for `most` rows: the
     largest first, whose memory then serves all smaller ones."""
-    chunk = 2
-    while chunk <= min(LONGEST_TILE, longest):
+    last, chunk = min(LONGEST_TILE, longest), 2
+    while chunk < last:
         yield [Slice(prompt, 0, chunk)]
         chunk *= 2
+    if last > 1:
+        yield [Slice(prompt, 0, last)]
     if longest > 2:
         yield [Slice(stream, 0, 1), Slice(prompt, 0, 2)]
     sizes = [size for below, size in zip((0, *LADDER), LADDER, strict=False) if below < most]

@@ -64,9 +64,8 @@ def plan_launch(plan: BatchPlan, shape: Shape, processors: int) -> Launch:
     if plan.num_decodes:
         total_len = plan.total_len[: plan.num_decodes]
         division = Division(total_len, tile.keys, spare_parts(shape.kv_heads, processors), shape.window)
-    chunks = plan.query_lens[plan.num_decodes :]
-    max_rows = max(chunks, default=0) * group
-    tall = fills(sum(chunks) * group, shape.kv_heads, processors)
+    max_rows = max(plan.query_lens[plan.num_decodes :], default=0) * group
+    tall = fills(max_rows, shape.kv_heads, processors)
     of_chunks = prefill_tile(max_rows, shape.dim, shape.element_bytes, coded=shape.coded, tall=tall)
     return Launch(tile, division, of_chunks, max_rows)
 

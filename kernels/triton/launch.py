@@ -69,7 +69,8 @@ def latent_tile(rank: int, element_bytes: int) -> Tile:
 
 
 def fills(rows: int, heads: int, processors: int) -> bool:
-    """The tallest tiles of prompts give every multiprocessor some: of chunks that have so many rows together."""
+    """The tallest tiles give every multiprocessor some of a chunk of so many rows. The longest chunk of a step decides
+    alone: a longer one never has a lower tile, so warming up the longest compiles what any other may need."""
     return rows * heads >= TALLEST_ROWS * PROGRAMS_PER_PROCESSOR * processors
 
 

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import gpu, gpu_kernels
 from benchmarks.gpu_rows import Row, Rows, read, table
+from benchmarks.gpu_steps import prompt_of
 from kernels.reference import ReferenceOps
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,12 @@ def test_kernels_and_steps_need_nothing_but_torch_and_transformers(tmp_path: Pat
     assert {"prefill 1 x 32 at 16", "latent decode 2 x 1 at 63, fp8", "decode step, batch 4 at 64, greedy"} < set(named)
     assert "prefill of 128, weights in int8" in named
     assert named[begins - 1] == "prefill of 128, mixture"
+
+
+def test_streams_of_a_batch_have_prompts_of_their_own() -> None:
+    prompts = {prompt_of(f"s{i}", 64, 500) for i in range(64)}
+    assert len(prompts) == 64
+    assert len({prompt[-1] for prompt in prompts}) > 50
 
 
 @pytest.mark.slow

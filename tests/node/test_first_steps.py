@@ -23,14 +23,15 @@ def steps(longest: int, most: int) -> list[list[Slice]]:
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_tile_of_a_chunk_is_compiled(group: int, size: int) -> None:
-    """Of 8 K/V heads on a Hopper, whose steps have 8,192 tokens at most."""
+    """Of 8 K/V heads on a Hopper, whose steps have 8,192 tokens at most, whatever the longest sequence."""
 
     def tile(tokens: int) -> object:
         tall = launch.fills(tokens * group, 8, 132)
         return launch.prefill_tile(tokens * group, 128, size, tall=tall)
 
-    given = {tile(parts[0].count) for parts in steps(8192, 1) if len(parts) == 1}
-    assert {tile(tokens) for tokens in range(2, 8193)} <= given
+    for longest in (2, 100, 2048, 2500, 4094, 8192, 20_000):
+        given = {tile(parts[0].count) for parts in steps(longest, 1) if len(parts) == 1}
+        assert {tile(tokens) for tokens in range(2, min(longest, 8192) + 1)} <= given
 
 
 def test_every_tile_of_a_product_with_codes_is_compiled() -> None:
