@@ -103,7 +103,8 @@ class ParameterLoader:
         if experts is None or names is None or not experts.layers[index]:
             parts = ("gate_up_proj",) if config.family.fused or config.family.fused_mlp else ("gate_proj", "up_proj")
             return self._gated(f"{prefix}.mlp", parts, "down_proj", config.intermediate_size)
-        router = f"{prefix}.{names.router}"
+        name = f"{prefix}.{names.router}"
+        router = self._router(name, names, experts.count)
         shared = (names.gate, names.up), names.down, experts.shared
         each = tuple(
             self._gated(f"{prefix}.{names.experts}.{each}", (names.gate, names.up), names.down, experts.size)
@@ -113,11 +114,11 @@ class ParameterLoader:
         )
         grouped = reader.ops.grouped(each)
         return Experts(
-            router=self._router(router, names, experts.count),
+            router=router,
             each=each if grouped is None else grouped.each,
             grouped=grouped,
             routing=experts.routing,
-            correction=reader.float32(f"{router}.e_score_correction_bias", experts.count) if names.sigmoid else None,
+            correction=reader.float32(f"{name}.e_score_correction_bias", experts.count) if names.sigmoid else None,
             shared=self._gated(f"{prefix}.{names.shared}", *shared) if experts.shared else None,
         )
 
