@@ -16,7 +16,7 @@ from kernels.graphs import LADDER
 from kernels.packing import FP8, SPANS, STORED
 from kernels.triton.codes import E4M3, four_bits, level, level_in, number, word_of
 from kernels.triton.launch import kv_splits, power_of_two, product_tile
-from kernels.triton.target import hardware_e4m3
+from kernels.triton.target import hardware_bfloat16, hardware_e4m3
 from kernels.triton.unpacking import product_of_unpacked
 
 ORDERED = LADDER[-1]
@@ -183,7 +183,7 @@ def inputs_kernel(x, sums, units, stride_x, UNIT: tl.constexpr, BLOCK: tl.conste
 def reads_four_bits(x: torch.Tensor, form: CodedForm) -> bool:
     """Codes of four bits become bfloat16 by instructions that the device has."""
     packed, plain = SPANS[form.kind] == 2, form.offsets is None
-    return packed and plain and x.dtype is torch.bfloat16 and hardware_e4m3(x.device)
+    return packed and plain and x.dtype is torch.bfloat16 and hardware_bfloat16(x.device)
 
 
 def unrolled(form: CodedForm, columns: int) -> tuple[int, int]:

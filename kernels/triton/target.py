@@ -6,15 +6,23 @@ from functools import cache
 
 import torch
 
-E4M3_CAPABILITY = (8, 9)
-"""First CUDA compute capability whose instructions convert e4m3."""
+E4M3_CAPABILITY, BFLOAT16_CAPABILITY = (8, 9), (9, 0)
+"""First CUDA compute capability whose instructions convert e4m3, and whose add and multiply pairs of bfloat16."""
+
+
+def hardware_e4m3(device: torch.device) -> bool:
+    """The device converts e4m3 by an instruction."""
+    return _capability(device) >= E4M3_CAPABILITY
+
+
+def hardware_bfloat16(device: torch.device) -> bool:
+    """The device adds and multiplies pairs of bfloat16 by an instruction each."""
+    return _capability(device) >= BFLOAT16_CAPABILITY
 
 
 @cache
-def hardware_e4m3(device: torch.device) -> bool:
-    """The device converts e4m3 by an instruction; False on a CPU, where Triton interprets."""
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= E4M3_CAPABILITY
-    )
+def _capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability; (0, 0) of an AMD GPU, and of a CPU, where Triton interprets."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)

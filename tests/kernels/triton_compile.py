@@ -88,7 +88,7 @@ def test_weights_in_e4m3_are_converted_by_the_hardware(
 def test_four_bits_become_bfloat16_without_a_conversion(
     compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(product, "hardware_e4m3", lambda device: True)
+    monkeypatch.setattr(product, "hardware_bfloat16", lambda device: True)
     part: Stored = Codes(torch.tensor([-12, 0, 1, 6], dtype=torch.int8).repeat(64, 128), torch.rand(64, 16))
     if kind != "MXFP4":
         row = 512 // FORMATS[kind].size * FORMATS[kind].bytes

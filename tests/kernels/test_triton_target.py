@@ -1,0 +1,38 @@
+"""What kernels take a device to be able to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.triton import target
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "e4m3", "bfloat16"),
+    [
+        ((8, 0), False, False),
+        ((8, 6), False, False),
+        ((8, 9), True, False),
+        ((9, 0), True, True),
+        ((10, 0), True, True),
+    ],
+)
+def test_instructions_of_a_capability(
+    capability: tuple[int, int], e4m3: bool, bfloat16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ada, 8.9, converts e4m3 and has no arithmetic of bfloat16 pairs: kernels that use it do not compile there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(target, "_capability", target._capability.__wrapped__)
+    assert (target.hardware_e4m3(CUDA), target.hardware_bfloat16(CUDA)) == (e4m3, bfloat16)
+
+
+def test_other_devices_have_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "_capability", target._capability.__wrapped__)
+    assert not target.hardware_e4m3(torch.device("cpu"))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not target.hardware_bfloat16(CUDA)
