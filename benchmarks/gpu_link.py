@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -141,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_link", "--answer", device, *(["--tiny"] if asked.tiny else [])]
     sender: subprocess.Popen[str] | None = None
     for name in names:
-        sender = sender or subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        sender = sender or started(command)
         try:
             taken = measure(VARIANTS[name], target, sender)
             rows.put(name, f"{target.nbytes / min(taken) / 1e9:.2f} GB/s, {min(taken) / count * 1e6:.1f} us a block")
@@ -153,6 +154,12 @@ def main(arguments: list[str] | None = None) -> None:
             sender = None
     if sender is not None:
         stop(sender)
+
+
+def started(command: list[str]) -> subprocess.Popen[str]:
+    """The process that sends. What UCX logs, to standard output unless told otherwise, is no part of its answers."""
+    environment = os.environ | {"UCX_LOG_FILE": "stderr"}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def stop(sender: subprocess.Popen[str]) -> None:

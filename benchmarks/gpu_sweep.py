@@ -2,11 +2,10 @@
 
     python -m benchmarks.gpu_sweep [--rows FILE]
 
-Several processes first run each try once, so that compiling does not take most of the time.
-
 For each shape: the tile that `kernels.triton.launch` chooses today, and others that differ in keys a step, warps,
 pipeline stages, or parts of a sequence. The row names the fastest tile; its last column is how much faster it is than
-today's. Products also stand beside cuBLAS over the same weights in bfloat16.
+today's. Products also stand beside cuBLAS over the same weights in bfloat16. Several processes first run each try once,
+so that compiling does not take most of the time.
 """
 
 from __future__ import annotations
@@ -41,15 +40,12 @@ HEADS, KV_HEADS, DIM, PROCESSORS = 32, 8, 128, 132
 CACHES: tuple[tuple[str, torch.dtype | None], ...] = (("bf16", None), ("fp8", FP8))
 DECODES = ((1, 16384), (24, 4096), (64, 2048))
 LONG_AMONG_SHORT = (100_000, *[2048] * 63)
-
 CHUNKS = ((2048, 0), (8192, 0), (2048, 14336))
 FORMS = ("int8", "int4", "fp8", "Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4")
 OUTPUTS, INPUTS = 65536, 4096
 Try = tuple[str, Callable[[], object]]
 TODAY = "today's tile"
 CUBLAS = "cuBLAS in bf16"
-
-
 COMPILERS = 12
 """Processes that compile."""
 _share: int | None = None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
+from device_plans import moved
 
 from engine.models.base import Halfway, Model, Wanted
 from engine.models.hf import transformers_module
@@ -243,11 +242,6 @@ def plan_of(parts: list[tuple[list[int], int, int]]) -> BatchPlan:
     )
 
 
-def on_device(plan: BatchPlan, device: torch.device) -> BatchPlan:
-    tensors = ("positions", "slots", "block_table", "query_start", "total_len")
-    return replace(plan, **{name: getattr(plan, name).to(device) for name in tensors})
-
-
 class Cache:
     """A pool of garbage and the sequences that live in it, in scattered blocks."""
 
@@ -276,7 +270,7 @@ class Cache:
             self.computed[name] = start + len(tokens)
         tokens, plan = torch.cat(list(batch.values())), plan_of(parts)
         if self.kv.is_cuda:
-            tokens, plan = tokens.to(self.kv.device), on_device(plan, self.kv.device)
+            tokens, plan = tokens.to(self.kv.device), moved(plan, self.kv.device)
         hidden = self.model.forward(tokens, self.kv, plan, wanted, halfway)
         return list(self.model.logits(hidden).cpu().split([len(tokens) for tokens in batch.values()]))
 

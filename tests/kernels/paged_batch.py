@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from device_plans import moved
 
 from kernels.gate import GELU, SILU, Gate
 from kernels.plan import BatchPlan
@@ -50,11 +51,6 @@ def make_plan(
         block_size=block_size,
     )
     return plan, num_blocks
-
-
-def moved(plan: BatchPlan, device: str) -> BatchPlan:
-    tensors = ("positions", "slots", "block_table", "query_start", "total_len")
-    return replace(plan, **{name: getattr(plan, name).to(device) for name in tensors})
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from device_plans import moved
 from interpreted import DEVICE
-from paged_batch import make_plan, moved
+from paged_batch import make_plan
 from tape import capture
 
 from engine.models.base import ModelInfo
