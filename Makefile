@@ -247,8 +247,6 @@ test-images: $(VENV)/test.done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	cd kernels/cpu && rm -rf _native*.so native/CMakeFiles native/CMakeCache.txt native/CMakeInit.txt native/*.cmake \
-	  native/build.ninja native/.ninja_* native/.skbuild-info.json native/.cmake
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/python.done:

@@ -18,16 +18,16 @@ import sys
 import time
 from pathlib import Path
 
-from protocol.layout import KVLayout, blocks_for
-from protocol.work import Generate
+from kvferry.protocol.layout import KVLayout, blocks_for
+from kvferry.protocol.work import Generate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.cpu_latent import latent_subjects
 from benchmarks.limits import READ_BYTES, Limits, interleaved, machine_limits
 from benchmarks.overhead import bench_overhead
-from cli.door import set_threads
-from process.limits import available_cores
+from kvferry.cli.door import set_threads
+from kvferry.process.limits import available_cores
 
 SECTIONS = ("limits", "dense", "attention", "latent", "step", "engine", "overhead")
 ROWS = (1, 4, 8, 16, 64, 512)
@@ -83,7 +83,7 @@ def shuffled_plan(query_len: int, total_len: int, seqs: int):  # type: ignore[no
     """(plan, blocks in the pool) of equal sequences whose blocks lie in shuffled order."""
     import torch
 
-    from kernels.plan import BatchPlan
+    from kvferry.kernels.plan import BatchPlan
 
     per = blocks_for(total_len, 16)
     table = torch.randperm(seqs * per, generator=torch.Generator().manual_seed(0)).int().view(seqs, per)
@@ -101,7 +101,7 @@ def random_pool(blocks: int, layers: int, heads: int, dim: int, planes: int = 2)
     """K and V in the memory that a node's pool has: on small pages, reading it would measure how these are found."""
     import torch
 
-    from node.pool_memory import make_pool
+    from kvferry.node.pool_memory import make_pool
 
     pool = make_pool(KVLayout(layers, heads, dim, "bfloat16", 16, planes), blocks, torch.device("cpu"))
     return pool.copy_(torch.randn(pool.shape))
@@ -110,7 +110,7 @@ def random_pool(blocks: int, layers: int, heads: int, dim: int, planes: int = 2)
 def bench_attention(ops, limits: Limits, runs: int) -> None:  # type: ignore[no-untyped-def]
     import torch
 
-    from kernels.reference import ReferenceOps
+    from kvferry.kernels.reference import ReferenceOps
 
     reference, heads, kv_heads, dim, layers = ReferenceOps(), 9, 3, 64, 6
     for seqs, query_len, total_len in [(s, 1, n) for s, n in DECODES] + [(1, n, n) for n in PREFILLS]:
@@ -171,8 +171,8 @@ def generate(engine, streams: int, prompt: int, output: int) -> float:  # type: 
     """Output tokens per second of the steps in which all streams decode."""
     import random
 
-    from protocol.messages import Job
-    from protocol.sampling import SamplingParams
+    from kvferry.protocol.messages import Job
+    from kvferry.protocol.sampling import SamplingParams
 
     params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
     stamp = time.monotonic_ns()
@@ -219,9 +219,9 @@ def main() -> None:
 
     import torch
 
-    from kernels.cpu import CpuOps, instruction_set
-    from node.assembly import assemble
-    from protocol.settings import WorkerSettings
+    from kvferry.kernels.cpu import CpuOps, instruction_set
+    from kvferry.node.assembly import assemble
+    from kvferry.protocol.settings import WorkerSettings
 
     if instruction_set() is None:
         sys.exit("kvferry was installed without its CPU extension: install a C++ compiler, then the package again")

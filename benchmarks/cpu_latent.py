@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from kernels.plan import BatchPlan
+from kvferry.kernels.plan import BatchPlan
 
 if TYPE_CHECKING:
     import torch
 
-    from kernels.cpu import CpuOps
-    from kernels.step import Latent
+    from kvferry.kernels.cpu import CpuOps
+    from kvferry.kernels.step import Latent
 
 ROTATED, PLAIN, RANK, VALUE = 64, 128, 512, 128
 HEADS = {"V2-Lite": 16, "V3": 128}
@@ -24,7 +24,7 @@ def weights(ops: CpuOps, heads: int) -> Latent:
     """Random ones, of what latent attention multiplies itself."""
     import torch
 
-    from kernels.step import Latent
+    from kvferry.kernels.step import Latent
 
     each = (torch.randn(heads, PLAIN + VALUE, RANK) * RANK**-0.5).bfloat16()
     none = ops.linear(torch.zeros(2, 2, dtype=torch.bfloat16))
@@ -46,8 +46,8 @@ def latent_subjects(
     heads, head dim and planes."""
     import torch
 
-    from kernels.latent import expands
-    from kernels.reference import ReferenceOps
+    from kvferry.kernels.latent import expands
+    from kvferry.kernels.reference import ReferenceOps
 
     reference, scale = ReferenceOps(), (ROTATED + PLAIN) ** -0.5
     for name, heads in HEADS.items():

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from engine.engine import Engine
-from engine.events import Generated
-from engine.models.hf import transformers_module
-from engine.models.loader import auto_dtype
-from model_files.source import ModelSource, resolve
-from model_files.task import Task, read_task
-from node.assembly import assemble
-from protocol.messages import Job
-from protocol.settings import WorkerSettings
-from protocol.work import Embed
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Generated
+from kvferry.engine.models.hf import transformers_module
+from kvferry.engine.models.loader import auto_dtype
+from kvferry.model_files.source import ModelSource, resolve
+from kvferry.model_files.task import Task, read_task
+from kvferry.node.assembly import assemble
+from kvferry.protocol.messages import Job
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.work import Embed
 
 MINILM = {
     "vocab_size": 30_522,

@@ -16,12 +16,12 @@ import time
 from collections.abc import Sequence
 from statistics import mean
 
-from simulate.ask import Ask
-from simulate.compare import CASES
-from simulate.eviction import EVICTIONS
-from simulate.machine import LARGE
-from simulate.memory import Memory
-from simulate.workloads import WORKLOADS, Asked
+from kvferry.simulate.ask import Ask
+from kvferry.simulate.compare import CASES
+from kvferry.simulate.eviction import EVICTIONS
+from kvferry.simulate.machine import LARGE
+from kvferry.simulate.memory import Memory
+from kvferry.simulate.workloads import WORKLOADS, Asked
 
 ORDERS = ("lru", *(name for name in EVICTIONS if name != "lru"))
 COUNT, SEEDS, NODES = 1000, (0, 1, 2), 8

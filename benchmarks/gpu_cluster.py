@@ -42,7 +42,7 @@ SMALL = Sizes(TINY, ("--device", "cpu", "--kv-cache-gib", "0.05", "--threads", "
 
 
 def launch(model: Path, options: Sequence[str], port: int) -> Launch:
-    serve = (sys.executable, "-m", "cli.main", "serve", "--port", str(port), "--log-level", "warning")
+    serve = (sys.executable, "-m", "kvferry.cli.main", "serve", "--port", str(port), "--log-level", "warning")
     given = ("--model", str(model), "--load-format", "dummy", "--dtype", "bfloat16", "--prefill", "1", "--decode", "1")
     return Launch((*serve, *given, *options), "/ready?nodes=1")
 

@@ -31,11 +31,11 @@ from benchmarks.gpu_latent import latent_attention
 from benchmarks.gpu_products import FORMS, product
 from benchmarks.gpu_rows import Rows
 from benchmarks.gpu_subject import Shape, Subject, layers_for, paged_plan
-from kernels.ops import Ops, select
-from kernels.plan import BatchPlan
-from kernels.quantised_cache import FP8, PEAKS, dequantise, quantise
-from kernels.reference import ReferenceOps
-from protocol.layout import SCALE_BYTES
+from kvferry.kernels.ops import Ops, select
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.quantised_cache import FP8, PEAKS, dequantise, quantise
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.protocol.layout import SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_rows import Rows
-from kv_transfer.ucx_library import context_options, load
+from kvferry.kv_transfer.ucx_library import context_options, load
 
 BLOCK_BYTES, BLOCKS, ROUNDS = 2 << 20, 128, 4
 LIMIT_S = 8.0

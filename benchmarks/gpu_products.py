@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_subject import Shape, Subject, layers_for
-from kernels.blocks import FORMATS
-from kernels.codes import Codes
-from kernels.form import form_of_stored
-from kernels.ops import Ops
-from kernels.step import Stored, StoredRows
+from kvferry.kernels.blocks import FORMATS
+from kvferry.kernels.codes import Codes
+from kvferry.kernels.form import form_of_stored
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.step import Stored, StoredRows
 
 GROUP, RUN = 128, 32
 """Inputs of a scale: of integers, and of MXFP4."""

@@ -26,18 +26,18 @@ import torch
 from benchmarks.gpu_limits import Limits, limits, median_seconds
 from benchmarks.gpu_models import LARGE, MIXTURE, TINY, TINY_MIXTURE, write_model
 from benchmarks.gpu_rows import Rows
-from engine.models import load_model
-from engine.models.base import Model
-from engine.request import Request
-from engine.runner import Runner
-from engine.slices import Slice
-from kernels.ops import select
-from model_files.needs import ModelNeeds, config_needs
-from model_files.refusals import resolve_runnable
-from protocol.layout import blocks_for
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.engine.models import load_model
+from kvferry.engine.models.base import Model
+from kvferry.engine.request import Request
+from kvferry.engine.runner import Runner
+from kvferry.engine.slices import Slice
+from kvferry.kernels.ops import select
+from kvferry.model_files.needs import ModelNeeds, config_needs
+from kvferry.model_files.refusals import resolve_runnable
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 BLOCK = 16
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kernels.plan import BatchPlan
-from protocol.layout import blocks_for
+from kvferry.kernels.plan import BatchPlan
+from kvferry.protocol.layout import blocks_for
 
 COLD_BYTES = 256 << 20
 MAX_LAYERS = 32

@@ -27,14 +27,14 @@ import torch.nn.functional as F
 from benchmarks.gpu_products import stored
 from benchmarks.gpu_rows import Rows
 from benchmarks.gpu_subject import Shape, paged_plan
-from kernels.plan import BatchPlan
-from kernels.quantised_cache import FP8, PEAKS, quantise
-from kernels.triton import TritonOps, launch, product
-from kernels.triton.coded_linear import CodedLinear
-from kernels.triton.decode import decode
-from kernels.triton.launch import Tile, decode_tile, prefill_tile
-from kernels.triton.parts import Division
-from kernels.triton.prefill import prefill
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.quantised_cache import FP8, PEAKS, quantise
+from kvferry.kernels.triton import TritonOps, launch, product
+from kvferry.kernels.triton.coded_linear import CodedLinear
+from kvferry.kernels.triton.decode import decode
+from kvferry.kernels.triton.launch import Tile, decode_tile, prefill_tile
+from kvferry.kernels.triton.parts import Division
+from kvferry.kernels.triton.prefill import prefill
 
 HEADS, KV_HEADS, DIM, PROCESSORS = 32, 8, 128, 132
 CACHES: tuple[tuple[str, torch.dtype | None], ...] = (("bf16", None), ("fp8", FP8))

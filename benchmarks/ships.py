@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.dock import Dock
-from kv_transfer.ports import BlockMemory
-from kv_transfer.receiver import Receiver
-from kv_transfer.sender import Sender
-from kv_transfer.ucx import UcxLink
-from protocol.link_messages import Asked, Commit
-from protocol.messages import DecodeTarget, Job, TokenDelta
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.kv_transfer.dock import Dock
+from kvferry.kv_transfer.ports import BlockMemory
+from kvferry.kv_transfer.receiver import Receiver
+from kvferry.kv_transfer.sender import Sender
+from kvferry.kv_transfer.ucx import UcxLink
+from kvferry.protocol.link_messages import Asked, Commit
+from kvferry.protocol.messages import DecodeTarget, Job, TokenDelta
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 BLOCK_BYTES = (48 << 10, 360 << 10, 1 << 20)
 LIMIT_S = 60.0

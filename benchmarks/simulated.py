@@ -29,14 +29,14 @@ from benchmarks.load import Target, complete, random_prompt
 from benchmarks.lone_router import kvferry
 from benchmarks.subjects import Launch
 from benchmarks.table import markdown
-from simulate.ask import Ask
-from simulate.calibrate import calibrated, leases_of
-from simulate.fleet import Shape
-from simulate.machine import Machine
-from simulate.ours import Ours
-from simulate.probe import probed
-from simulate.workloads import hashes_of
-from simulate.world import World
+from kvferry.simulate.ask import Ask
+from kvferry.simulate.calibrate import calibrated, leases_of
+from kvferry.simulate.fleet import Shape
+from kvferry.simulate.machine import Machine
+from kvferry.simulate.ours import Ours
+from kvferry.simulate.probe import probed
+from kvferry.simulate.workloads import hashes_of
+from kvferry.simulate.world import World
 
 LENGTHS, OUTPUT = (100, 700), 8
 """Tokens of the shortest and the longest prompt, and of each output."""

@@ -24,16 +24,16 @@ import torch
 from benchmarks import models, workloads
 from benchmarks.deeper import deepen
 from benchmarks.table import markdown
-from cli.door import set_threads
-from engine.engine import Engine
-from engine.events import Generated, Stepped
-from node.assembly import assemble
-from process.limits import available_cores
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.settings import RouterSettings, WorkerSettings
-from protocol.work import Generate
-from router.text.load import load_text_model
+from kvferry.cli.door import set_threads
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Generated, Stepped
+from kvferry.node.assembly import assemble
+from kvferry.process.limits import available_cores
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.settings import RouterSettings, WorkerSettings
+from kvferry.protocol.work import Generate
+from kvferry.router.text.load import load_text_model
 
 PROSE = Path(__file__).with_name("prose.txt").read_text()
 CODE = inspect.getsource(workloads)

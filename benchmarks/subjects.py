@@ -73,7 +73,7 @@ SUBJECTS = (
 
 
 def kvferry(subject: Subject, model: Path, installed: Installed, port: int) -> Launch:
-    serve = (sys.executable, "-m", "cli.main", "serve", "--port", str(port), "--log-level", "warning")
+    serve = (sys.executable, "-m", "kvferry.cli.main", "serve", "--port", str(port), "--log-level", "warning")
     options = ("--threads", str(installed.threads), "--model", str(model), "--dtype", "bfloat16", *subject.args)
     return Launch((*serve, *options), "/ready?nodes=1")
 

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import httpx
 from tqdm import tqdm
 
-from protocol.errors import ConfigError, reason
+from kvferry.protocol.errors import ConfigError, reason
 
 AGAIN = (408, 429, 500, 502, 503, 504)
 LONGEST_WAIT_S = 10.0

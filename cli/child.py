@@ -14,8 +14,8 @@ from functools import partial
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from typing import IO
 
-from cli.door import ERROR_PREFIX
-from cli.options import variable
+from kvferry.cli.door import ERROR_PREFIX
+from kvferry.cli.options import variable
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1

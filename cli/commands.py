@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cli.child import Command
-from cli.options import to_argv, variable
-from cluster_state.redis_url import has_password
-from protocol.common_settings import CommonSettings
-from protocol.settings import RouterSettings, WorkerSettings
+from kvferry.cli.child import Command
+from kvferry.cli.options import to_argv, variable
+from kvferry.cluster_state.redis_url import has_password
+from kvferry.protocol.common_settings import CommonSettings
+from kvferry.protocol.settings import RouterSettings, WorkerSettings
 
 PREFILL_NICENESS = 5
 """Prefill and decode processes share the cores: while a prompt is computed, running streams keep three quarters of them
@@ -23,7 +23,7 @@ Program = Callable[[str], Sequence[str]]
 def kvferry_program(subcommand: str) -> list[str]:
     """The console script beside this interpreter, so that `ps` shows the command; from a bare checkout, the module."""
     script = Path(sys.executable).with_name("kvferry")
-    return [str(script), subcommand] if script.exists() else [sys.executable, "-m", "cli.main", subcommand]
+    return [str(script), subcommand] if script.exists() else [sys.executable, "-m", "kvferry.cli.main", subcommand]
 
 
 def settings_command(name: str, subcommand: str, settings: CommonSettings, program: Program) -> Command:

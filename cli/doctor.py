@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO
 
-from cli import preflight
-from cli.seats import UNKNOWN, gpus, needs_of, require_memory, take_seats
-from model_files.needs import ModelNeeds
-from model_files.source import ModelSource, resolve
-from process.address import host_port
-from process.limits import available_cores
-from protocol.errors import ConfigError, reason
-from protocol.settings import ServeSettings
+from kvferry.cli import preflight
+from kvferry.cli.seats import UNKNOWN, gpus, needs_of, require_memory, take_seats
+from kvferry.model_files.needs import ModelNeeds
+from kvferry.model_files.source import ModelSource, resolve
+from kvferry.process.address import host_port
+from kvferry.process.limits import available_cores
+from kvferry.protocol.errors import ConfigError, reason
+from kvferry.protocol.settings import ServeSettings
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -48,7 +48,7 @@ def packages(settings: ServeSettings) -> Result:
 
 def transfer(settings: ServeSettings) -> Result:
     """A few blocks moved over UCX between two ends in this process."""
-    from kv_transfer.selftest import self_test
+    from kvferry.kv_transfer.selftest import self_test
 
     return Result("ok", "ucx", self_test(settings.ucx_transports, settings.ucx_net_devices).describe())
 
@@ -63,7 +63,7 @@ def instructions(settings: ServeSettings) -> Result:
 def _kernels() -> str | None:
     """The instruction set that the CPU kernels use; None without torch, or without the compiled ones."""
     try:
-        from kernels.cpu import instruction_set as used
+        from kvferry.kernels.cpu import instruction_set as used
     except ImportError:
         return None
     return used()
@@ -97,7 +97,7 @@ def threads(settings: ServeSettings) -> Result:
 
 def model(settings: ServeSettings) -> Result:
     """Each can run: how, and what memory it takes."""
-    from cli.models import told
+    from kvferry.cli.models import told
 
     return Result("ok", "model", "; ".join(told(settings, source) for source in _sources(settings)))
 
@@ -116,7 +116,7 @@ def memory(settings: ServeSettings) -> Result:
 
 def speed(settings: ServeSettings) -> Result:
     """What the models would do here at most, each by itself, by limits that are measured now."""
-    from cli.speed import expected, measure
+    from kvferry.cli.speed import expected, measure
 
     needs, found = _needs(settings), gpus()
     known = [each for each in needs if each is not None]
@@ -163,7 +163,7 @@ def store(settings: ServeSettings) -> Result:
     """Blocks that nodes share can be written, found, read and deleted where they are to be."""
     if not settings.kv_remote_url:
         return Result("ok", "store", "none: nodes share no blocks (--kv-remote-url)")
-    from kv_transfer.tiers.objects import Objects
+    from kvferry.kv_transfer.tiers.objects import Objects
 
     objects = Objects(settings.kv_remote_url)
     try:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 
-from process.limits import available_cores
-from process.tracing import TRACER, wanted
+from kvferry.process.limits import available_cores
+from kvferry.process.tracing import TRACER, wanted
 
 ERROR_PREFIX = "kvferry: error: "
 """Starts the one line on stderr that explains exit status 2; the supervisor looks for it in its children's output."""

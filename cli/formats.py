@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from model_files.counts import NOWHERE, ON_CPU, ON_GPU
-from model_files.needs import ModelNeeds
-from protocol.layout import cache_format
-from protocol.settings import ServeSettings
+from kvferry.model_files.counts import NOWHERE, ON_CPU, ON_GPU
+from kvferry.model_files.needs import ModelNeeds
+from kvferry.protocol.layout import cache_format
+from kvferry.protocol.settings import ServeSettings
 
 _FULL_BYTES = {"auto": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 

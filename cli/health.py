@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
-from cli.door import complain
-from process.address import dialable, host_port
-from protocol.errors import ConfigError
+from kvferry.cli.door import complain
+from kvferry.process.address import dialable, host_port
+from kvferry.protocol.errors import ConfigError
 
 PATIENCE_S = 4.0
 

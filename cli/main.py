@@ -15,19 +15,19 @@ from typing import Any
 
 import click
 
-from cli.door import GivenUp, complain, set_encoding, set_threads, set_up_traces, worker_threads
-from cli.options import SERVE_FIXED, settings_options
-from cli.simulate import plan, simulate
-from process.log import set_up_log
-from process.tracing import TRACER
-from protocol.errors import ConfigError, KvferryError
-from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
+from kvferry.cli.door import GivenUp, complain, set_encoding, set_threads, set_up_traces, worker_threads
+from kvferry.cli.options import SERVE_FIXED, settings_options
+from kvferry.cli.simulate import plan, simulate
+from kvferry.process.log import set_up_log
+from kvferry.process.tracing import TRACER
+from kvferry.protocol.errors import ConfigError, KvferryError
+from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 
 
 def _say_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     """Nothing else: images are checked by it."""
     if wanted:
-        from protocol.version import VERSION
+        from kvferry.protocol.version import VERSION
 
         click.echo(f"kvferry {VERSION}")
         context.exit()
@@ -46,7 +46,7 @@ def kvferry() -> None:
 def serve(settings: ServeSettings) -> None:
     """Run a whole cluster on this machine: Valkey, router, prefill and decode."""
     set_up_log(settings.log_level, settings.log_format)
-    from cli.serve import check, serve_cluster
+    from kvferry.cli.serve import check, serve_cluster
 
     gc.enable()
     asyncio.run(serve_cluster(check(settings)))
@@ -58,14 +58,14 @@ def router(settings: RouterSettings) -> None:
     """Run one router: the OpenAI API in front of a cluster."""
     set_up_log(settings.log_level, settings.log_format)
     if settings.workers > 1 and settings.worker < 0:
-        from cli.routers import serve_routers
+        from kvferry.cli.routers import serve_routers
 
         gc.enable()
         asyncio.run(serve_routers(settings))
         return
     set_up_traces("router")
     set_encoding()
-    from router.main import serve_router
+    from kvferry.router.main import serve_router
 
     _run(serve_router(settings))
 
@@ -76,9 +76,9 @@ def prefill(settings: WorkerSettings) -> None:
     """Run one prefill node: computes prompts and ships their KV blocks."""
     settings = _enter_worker(settings)
     if settings.elastic:
-        from elastic_worker.main import serve_elastic as serve_prefill
+        from kvferry.elastic_worker.main import serve_elastic as serve_prefill
     else:
-        from prefill_worker.main import serve_prefill
+        from kvferry.prefill_worker.main import serve_prefill
 
     _run(serve_prefill(settings))
 
@@ -89,9 +89,9 @@ def decode(settings: WorkerSettings) -> None:
     """Run one decode node: receives KV blocks and generates tokens."""
     settings = _enter_worker(settings)
     if settings.elastic:
-        from elastic_worker.main import serve_elastic as serve_decode
+        from kvferry.elastic_worker.main import serve_elastic as serve_decode
     else:
-        from decode_worker.main import serve_decode
+        from kvferry.decode_worker.main import serve_decode
 
     _run(serve_decode(settings))
 
@@ -105,7 +105,7 @@ def doctor(settings: ServeSettings) -> int:
     settings = dataclasses.replace(settings, threads=worker_threads(settings.threads, settings.tensor_parallel_size))
     set_threads(settings.threads)
     set_up_log("error")
-    from cli.doctor import all_checks, report
+    from kvferry.cli.doctor import all_checks, report
 
     return report(all_checks(settings))
 
@@ -125,7 +125,7 @@ def batch(source: Path, target: Path, **options: Any) -> int:
     Both are JSON lines as of OpenAI's batches. A row that OUTPUT already answers is not asked again, so
     that a run that was interrupted can be repeated; rows that failed are. Exit status 1 if any row failed."""
     set_up_log("warning")
-    from cli.batch import Asking, run_batch
+    from kvferry.cli.batch import Asking, run_batch
 
     gc.enable()
     return asyncio.run(run_batch(source, target, Asking(**options)))
@@ -141,7 +141,7 @@ def top(url: str, api_key: str, interval: float, once: bool) -> int:
 
     Nodes with their load and block pools, what was reused and what was missed, transfers, requests with their routes,
     recoveries: what the page at /dashboard shows."""
-    from cli.top import Watching, run_top
+    from kvferry.cli.top import Watching, run_top
 
     gc.enable()
     return run_top(Watching(url, api_key, interval), once=once)
@@ -154,7 +154,7 @@ def key(tenant: str) -> None:
 
     The lines go to stdout and hold only the key's hash, so that they can be appended to the file; the key goes to
     stderr and is kept nowhere."""
-    from router.tenants.keys import entry, new_key
+    from kvferry.router.tenants.keys import entry, new_key
 
     made = new_key()
     lines = entry(tenant, made)
@@ -170,7 +170,7 @@ def health(ready: bool, pid: int) -> int:
 
     Where it listens is read from its own command line. For HEALTHCHECK in images and for docker compose; Kubernetes
     asks over HTTP itself."""
-    from cli.health import ask
+    from kvferry.cli.health import ask
 
     return ask(kvferry, pid, "/ready" if ready else "/health")
 
@@ -178,8 +178,8 @@ def health(ready: bool, pid: int) -> int:
 @kvferry.command()
 def version() -> None:
     """Print the version, and the wire version, in which the processes of a cluster must agree."""
-    from protocol.layout import WIRE_VERSION
-    from protocol.version import VERSION
+    from kvferry.protocol.layout import WIRE_VERSION
+    from kvferry.protocol.version import VERSION
 
     click.echo(f"kvferry {VERSION} (wire version {WIRE_VERSION})")
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from cli.formats import kv_dtype, weight_bytes
-from cli.seats import GIB, gpus, needs_of, take_seats
-from model_files.draft import resolve_draft
-from model_files.refusals import require_runnable
-from model_files.source import ModelFacts, ModelSource, read_facts
-from process.limits import available_memory
-from protocol.settings import ServeSettings
+from kvferry.cli.formats import kv_dtype, weight_bytes
+from kvferry.cli.seats import GIB, gpus, needs_of, take_seats
+from kvferry.model_files.draft import resolve_draft
+from kvferry.model_files.refusals import require_runnable
+from kvferry.model_files.source import ModelFacts, ModelSource, read_facts
+from kvferry.process.limits import available_memory
+from kvferry.protocol.settings import ServeSettings
 
 MIB = 1 << 20
 
 
 def told(settings: ServeSettings, source: ModelSource) -> str:
     """Raises ConfigError: the model cannot run here, and why."""
-    from engine.models.route import route_of
+    from kvferry.engine.models.route import route_of
 
     require_runnable(source)
     facts, route = read_facts(source), route_of(source, settings.model_impl)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from protocol.common_settings import CommonSettings
+from kvferry.protocol.common_settings import CommonSettings
 
 Settings = TypeVar("Settings", bound=CommonSettings)
 Decorated = Callable[..., Any]

@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Iterable, Sequence
 
-from cli.child import Child
+from kvferry.cli.child import Child
 
 FACTS = {"device": "computes on", "kv_pool": "KV pool", "link": "link"}
 """What a worker reports, and the headings over it."""

@@ -14,11 +14,11 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from model_files.needs import ModelNeeds
-from process.address import family_of
-from protocol.common_settings import CommonSettings
-from protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
-from protocol.settings import ServeSettings
+from kvferry.model_files.needs import ModelNeeds
+from kvferry.process.address import family_of
+from kvferry.protocol.common_settings import CommonSettings
+from kvferry.protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
+from kvferry.protocol.settings import ServeSettings
 
 WORKER_PACKAGES = ("torch", "transformers", "safetensors", "ucxx")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -75,8 +75,8 @@ def valkey_binary() -> Path:
 
 def redis_answers(settings: CommonSettings) -> str:
     """Whether the Redis or Valkey of the settings will do. Returns its name and version, and where it is."""
-    from cluster_state.redis_store import RedisStore
-    from cluster_state.redis_url import shown
+    from kvferry.cluster_state.redis_store import RedisStore
+    from kvferry.cluster_state.redis_url import shown
 
     async def ask() -> str:
         store = RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file)

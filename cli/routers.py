@@ -17,16 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cli.child import Child
-from cli.commands import Program, kvferry_program, settings_command
-from cli.progress import Lines, Objects, log_through
-from cli.supervisor import Supervisor
-from process.awake import LoopClock
-from process.http import bind
-from process.signals import Stop
-from process.status import Status
-from protocol.settings import RouterSettings
-from router.siblings.siblings import ask
+from kvferry.cli.child import Child
+from kvferry.cli.commands import Program, kvferry_program, settings_command
+from kvferry.cli.progress import Lines, Objects, log_through
+from kvferry.cli.supervisor import Supervisor
+from kvferry.process.awake import LoopClock
+from kvferry.process.http import bind
+from kvferry.process.signals import Stop
+from kvferry.process.status import Status
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.siblings.siblings import ask
 
 log = logging.getLogger(__name__)
 

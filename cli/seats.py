@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from cli.formats import kv_dtype, weight_bytes
-from model_files.counts import Count
-from model_files.needs import ModelNeeds, model_needs
-from model_files.source import ModelSource, resolve
-from process.limits import available_memory
-from protocol.errors import ConfigError
-from protocol.settings import CPU_POOL_GIB, ServeSettings
+from kvferry.cli.formats import kv_dtype, weight_bytes
+from kvferry.model_files.counts import Count
+from kvferry.model_files.needs import ModelNeeds, model_needs
+from kvferry.model_files.source import ModelSource, resolve
+from kvferry.process.limits import available_memory
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import CPU_POOL_GIB, ServeSettings
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ def _times(count: int) -> str:
 
 def _kernels_are_compiled() -> bool:
     """Whether those for CPUs are installed, without importing them and thus torch."""
-    spec = importlib.util.find_spec("kernels")
+    spec = importlib.util.find_spec("kvferry.kernels")
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
     return any(any(Path(folder, "cpu").glob(f"_native{suffix}")) for folder in folders for suffix in EXTENSION_SUFFIXES)
 

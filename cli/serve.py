@@ -19,23 +19,23 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
-from cli import preflight
-from cli.child import Child, Command
-from cli.commands import Program, kvferry_program, settings_command
-from cli.door import worker_threads
-from cli.overview import overview, ready_line, stop_line
-from cli.progress import Progress, log_through, progress_on
-from cli.seats import Seat, gpus, needs_of, on_cpu_by_model, require_memory, take_seats
-from cli.supervisor import Supervisor
-from model_files.naming import ModelName, require_distinct, split_names
-from process import cores, written_once
-from process.address import dialable, host_port
-from process.limits import available_cores
-from process.secret import ClusterSecrets
-from protocol.common_settings import CommonSettings
-from protocol.errors import ConfigError
-from protocol.layout import cache_format
-from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
+from kvferry.cli import preflight
+from kvferry.cli.child import Child, Command
+from kvferry.cli.commands import Program, kvferry_program, settings_command
+from kvferry.cli.door import worker_threads
+from kvferry.cli.overview import overview, ready_line, stop_line
+from kvferry.cli.progress import Progress, log_through, progress_on
+from kvferry.cli.seats import Seat, gpus, needs_of, on_cpu_by_model, require_memory, take_seats
+from kvferry.cli.supervisor import Supervisor
+from kvferry.model_files.naming import ModelName, require_distinct, split_names
+from kvferry.process import cores, written_once
+from kvferry.process.address import dialable, host_port
+from kvferry.process.limits import available_cores
+from kvferry.process.secret import ClusterSecrets
+from kvferry.protocol.common_settings import CommonSettings
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import cache_format
+from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class Checked:
 
 def check(settings: ServeSettings) -> Checked:
     """Everything that can fail before a process is started. Raises ConfigError."""
-    from model_files.draft import resolve_draft
-    from model_files.refusals import resolve_runnable
+    from kvferry.model_files.draft import resolve_draft
+    from kvferry.model_files.refusals import resolve_runnable
 
     cache_format(settings.kv_cache_dtype, batch_invariant=settings.batch_invariant)
     port = preflight.free_port(settings.host, settings.port)

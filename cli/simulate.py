@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from protocol.errors import ConfigError, RegistryUnavailable
+from kvferry.protocol.errors import ConfigError, RegistryUnavailable
 
 if TYPE_CHECKING:
-    from simulate.machine import Machine
+    from kvferry.simulate.machine import Machine
 
 RATES = (
     ("prefill-rate", "prefill_tokens_per_s", float, "prompt tokens that a node computes in a second"),
@@ -104,7 +104,7 @@ def simulate(**options: Any) -> int:
 
     Requests go through the router's own node table, index and placement, and through simulated nodes with the engine's
     own block pools. Beside it stand the rules of other routers, with the same nodes."""
-    from simulate.command import simulate_command
+    from kvferry.simulate.command import simulate_command
 
     gc.enable()
     with _flags_named():
@@ -132,7 +132,7 @@ def plan(**options: Any) -> int:
     """Tell how many nodes of each role a load needs.
 
     A first guess by arithmetic, then checked and corrected by simulation."""
-    from simulate.plan import plan_command
+    from kvferry.simulate.plan import plan_command
 
     gc.enable()
     with _flags_named():
@@ -151,20 +151,20 @@ def _flags_named() -> Iterator[None]:
 
 def _machine(options: dict[str, Any]) -> Machine:
     """Of the options, which lose what it is made of. Raises ConfigError."""
-    from simulate.machine import Machine
+    from kvferry.simulate.machine import Machine
 
     given = {field: options.pop(field) for _, field, _, _ in RATES}
     url, cluster, machine = options.pop("calibrate"), options.pop("cluster"), Machine()
     router, api_key, model = options.pop("probe"), options.pop("api_key"), options.pop("model")
     if url:
-        from simulate.calibrate import calibrated, leases_of
+        from kvferry.simulate.calibrate import calibrated, leases_of
 
         try:
             machine = calibrated(asyncio.run(leases_of(url, cluster, model)), machine)
         except RegistryUnavailable as error:
             raise ConfigError(error.message, param="calibrate") from error
     if router:
-        from simulate.probe import probed
+        from kvferry.simulate.probe import probed
 
         machine = asyncio.run(probed(router, machine, api_key, model))
     return dataclasses.replace(machine, **{field: value for field, value in given.items() if value is not None})

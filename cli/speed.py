@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cli.formats import kv_dtype, step_bytes, weight_bytes
-from cli.seats import GIB, GPU_SHARE, Seat
-from model_files.needs import ModelNeeds
-from protocol.settings import CPU_POOL_GIB, ServeSettings
+from kvferry.cli.formats import kv_dtype, step_bytes, weight_bytes
+from kvferry.cli.seats import GIB, GPU_SHARE, Seat
+from kvferry.model_files.needs import ModelNeeds
+from kvferry.protocol.settings import CPU_POOL_GIB, ServeSettings
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ def measure(device: str, threads: int) -> Limits:
 
     if device.startswith("cuda"):
         return _by_torch(torch.device(device), torch.bfloat16, torch.cuda.synchronize)
-    from kernels.cpu.extension import extension, instruction_set
+    from kvferry.kernels.cpu.extension import extension, instruction_set
 
     torch.set_num_threads(threads)
     native, best = extension(), instruction_set()

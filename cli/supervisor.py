@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cli.child import Child, Command
-from cli.door import GivenUp
-from protocol.errors import ConfigError
+from kvferry.cli.child import Child, Command
+from kvferry.cli.door import GivenUp
+from kvferry.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.live import Live
 
-from cli.top_picture import picture
-from protocol.errors import KvferryError
-from router.dashboard.state import State
-from router.dashboard.units import seconds
+from kvferry.cli.top_picture import picture
+from kvferry.protocol.errors import KvferryError
+from kvferry.router.dashboard.state import State
+from kvferry.router.dashboard.units import seconds
 
 ANSWER_S = 5.0
 LEAVING, GONE = frozenset(b"qQ\x03"), b"q"

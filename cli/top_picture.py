@@ -11,8 +11,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from router.dashboard.state import Asked, Counts, Node, State, Suspect
-from router.dashboard.units import count, named, rate, seconds, share
+from kvferry.router.dashboard.state import Asked, Counts, Node, State, Suspect
+from kvferry.router.dashboard.units import count, named, rate, seconds, share
 
 BAR, LEVELS = 24, " ▁▂▃▄▅▆▇█"
 KINDS = (("active", "█", "cyan"), ("granted", "▓", "yellow"), ("cached", "▒", "cyan"), ("free", "·", "dim"))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from protocol.layout import STORE_GROUP
+from kvferry.protocol.layout import STORE_GROUP
 
 ROW_TTL_S = 3600.0
 """Life of a row after it, or another one of its key, was last written. A node writes its rows again at half of it."""

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from cluster_state.index import ROW_TTL_S, BlockIndex
-from cluster_state.losses import Losses
-from cluster_state.rows import Rows
-from process.log import Seldom
-from protocol.errors import KvferryError, RegistryFull
+from kvferry.cluster_state.index import ROW_TTL_S, BlockIndex
+from kvferry.cluster_state.losses import Losses
+from kvferry.cluster_state.rows import Rows
+from kvferry.process.log import Seldom
+from kvferry.protocol.errors import KvferryError, RegistryFull
 
 log = logging.getLogger("kvferry.index")
 

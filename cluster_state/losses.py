@@ -9,7 +9,7 @@ import time
 from collections.abc import Container
 from itertools import islice
 
-from protocol.rows import GROUP
+from kvferry.protocol.rows import GROUP
 
 log = logging.getLogger("kvferry.index")
 

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from cluster_state.index import ON_STORE, ROW_TTL_S, owner, store_hashes
-from cluster_state.prefixes import longest
-from cluster_state.registry import LEASE_S, Announced
-from protocol.errors import RegistryUnavailable
-from protocol.layout import STORE_GROUP
-from protocol.lease import Foreign, NodeLease
-from protocol.rows import alone, key_and_tag, rows_of
+from kvferry.cluster_state.index import ON_STORE, ROW_TTL_S, owner, store_hashes
+from kvferry.cluster_state.prefixes import longest
+from kvferry.cluster_state.registry import LEASE_S, Announced
+from kvferry.protocol.errors import RegistryUnavailable
+from kvferry.protocol.layout import STORE_GROUP
+from kvferry.protocol.lease import Foreign, NodeLease
+from kvferry.protocol.rows import alone, key_and_tag, rows_of
 
 
 class MemoryStore:

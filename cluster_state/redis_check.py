@@ -11,9 +11,9 @@ from typing import Any
 import redis.asyncio as redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
-from cluster_state import redis_client
-from cluster_state.redis_scripts import COMMANDS, REHEARSAL
-from protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
+from kvferry.cluster_state import redis_client
+from kvferry.cluster_state.redis_scripts import COMMANDS, REHEARSAL
+from kvferry.protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
 
 log = logging.getLogger("kvferry.redis")
 

@@ -35,10 +35,10 @@ from redis.exceptions import (
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from cluster_state import redis_url
-from cluster_state.redis_pool import Pool, SentinelPool
-from process.log import Seldom
-from protocol.errors import ConfigError, RegistryFull, RegistryRefuses, RegistryUnavailable, reason
+from kvferry.cluster_state import redis_url
+from kvferry.cluster_state.redis_pool import Pool, SentinelPool
+from kvferry.process.log import Seldom
+from kvferry.protocol.errors import ConfigError, RegistryFull, RegistryRefuses, RegistryUnavailable, reason
 
 log = logging.getLogger("kvferry.redis")
 _odd = Seldom(log)

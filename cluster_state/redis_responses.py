@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 
-from cluster_state import redis_client
-from cluster_state.redis_client import LONGEST, Script, answered
-from cluster_state.responses import MAX_RESPONSES
+from kvferry.cluster_state import redis_client
+from kvferry.cluster_state.redis_client import LONGEST, Script, answered
+from kvferry.cluster_state.responses import MAX_RESPONSES
 
 _FORGET = """
 local function forget(id)

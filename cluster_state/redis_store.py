@@ -16,16 +16,16 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from cluster_state import redis_client, redis_scripts, row_scripts
-from cluster_state.index import ON_STORE, ROW_TTL_S, store_hashes
-from cluster_state.redis_check import checked
-from cluster_state.redis_client import LONGEST, Script, answered, sensible
-from cluster_state.redis_url import shown
-from cluster_state.registry import LEASE_S, Announced
-from cluster_state.together import Question, Together
-from protocol.layout import STORE_GROUP
-from protocol.lease import Foreign, NodeLease, sealed, unsealed
-from protocol.wire import WireError
+from kvferry.cluster_state import redis_client, redis_scripts, row_scripts
+from kvferry.cluster_state.index import ON_STORE, ROW_TTL_S, store_hashes
+from kvferry.cluster_state.redis_check import checked
+from kvferry.cluster_state.redis_client import LONGEST, Script, answered, sensible
+from kvferry.cluster_state.redis_url import shown
+from kvferry.cluster_state.registry import LEASE_S, Announced
+from kvferry.cluster_state.together import Question, Together
+from kvferry.protocol.layout import STORE_GROUP
+from kvferry.protocol.lease import Foreign, NodeLease, sealed, unsealed
+from kvferry.protocol.wire import WireError
 
 log = logging.getLogger("kvferry.redis")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from protocol.errors import ConfigError
+from kvferry.protocol.errors import ConfigError
 
 PORT, SENTINEL_PORT, SERVICE = 6379, 26379, "mymaster"
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")

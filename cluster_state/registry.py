@@ -15,9 +15,9 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
-from process.log import Seldom
-from protocol.errors import KvferryError, RegistryRefuses
-from protocol.lease import NodeLease
+from kvferry.process.log import Seldom
+from kvferry.protocol.errors import KvferryError, RegistryRefuses
+from kvferry.protocol.lease import NodeLease
 
 log = logging.getLogger("kvferry.registry")
 

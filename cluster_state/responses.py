@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from protocol.errors import RegistryUnavailable
+from kvferry.protocol.errors import RegistryUnavailable
 
 MAX_RESPONSES = 10_000
 """Of one tenant, whatever their size."""

@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from cluster_state.index import ON_STORE, STORE_EPOCH, BlockIndex
-from protocol.errors import KvferryError
+from kvferry.cluster_state.index import ON_STORE, STORE_EPOCH, BlockIndex
+from kvferry.protocol.errors import KvferryError
 
 log = logging.getLogger("kvferry.index")
 

@@ -7,8 +7,8 @@ import copy
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from cluster_state.redis_client import sensible
-from protocol.errors import KvferryError, RegistryUnavailable
+from kvferry.cluster_state.redis_client import sensible
+from kvferry.protocol.errors import KvferryError, RegistryUnavailable
 
 MOST_BYTES = 2**18
 """Of the questions of one call; a longer one goes alone."""

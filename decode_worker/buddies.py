@@ -8,16 +8,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.engine import Engine
-from engine.events import BlocksChanged, Event
-from engine.request import Request
-from kv_transfer.ports import ShipStats
-from kv_transfer.sender import Sender
-from kv_transfer.sender_ship import Patience
-from node.service import Base
-from protocol.errors import Draining, GrantRefused, KvferryError
-from protocol.link_messages import Copy
-from protocol.messages import DecodeTarget
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import BlocksChanged, Event
+from kvferry.engine.request import Request
+from kvferry.kv_transfer.ports import ShipStats
+from kvferry.kv_transfer.sender import Sender
+from kvferry.kv_transfer.sender_ship import Patience
+from kvferry.node.service import Base
+from kvferry.protocol.errors import Draining, GrantRefused, KvferryError
+from kvferry.protocol.link_messages import Copy
+from kvferry.protocol.messages import DecodeTarget
 
 MOST = 256
 """Blocks of one copy."""

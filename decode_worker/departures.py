@@ -12,15 +12,15 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.engine import Engine
-from engine.events import Event, Failed, Generated
-from engine.moving import Move
-from kv_transfer.ports import ShipStats
-from kv_transfer.sender import Sender
-from kv_transfer.sender_ship import Patience
-from node.service import Base
-from protocol.errors import Cancelled, KvferryError, NodeLost, TransferFailed, reason
-from protocol.messages import DecodeTarget, Job, MoveRequest
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Event, Failed, Generated
+from kvferry.engine.moving import Move
+from kvferry.kv_transfer.ports import ShipStats
+from kvferry.kv_transfer.sender import Sender
+from kvferry.kv_transfer.sender_ship import Patience
+from kvferry.node.service import Base
+from kvferry.protocol.errors import Cancelled, KvferryError, NodeLost, TransferFailed, reason
+from kvferry.protocol.messages import DecodeTarget, Job, MoveRequest
 
 AT_ONCE = 8
 """Moves under way: few share the link with a stream that stands still, and not each answer is awaited by itself."""

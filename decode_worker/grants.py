@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from engine.engine import Engine
-from engine.events import Event, ReservationFailed, Reserved
-from kv_transfer.ports import TransferKey
-from node.arrivals import Arrivals
-from node.service import Base, ship_outcome
-from protocol.errors import Draining, KvferryError
-from protocol.link_messages import Asked, Commit
-from protocol.messages import Job
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Event, ReservationFailed, Reserved
+from kvferry.kv_transfer.ports import TransferKey
+from kvferry.node.arrivals import Arrivals
+from kvferry.node.service import Base, ship_outcome
+from kvferry.protocol.errors import Draining, KvferryError
+from kvferry.protocol.link_messages import Asked, Commit
+from kvferry.protocol.messages import Job
 
 
 class Grants:

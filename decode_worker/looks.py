@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from engine.events import Looked
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.engine.events import Looked
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.node")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from decode_worker.service import DecodeService
-from node.serve import serve_node
-from protocol.settings import WorkerSettings
+from kvferry.decode_worker.service import DecodeService
+from kvferry.node.serve import serve_node
+from kvferry.protocol.settings import WorkerSettings
 
 
 async def serve_decode(settings: WorkerSettings) -> None:

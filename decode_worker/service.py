@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from decode_worker.buddies import Buddies
-from decode_worker.departures import Departures
-from decode_worker.grants import Grants
-from decode_worker.looks import Looks
-from decode_worker.spans import Spans
-from engine.events import Event, Failed, Generated, Looked
-from node.accounts import audit
-from node.endpoints import Endpoints
-from node.service import Base
-from process.http import read_message
-from protocol.errors import Moved
-from protocol.messages import (
+from kvferry.decode_worker.buddies import Buddies
+from kvferry.decode_worker.departures import Departures
+from kvferry.decode_worker.grants import Grants
+from kvferry.decode_worker.looks import Looks
+from kvferry.decode_worker.spans import Spans
+from kvferry.engine.events import Event, Failed, Generated, Looked
+from kvferry.node.accounts import audit
+from kvferry.node.endpoints import Endpoints
+from kvferry.node.service import Base
+from kvferry.process.http import read_message
+from kvferry.protocol.errors import Moved
+from kvferry.protocol.messages import (
     AttemptFailed,
     CancelRequest,
     Deviation,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 
-from engine.events import Failed, Generated
-from engine.request import Key, key_of
-from process.tracing import TRACER, Span
-from protocol.messages import Job
+from kvferry.engine.events import Failed, Generated
+from kvferry.engine.request import Key, key_of
+from kvferry.process.tracing import TRACER, Span
+from kvferry.protocol.messages import Job
 
 MOST = 4096
 """Attempts whose end is awaited; beyond it the oldest is taken for ended."""

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from docs.markdown import markdown_table
-from protocol import errors, layout
-from protocol.metrics import RouterMetrics
-from protocol.settings import RouterSettings
-from protocol.version import VERSION
-from router.api.app import create_app
-from router.api.documentation import Application
-from router.api.pool import Pools
-from router.dashboard.board import Board
+from kvferry.protocol import errors, layout
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.settings import RouterSettings
+from kvferry.protocol.version import VERSION
+from kvferry.router.api.app import create_app
+from kvferry.router.api.documentation import Application
+from kvferry.router.api.pool import Pools
+from kvferry.router.dashboard.board import Board
 
 _TREE_LINE = re.compile(r"^[│ ├└─]*(?P<name>[A-Z]\w+)\s+(?P<rest>\S.*)$")
 _MEANING = re.compile(r"^(?:\d{3} \w+)?[ :]*\(?(?P<text>.*?)\)?$")

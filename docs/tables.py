@@ -11,13 +11,13 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from cli.options import flag
 from docs.api_tables import endpoints_table, errors_table, wire_table
 from docs.markdown import markdown_table
-from protocol.common_settings import CommonSettings
-from protocol.metrics import RouterMetrics
-from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.cli.options import flag
+from kvferry.protocol.common_settings import CommonSettings
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
 _BLOCK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

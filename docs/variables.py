@@ -6,8 +6,8 @@ import functools
 import re
 from typing import Any
 
-from protocol.metrics import RouterMetrics
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 Json = dict[str, Any]
 ALL = {"selected": True, "text": ["All"], "value": ["$__all"]}

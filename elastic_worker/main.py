@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elastic_worker.service import ElasticService
-from node.serve import serve_node
-from protocol.settings import WorkerSettings
+from kvferry.elastic_worker.service import ElasticService
+from kvferry.node.serve import serve_node
+from kvferry.protocol.settings import WorkerSettings
 
 
 async def serve_elastic(settings: WorkerSettings) -> None:

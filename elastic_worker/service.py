@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decode_worker.service import DecodeService
-from engine.events import Event
-from node.endpoints import Endpoints
-from node.service import Base, Service
-from prefill_worker.service import PrefillService
-from protocol.messages import CancelRequest
+from kvferry.decode_worker.service import DecodeService
+from kvferry.engine.events import Event
+from kvferry.node.endpoints import Endpoints
+from kvferry.node.service import Base, Service
+from kvferry.prefill_worker.service import PrefillService
+from kvferry.protocol.messages import CancelRequest
 
 
 class ElasticService:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from protocol.reuse import Missed
+from kvferry.protocol.reuse import Missed
 
 if TYPE_CHECKING:
-    from engine.request import Request
+    from kvferry.engine.request import Request
 
 REMEMBERED = 4
 """Blocks that are remembered after they left, as a multiple of the pool."""

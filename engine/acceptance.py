@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.sampler import Sampled
+from kvferry.engine.sampler import Sampled
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.request import Request
-from kernels.low_rank import Adapter
-from protocol.errors import AdapterNotLoaded
+from kvferry.engine.request import Request
+from kvferry.kernels.low_rank import Adapter
+from kvferry.protocol.errors import AdapterNotLoaded
 
 
 class Adapters:

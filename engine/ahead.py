@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import logging
 
-from engine import isolation
-from engine.isolation import Drawn
-from engine.request import Request
-from engine.runner import Runs
-from engine.scheduler import Scheduler
-from engine.slices import Slice
-from engine.speculation import Speculation
-from engine.suspended import Batch, Suspended
-from protocol.layout import blocks_for
+from kvferry.engine import isolation
+from kvferry.engine.isolation import Drawn
+from kvferry.engine.request import Request
+from kvferry.engine.runner import Runs
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.slices import Slice
+from kvferry.engine.speculation import Speculation
+from kvferry.engine.suspended import Batch, Suspended
+from kvferry.protocol.layout import blocks_for
 
 log = logging.getLogger("kvferry.engine")
 

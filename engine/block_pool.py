@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine import recount
-from engine.absences import Absences
-from engine.changes import Changes
-from engine.free_list import FreeList
-from engine.idle import PROTECTED, Idle
-from engine.ports import Holds
-from engine.tails import Tails
+from kvferry.engine import recount
+from kvferry.engine.absences import Absences
+from kvferry.engine.changes import Changes
+from kvferry.engine.free_list import FreeList
+from kvferry.engine.idle import PROTECTED, Idle
+from kvferry.engine.ports import Holds
+from kvferry.engine.tails import Tails
 
 
 @dataclass(slots=True)

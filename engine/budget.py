@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from engine.request import Request
-from engine.step_cost import StepCost
+from kvferry.engine.request import Request
+from kvferry.engine.step_cost import StepCost
 
 LEAST = 16
 """Tokens of prompts beside streams: with fewer a step is hardly shorter."""

@@ -23,16 +23,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-from engine.block_pool import BlockPool
-from engine.events import BlocksChanged, Event, Looked
-from engine.isolation import DeviceLost
-from engine.look import Computes, Look, draws_likeliest
-from engine.models.base import Unwanted, Wanted
-from engine.ports import CANARY
-from engine.request import Request
-from engine.roster import Roster
-from protocol.layout import blocks_for
-from protocol.names import NodeName
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.events import BlocksChanged, Event, Looked
+from kvferry.engine.isolation import DeviceLost
+from kvferry.engine.look import Computes, Look, draws_likeliest
+from kvferry.engine.models.base import Unwanted, Wanted
+from kvferry.engine.ports import CANARY
+from kvferry.engine.request import Request
+from kvferry.engine.roster import Roster
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.names import NodeName
 
 log = logging.getLogger("kvferry.engine")
 

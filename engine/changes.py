@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.rows import behind
+from kvferry.protocol.rows import behind
 
 
 class Changes:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Hashable, Sequence
 from heapq import nlargest
 
-from engine.block_pool import BlockPool
-from engine.moving import streams
-from engine.ports import GRANT, SHIP
-from engine.request import Key, Request
-from engine.roster import Roster
-from protocol.errors import GrantRefused
-from protocol.messages import DecodeTarget
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.moving import streams
+from kvferry.engine.ports import GRANT, SHIP
+from kvferry.engine.request import Key, Request
+from kvferry.engine.roster import Roster
+from kvferry.protocol.errors import GrantRefused
+from kvferry.protocol.messages import DecodeTarget
 
 LEAST = 8
 """New full blocks of a stream that are worth a copy."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from engine.roster import Roster
+from kvferry.engine.roster import Roster
 
 LONGEST_S = 1.5
 """That streams stand still."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from protocol.errors import Cancelled, ContextLengthExceeded, InvalidRequest, TransferFailed
-from protocol.messages import Job
-from protocol.work import Generate
+from kvferry.protocol.errors import Cancelled, ContextLengthExceeded, InvalidRequest, TransferFailed
+from kvferry.protocol.messages import Job
+from kvferry.protocol.work import Generate
 
 REMEMBERED_CANCELS = 8192
 

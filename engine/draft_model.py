@@ -12,18 +12,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from engine.block_pool import BlockPool
-from engine.findable import make_findable
-from engine.request import Key, Request
-from engine.roster import Roster
-from engine.runner import Found, Runner
-from engine.sampler import Sampled
-from engine.shift import Shift
-from engine.slices import Slice, chunks_of
-from engine.step_cost import StepCost
-from kernels.step import always
-from protocol.layout import blocks_for
-from protocol.work import Generate
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.findable import make_findable
+from kvferry.engine.request import Key, Request
+from kvferry.engine.roster import Roster
+from kvferry.engine.runner import Found, Runner
+from kvferry.engine.sampler import Sampled
+from kvferry.engine.shift import Shift
+from kvferry.engine.slices import Slice, chunks_of
+from kvferry.engine.step_cost import StepCost
+from kvferry.kernels.step import always
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.work import Generate
 
 FEW = 4
 """Tokens that are computed as rows of a decode step, which takes less than a chunk of them."""

@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Sequence
 
-from engine.acceptance import Accepted
-from engine.draft_model import FEW, DraftModel
-from engine.drafts import Drafts
-from engine.request import Request
-from engine.slices import Slice
-from engine.step_cost import ROW
+from kvferry.engine.acceptance import Accepted
+from kvferry.engine.draft_model import FEW, DraftModel
+from kvferry.engine.drafts import Drafts
+from kvferry.engine.request import Request
+from kvferry.engine.slices import Slice
+from kvferry.engine.step_cost import ROW
 
 log = logging.getLogger("kvferry.engine")
 

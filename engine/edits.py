@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from protocol.sampling import SamplingParams
+from kvferry.protocol.sampling import SamplingParams
 
 
 class Edit(Protocol):

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from engine.masks import Masks
-from engine.models.base import Halfway, Unwanted, Wanted
-from engine.models.hf_encoder import EncoderModel, Text
-from engine.pooling import Pooler, Read, read, take
-from engine.slices import Slice
-from kernels.step import always
-from protocol.work import Classify, Embed
+from kvferry.engine.masks import Masks
+from kvferry.engine.models.base import Halfway, Unwanted, Wanted
+from kvferry.engine.models.hf_encoder import EncoderModel, Text
+from kvferry.engine.pooling import Pooler, Read, read, take
+from kvferry.engine.slices import Slice
+from kvferry.kernels.step import always
+from kvferry.protocol.work import Classify, Embed
 
 SHORTEST = 0.5
 """Of a batch's longest text: shorter ones go into another, for each takes the time of the longest."""

@@ -11,33 +11,33 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.adapters import Adapters
-from engine.block_pool import BlockPool
-from engine.budget import Limits
-from engine.canary import Canary
-from engine.copies import Copies
-from engine.courtesy import Courtesy
-from engine.door import Door
-from engine.draft_model import DraftModel
-from engine.events import Event, Failed, ReservationFailed
-from engine.grammars import Grammars
-from engine.leaving import Leaving
-from engine.lent import Lent
-from engine.moving import Moving, widen
-from engine.request import Key, Request, key_of
-from engine.roster import Roster
-from engine.runner import Runs
-from engine.scheduler import Scheduler
-from engine.self_check import audit
-from engine.speculation import Speculation
-from engine.states import Awaits
-from engine.step import Stepper
-from protocol.errors import Cancelled, GrantRefused, KvferryError, NodeLost
-from protocol.hashing import root_hash
-from protocol.lease import Load
-from protocol.messages import Job, TokenDelta
-from protocol.names import NOBODY, NodeName
-from protocol.work import Embed, Generate
+from kvferry.engine.adapters import Adapters
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.budget import Limits
+from kvferry.engine.canary import Canary
+from kvferry.engine.copies import Copies
+from kvferry.engine.courtesy import Courtesy
+from kvferry.engine.door import Door
+from kvferry.engine.draft_model import DraftModel
+from kvferry.engine.events import Event, Failed, ReservationFailed
+from kvferry.engine.grammars import Grammars
+from kvferry.engine.leaving import Leaving
+from kvferry.engine.lent import Lent
+from kvferry.engine.moving import Moving, widen
+from kvferry.engine.request import Key, Request, key_of
+from kvferry.engine.roster import Roster
+from kvferry.engine.runner import Runs
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.self_check import audit
+from kvferry.engine.speculation import Speculation
+from kvferry.engine.states import Awaits
+from kvferry.engine.step import Stepper
+from kvferry.protocol.errors import Cancelled, GrantRefused, KvferryError, NodeLost
+from kvferry.protocol.hashing import root_hash
+from kvferry.protocol.lease import Load
+from kvferry.protocol.messages import Job, TokenDelta
+from kvferry.protocol.names import NOBODY, NodeName
+from kvferry.protocol.work import Embed, Generate
 
 log = logging.getLogger("kvferry.engine")
 

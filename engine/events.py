@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from engine.request import Key
-from protocol.errors import KvferryError
-from protocol.messages import TokenDelta
-from protocol.names import NodeName
+from kvferry.engine.request import Key
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.messages import TokenDelta
+from kvferry.protocol.names import NodeName
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.events import Stepped
-from engine.scheduler import Scheduler
-from engine.slices import Slice
-from engine.speculation import Speculation
+from kvferry.engine.events import Stepped
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.slices import Slice
+from kvferry.engine.speculation import Speculation
 
 
 class Figures:

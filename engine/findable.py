@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from engine.block_pool import BlockPool
-from engine.request import Request
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.request import Request
 
 
 def make_findable(pool: BlockPool, request: Request, until: int, holders: Sequence[tuple[Hashable, str]]) -> None:

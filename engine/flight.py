@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.sampler import Sampled
-from engine.slices import Slice
-from kernels.readback import Readback
+from kvferry.engine.sampler import Sampled
+from kvferry.engine.slices import Slice
+from kvferry.kernels.readback import Readback
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.masks import Masks
-from engine.request import Key, Request
-from engine.sampler import SampleRow
-from protocol.errors import KvferryError
+from kvferry.engine.masks import Masks
+from kvferry.engine.request import Key, Request
+from kvferry.engine.sampler import SampleRow
+from kvferry.protocol.errors import KvferryError
 
 Call = Callable[[], None]
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.base import Halfway, Unwanted, Wanted
-from engine.request import Request
-from engine.runner import Found, Runs
-from engine.slices import Slice
-from kernels.step import always
-from protocol.errors import KvferryError, StepFailed, reason
+from kvferry.engine.models.base import Halfway, Unwanted, Wanted
+from kvferry.engine.request import Request
+from kvferry.engine.runner import Found, Runs
+from kvferry.engine.slices import Slice
+from kvferry.kernels.step import always
+from kvferry.protocol.errors import KvferryError, StepFailed, reason
 
 log = logging.getLogger("kvferry.engine")
 

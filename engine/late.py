@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from engine.request import Request
+from kvferry.engine.request import Request
 
 LATE_S = 1.0
 """Behind a deadline, which the attempt's router notices first; and between two looks."""

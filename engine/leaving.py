@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.request import Key
+from kvferry.engine.request import Key
 
 
 class Leaving:

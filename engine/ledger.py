@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 
-from engine import recount
+from kvferry.engine import recount
 
 
 class Ledger:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from engine.block_pool import BlockPool
-from engine.ports import GRANT, QUIESCE, SHIP
-from engine.request import Request
-from engine.states import State
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.ports import GRANT, QUIESCE, SHIP
+from kvferry.engine.request import Request
+from kvferry.engine.states import State
 
 
 class Lent:

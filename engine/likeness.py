@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.quantised_cache import PEAKS, as_bytes, dequantise
+from kvferry.kernels.quantised_cache import PEAKS, as_bytes, dequantise
 
 TOLERATED = {"float32": 0.01, "float16": 0.02, "bfloat16": 0.08, "int8": 0.12, "float8_e4m3fn": 0.16}
 """By the coarser of the formats in which the model computes and K and V are stored."""

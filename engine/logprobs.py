@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from protocol.messages import TokenLogprobs
-from protocol.sampling import MAX_LOGPROBS
+from kvferry.protocol.messages import TokenLogprobs
+from kvferry.protocol.sampling import MAX_LOGPROBS
 
 _ROWS_AT_ONCE = 64
 

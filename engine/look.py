@@ -8,13 +8,13 @@ from typing import Protocol
 
 import torch
 
-from engine import likeness
-from engine.edits import edited
-from engine.models.base import Wanted
-from engine.planner import Part
-from engine.request import Key, Request
-from kernels.draw import is_greedy
-from protocol.names import NodeName
+from kvferry.engine import likeness
+from kvferry.engine.edits import edited
+from kvferry.engine.models.base import Wanted
+from kvferry.engine.planner import Part
+from kvferry.engine.request import Key, Request
+from kvferry.kernels.draw import is_greedy
+from kvferry.protocol.names import NodeName
 
 
 class Computes(Protocol):

@@ -8,11 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from engine.engine import Engine
-from engine.events import Event
-from engine.outlived import Outlived
-from engine.self_check import SelfCheck, audit
-from engine.states import State
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Event
+from kvferry.engine.outlived import Outlived
+from kvferry.engine.self_check import SelfCheck, audit
+from kvferry.engine.states import State
 
 log = logging.getLogger("kvferry.engine")
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from grammars.seam import Matcher
-from protocol.errors import KvferryError
-from protocol.sampling import SamplingParams
-from protocol.work import Grammar
+from kvferry.grammars.seam import Matcher
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Grammar
 
 TRIALS = 4
 """So many masks of a request are made on grammar threads at first, and so many behind one that was slow: a step waits

@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engine.mask import TRIALS_IF_SLOW, Mask, spare_ends
-from grammars.pool import Inline, Runs, run_all
-from grammars.seam import Compiler, Matcher, words_for
-from protocol.errors import GrammarFailed, InvalidRequest, KvferryError, reason
-from protocol.sampling import SamplingParams
-from protocol.work import Grammar
+from kvferry.engine.mask import TRIALS_IF_SLOW, Mask, spare_ends
+from kvferry.grammars.pool import Inline, Runs, run_all
+from kvferry.grammars.seam import Compiler, Matcher, words_for
+from kvferry.protocol.errors import GrammarFailed, InvalidRequest, KvferryError, reason
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Grammar
 
 log = logging.getLogger("kvferry.engine")
 

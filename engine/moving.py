@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from engine.block_pool import BlockPool
-from engine.events import Event, Failed
-from engine.ports import SHIP
-from engine.request import Key, Request
-from engine.roster import pause
-from engine.scheduler import Scheduler
-from engine.states import Awaits, State
-from protocol.errors import GrantRefused, Moved, TransferFailed
-from protocol.layout import blocks_for
-from protocol.messages import Job, TokenDelta
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.events import Event, Failed
+from kvferry.engine.ports import SHIP
+from kvferry.engine.request import Key, Request
+from kvferry.engine.roster import pause
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.states import Awaits, State
+from kvferry.protocol.errors import GrantRefused, Moved, TransferFailed
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.messages import Job, TokenDelta
 
 AHEAD = 64
 """Tokens that a stream may draw until it stands without any being computed again."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable
 
-from engine.engine import Engine
-from engine.ports import GRANT, REQUEST, SHIP
-from engine.states import State
+from kvferry.engine.engine import Engine
+from kvferry.engine.ports import GRANT, REQUEST, SHIP
+from kvferry.engine.states import State
 
 
 class Outlived:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from engine.events import Generated
-from engine.request import Request
-from engine.sampler import Sampled
-from protocol.errors import GrammarFailed, KvferryError, ModelFailed
-from protocol.messages import TokenDelta
-from protocol.reuse import Reuse
+from kvferry.engine.events import Generated
+from kvferry.engine.request import Request
+from kvferry.engine.sampler import Sampled
+from kvferry.protocol.errors import GrammarFailed, KvferryError, ModelFailed
+from kvferry.protocol.messages import TokenDelta
+from kvferry.protocol.reuse import Reuse
 
 
 def append(request: Request, sampled: Sampled, longest: int) -> Generated:

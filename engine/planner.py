@@ -10,11 +10,11 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from engine.request import Request
-from engine.slices import Slice
-from kernels.low_rank import Adapted, Adapter
-from kernels.plan import BatchPlan
-from kernels.staging import Staging
+from kvferry.engine.request import Request
+from kvferry.engine.slices import Slice
+from kvferry.kernels.low_rank import Adapted, Adapter
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.staging import Staging
 
 SPARE_BLOCKS = 8
 """Columns of a kept block table beyond those in use: it is made anew once in that many blocks."""

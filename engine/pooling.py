@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.request import Request
-from engine.slices import Slice
-from protocol.work import Embed
+from kvferry.engine.request import Request
+from kvferry.engine.slices import Slice
+from kvferry.protocol.work import Embed
 
 
 @dataclass(frozen=True, slots=True)

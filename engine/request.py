@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.drafts import Drafts
-from engine.ports import GRANT, REQUEST
-from engine.sampler import SampleRow
-from engine.states import MOVES, Awaits, State
-from kernels.low_rank import Adapter
-from protocol.hashing import chain
-from protocol.messages import Job, TokenLogprobs
-from protocol.reuse import Missed
-from protocol.work import Generate
+from kvferry.engine.drafts import Drafts
+from kvferry.engine.ports import GRANT, REQUEST
+from kvferry.engine.sampler import SampleRow
+from kvferry.engine.states import MOVES, Awaits, State
+from kvferry.kernels.low_rank import Adapter
+from kvferry.protocol.hashing import chain
+from kvferry.protocol.messages import Job, TokenLogprobs
+from kvferry.protocol.reuse import Missed
+from kvferry.protocol.work import Generate
 
 Key = tuple[str, int]
 Place = tuple[bool, int, bool, int, int]

@@ -16,8 +16,8 @@ from bisect import insort
 from collections.abc import Callable, Hashable, Iterator
 from operator import attrgetter
 
-from engine.request import Key, Request, to_compute
-from engine.states import Awaits, State
+from kvferry.engine.request import Key, Request, to_compute
+from kvferry.engine.states import Awaits, State
 
 PLACE = attrgetter("place")
 """By which queues are in order."""

@@ -8,19 +8,19 @@ from typing import Protocol
 
 import torch
 
-from engine.acceptance import Accepted, accept
-from engine.flight import Flight, Launch
-from engine.masks import Masks
-from engine.models.base import Computing, Halfway, Model, Unwanted, Wanted
-from engine.planner import Part, Planner, lay_out
-from engine.pooling import Pooler, Read, take
-from engine.sampler import Sampled, SampleRow, draw_plain, sample, score_prompt
-from engine.shift import Shift
-from engine.slices import Slice
-from kernels.plan import BatchPlan
-from kernels.readback import Readback
-from kernels.staging import Staging
-from kernels.step import always
+from kvferry.engine.acceptance import Accepted, accept
+from kvferry.engine.flight import Flight, Launch
+from kvferry.engine.masks import Masks
+from kvferry.engine.models.base import Computing, Halfway, Model, Unwanted, Wanted
+from kvferry.engine.planner import Part, Planner, lay_out
+from kvferry.engine.pooling import Pooler, Read, take
+from kvferry.engine.sampler import Sampled, SampleRow, draw_plain, sample, score_prompt
+from kvferry.engine.shift import Shift
+from kvferry.engine.slices import Slice
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.readback import Readback
+from kvferry.kernels.staging import Staging
+from kvferry.kernels.step import always
 
 Found = Sampled | Accepted | Read | None
 """For a slice: the next token, or several where it had drafts, or a vector; None for one that does not sample."""

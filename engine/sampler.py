@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from engine.edits import Edit, edits_for
-from engine.logprobs import score_prompt, token_logprobs
-from engine.mask import Mask
-from kernels.adjustments import Adjusted, Adjustments
-from kernels.draw import NO_TOKEN, NoiseKeys, is_greedy
-from kernels.ops import Ops
-from protocol.messages import TokenLogprobs
-from protocol.sampling import SamplingParams
+from kvferry.engine.edits import Edit, edits_for
+from kvferry.engine.logprobs import score_prompt, token_logprobs
+from kvferry.engine.mask import Mask
+from kvferry.kernels.adjustments import Adjusted, Adjustments
+from kvferry.kernels.draw import NO_TOKEN, NoiseKeys, is_greedy
+from kvferry.kernels.ops import Ops
+from kvferry.protocol.messages import TokenLogprobs
+from kvferry.protocol.sampling import SamplingParams
 
 __all__ = ["SampleRow", "Sampled", "draw_plain", "sample", "score_prompt"]
 

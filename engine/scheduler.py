@@ -18,15 +18,15 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-from engine.block_pool import BlockPool
-from engine.budget import Budget, Limits
-from engine.ports import REQUEST, SHIP
-from engine.request import Place, Request, grows, held_up, resumed
-from engine.roster import PLACE, Roster
-from engine.slices import Slice, chunks_of
-from engine.states import State
-from engine.tails import Tail
-from protocol.layout import blocks_for
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.budget import Budget, Limits
+from kvferry.engine.ports import REQUEST, SHIP
+from kvferry.engine.request import Place, Request, grows, held_up, resumed
+from kvferry.engine.roster import PLACE, Roster
+from kvferry.engine.slices import Slice, chunks_of
+from kvferry.engine.states import State
+from kvferry.engine.tails import Tail
+from kvferry.protocol.layout import blocks_for
 
 KEPT = 32
 """One seat and one block of so many are kept for streams that come here in the middle."""

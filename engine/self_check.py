@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from engine import roster
-from engine.block_pool import BlockPool
-from engine.canary import Canary
-from engine.copies import Copies
-from engine.draft_model import DraftModel
-from engine.lent import Lent
-from engine.moving import Moving
-from engine.roster import Roster
+from kvferry.engine import roster
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.canary import Canary
+from kvferry.engine.copies import Copies
+from kvferry.engine.draft_model import DraftModel
+from kvferry.engine.lent import Lent
+from kvferry.engine.moving import Moving
+from kvferry.engine.roster import Roster
 
 EVERY_S = 10.0
 """Least seconds from the end of a pass to the next."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from engine.models.base import Wanted
+from kvferry.engine.models.base import Wanted
 
 PATIENCE_S = 0.25
 """The longest wait for the cores: who has them may be stopped, or compute what cannot be handed on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.request import Request
+from kvferry.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)

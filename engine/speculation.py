@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.acceptance import Accepted
-from engine.block_pool import BlockPool
-from engine.draft_model import DraftModel
-from engine.drafter import Drafter
-from engine.drafts import Drafts
-from engine.edits import look_back
-from engine.request import Request
-from engine.sampler import Sampled
-from engine.slices import Slice
-from engine.step_cost import TRUST, StepCost
-from protocol.layout import blocks_for
+from kvferry.engine.acceptance import Accepted
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.draft_model import DraftModel
+from kvferry.engine.drafter import Drafter
+from kvferry.engine.drafts import Drafts
+from kvferry.engine.edits import look_back
+from kvferry.engine.request import Request
+from kvferry.engine.sampler import Sampled
+from kvferry.engine.slices import Slice
+from kvferry.engine.step_cost import TRUST, StepCost
+from kvferry.protocol.layout import blocks_for
 
 KEPT = 8
 """A draft may not take the last one of so many blocks."""

@@ -7,29 +7,29 @@ import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
-from engine import isolation, output
-from engine.acceptance import Accepted
-from engine.ahead import Ahead
-from engine.events import Admitted, BlocksChanged, Computed, Event, Failed, ReservationFailed, Reserved
-from engine.figures import Figures
-from engine.findable import make_findable
-from engine.isolation import DeviceLost, Drawn, Raised
-from engine.late import Deadlines
-from engine.leaving import Leaving
-from engine.lent import Lent
-from engine.mask import Mask
-from engine.pooling import Read
-from engine.ports import REQUEST, SHIP
-from engine.request import Request
-from engine.runner import Runs
-from engine.sampler import Sampled
-from engine.scheduler import Scheduler
-from engine.slices import Slice
-from engine.speculation import Speculation
-from engine.states import State
-from engine.suspended import Suspended
-from kernels.draw import NO_TOKEN
-from protocol.errors import DeadlineExceeded, KvferryError, ModelFailed, NodeLost, StepFailed, reason
+from kvferry.engine import isolation, output
+from kvferry.engine.acceptance import Accepted
+from kvferry.engine.ahead import Ahead
+from kvferry.engine.events import Admitted, BlocksChanged, Computed, Event, Failed, ReservationFailed, Reserved
+from kvferry.engine.figures import Figures
+from kvferry.engine.findable import make_findable
+from kvferry.engine.isolation import DeviceLost, Drawn, Raised
+from kvferry.engine.late import Deadlines
+from kvferry.engine.leaving import Leaving
+from kvferry.engine.lent import Lent
+from kvferry.engine.mask import Mask
+from kvferry.engine.pooling import Read
+from kvferry.engine.ports import REQUEST, SHIP
+from kvferry.engine.request import Request
+from kvferry.engine.runner import Runs
+from kvferry.engine.sampler import Sampled
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.slices import Slice
+from kvferry.engine.speculation import Speculation
+from kvferry.engine.states import State
+from kvferry.engine.suspended import Suspended
+from kvferry.kernels.draw import NO_TOKEN
+from kvferry.protocol.errors import DeadlineExceeded, KvferryError, ModelFailed, NodeLost, StepFailed, reason
 
 log = logging.getLogger("kvferry.engine")
 REGISTERED_AT_ONCE = 1024

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from math import inf
 
-from engine import isolation
-from engine.flight import Flight
-from engine.isolation import Drawn
-from engine.leaving import Leaving
-from engine.models.base import Halfway, Unwanted
-from engine.request import Place
-from engine.runner import Runs
-from engine.scheduler import Scheduler
-from engine.slices import Slice
-from engine.states import State
+from kvferry.engine import isolation
+from kvferry.engine.flight import Flight
+from kvferry.engine.isolation import Drawn
+from kvferry.engine.leaving import Leaving
+from kvferry.engine.models.base import Halfway, Unwanted
+from kvferry.engine.request import Place
+from kvferry.engine.runner import Runs
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.slices import Slice
+from kvferry.engine.states import State
 
 DEEPEST = 4
 """Steps that are suspended at once; the one that runs then goes to its end."""

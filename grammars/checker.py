@@ -15,10 +15,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, field
 
-from grammars.notation import check_length
-from grammars.vocabulary import Vocabulary
-from protocol.errors import InvalidRequest, Overloaded
-from protocol.work import Grammar
+from kvferry.grammars.notation import check_length
+from kvferry.grammars.vocabulary import Vocabulary
+from kvferry.protocol.errors import InvalidRequest, Overloaded
+from kvferry.protocol.work import Grammar
 
 log = logging.getLogger("kvferry.grammars")
 
@@ -64,7 +64,7 @@ class Checker:
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], command: tuple[str, ...] = ()) -> None:
         self._vocabulary = vocabulary
-        self._command = command or (sys.executable, "-m", "grammars.child")
+        self._command = command or (sys.executable, "-m", "kvferry.grammars.child")
         self._known: OrderedDict[str, str | None] = OrderedDict()
         self._pending: dict[str, _Asked] = {}
         self._lanes: dict[str, _Lane] = {}

@@ -10,12 +10,12 @@ import json
 import sys
 import threading
 
-from grammars.library import Library
-from grammars.pool import Pool
-from grammars.trial import check
-from grammars.vocabulary import Vocabulary
-from protocol.errors import KvferryError, reason
-from protocol.work import Grammar
+from kvferry.grammars.library import Library
+from kvferry.grammars.pool import Pool
+from kvferry.grammars.trial import check
+from kvferry.grammars.vocabulary import Vocabulary
+from kvferry.protocol.errors import KvferryError, reason
+from kvferry.protocol.work import Grammar
 
 THREADS, SLOW = 1, 6
 SHARE = 0.1

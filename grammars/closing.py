@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
-from grammars.seam import Matcher, empty_mask, without
-from protocol.errors import GrammarFailed
+from kvferry.grammars.seam import Matcher, empty_mask, without
+from kvferry.protocol.errors import GrammarFailed
 
 LAST = 64
 """Tokens before an output's end at which the first look is taken."""

@@ -13,12 +13,12 @@ from collections.abc import Collection, Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from grammars.closing import Closing, Marks, marks_of
-from grammars.notation import lark_of
-from grammars.seam import Bits, Matcher, words_for
-from grammars.vocabulary import Vocabulary
-from protocol.errors import ConfigError, GrammarFailed, InvalidRequest, reason
-from protocol.work import Grammar
+from kvferry.grammars.closing import Closing, Marks, marks_of
+from kvferry.grammars.notation import lark_of
+from kvferry.grammars.seam import Bits, Matcher, words_for
+from kvferry.grammars.vocabulary import Vocabulary
+from kvferry.protocol.errors import ConfigError, GrammarFailed, InvalidRequest, reason
+from kvferry.protocol.work import Grammar
 
 MAX_LEXER_STATES = 50_000
 """Of a grammar's regular expressions together, as they are met; 1 to 2 kB each."""

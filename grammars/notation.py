@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from grammars import lark
-from grammars.structural import structural_tag
-from protocol.errors import InvalidRequest, reason
-from protocol.work import Grammar
+from kvferry.grammars import lark
+from kvferry.grammars.structural import structural_tag
+from kvferry.protocol.errors import InvalidRequest, reason
+from kvferry.protocol.work import Grammar
 
 MAX_SOURCE = 256 * 1024
 """Characters of a grammar's source."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from protocol.errors import Overloaded
+from kvferry.protocol.errors import Overloaded
 
 log = logging.getLogger("kvferry.grammars")
 

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
-from protocol.work import Grammar
+from kvferry.protocol.work import Grammar
 
 Bits: TypeAlias = Any
 """A buffer, writable and contiguous, of 4 bytes for each word: bit i % 32 of word i // 32 is set where token i may come

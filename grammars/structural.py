@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grammars import lark
-from protocol.errors import InvalidRequest
+from kvferry.grammars import lark
+from kvferry.protocol.errors import InvalidRequest
 
 Schema = Callable[[Any], str]
 """Lark text for a JSON schema."""

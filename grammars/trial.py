@@ -9,9 +9,9 @@ import random
 import time
 from array import array
 
-from grammars.seam import Bits, Compiler, Matcher, empty_mask, without, words_for
-from protocol.errors import GrammarFailed, InvalidRequest
-from protocol.work import Grammar
+from kvferry.grammars.seam import Bits, Compiler, Matcher, empty_mask, without, words_for
+from kvferry.protocol.errors import GrammarFailed, InvalidRequest
+from kvferry.protocol.work import Grammar
 
 COMPILE_S = 2.0
 TOKEN_S = 0.1

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from protocol.sampling import SamplingParams
+from kvferry.protocol.sampling import SamplingParams
 
 _FEW = 8
 """New tokens that are written to the device one by one; more are written at once."""

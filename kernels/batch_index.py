@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.plan import BatchPlan
-from protocol.layout import blocks_for
+from kvferry.kernels.plan import BatchPlan
+from kvferry.protocol.layout import blocks_for
 
 
 @dataclass(frozen=True, slots=True)

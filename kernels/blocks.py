@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.codes import Levels
-from kernels.step import StoredRows
+from kvferry.kernels.codes import Levels
+from kvferry.kernels.step import StoredRows
 
 _PIECE = 1 << 20
 """Weights that are taken apart at once: 4 MiB of float32."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.masking import Masks, keep_only
-from kernels.noise import gumbel, gumbel_at
-from protocol.sampling import SamplingParams
+from kvferry.kernels.masking import Masks, keep_only
+from kvferry.kernels.noise import gumbel, gumbel_at
+from kvferry.protocol.sampling import SamplingParams
 
 NO_TOKEN = -1
 """Drawn from a row that has a NaN, or whose largest logit is no finite number."""

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.routing import route
-from kernels.step import Experts, GroupedGated
+from kvferry.kernels.routing import route
+from kvferry.kernels.step import Experts, GroupedGated
 
 Activated = Callable[[torch.Tensor], torch.Tensor]
 """act(gate) * up of gate and up [n, 2 * inner] side by side."""

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import torch
 
-from kernels.blocks import FORMATS, taken_apart
-from kernels.codes import Codes, Levels, int8_of
-from kernels.packing import FP4, FP8, INT4, INT6, INT8, SPANS, codes_of_e2m1, numbers_of_e2m1, packed, unpacked
-from kernels.step import Stored
+from kvferry.kernels.blocks import FORMATS, taken_apart
+from kvferry.kernels.codes import Codes, Levels, int8_of
+from kvferry.kernels.packing import FP4, FP8, INT4, INT6, INT8, SPANS, codes_of_e2m1, numbers_of_e2m1, packed, unpacked
+from kvferry.kernels.step import Stored
 
 _NIBBLES, _SIXES, _BYTES = 15, 63, 255
 """How far codes of four, six and eight bits are apart at most."""

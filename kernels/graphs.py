@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, NextLogits, OneByOne, always
-from protocol.layout import blocks_for
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.step import DecoderForm, NextLogits, OneByOne, always
+from kvferry.protocol.layout import blocks_for
 
 log = logging.getLogger("kvferry.kernels")
 

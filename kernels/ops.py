@@ -11,14 +11,14 @@ from typing import Protocol
 
 import torch
 
-from kernels.adjustments import Adjusted
-from kernels.capabilities import Capabilities
-from kernels.draw import NoiseKeys
-from kernels.gate import SILU, Gate
-from kernels.low_rank import LowRank
-from kernels.masking import Masks
-from kernels.plan import BatchPlan
-from kernels.step import (
+from kvferry.kernels.adjustments import Adjusted
+from kvferry.kernels.capabilities import Capabilities
+from kvferry.kernels.draw import NoiseKeys
+from kvferry.kernels.gate import SILU, Gate
+from kvferry.kernels.low_rank import LowRank
+from kvferry.kernels.masking import Masks
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.step import (
     DecoderForm,
     Gated,
     GroupedGated,
@@ -30,7 +30,7 @@ from kernels.step import (
     Stored,
     StoredLinear,
 )
-from protocol.sampling import SamplingParams
+from kvferry.protocol.sampling import SamplingParams
 
 
 class DenseOps(Protocol):
@@ -134,7 +134,7 @@ class Ops(DenseOps, Protocol):
 def select(name: str, device: torch.device, *, batch_invariant: bool = False, graphs: bool = True) -> Ops:
     """The implementation called `name`; auto: triton on a CUDA device; on a CPU cpu where its extension is installed,
     else reference. batch_invariant: only cpu has it; graphs: triton may capture decode steps. Raises ConfigError."""
-    from protocol.errors import ConfigError
+    from kvferry.protocol.errors import ConfigError
 
     if name == "auto":
         name = _best(device)
@@ -144,17 +144,17 @@ def select(name: str, device: torch.device, *, batch_invariant: bool = False, gr
             param="batch_invariant",
         )
     if name == "cpu":
-        from kernels.cpu import CpuOps, instruction_set
+        from kvferry.kernels.cpu import CpuOps, instruction_set
 
         if device.type != "cpu" or instruction_set() is None:
             raise ConfigError("kernels cpu needs a CPU device and the compiled extension", param="kernels")
         return CpuOps(batch_invariant=batch_invariant)
     if name == "reference":
-        from kernels.reference import ReferenceOps
+        from kvferry.kernels.reference import ReferenceOps
 
         return ReferenceOps()
     if name == "triton":
-        from kernels.triton import TritonOps
+        from kvferry.kernels.triton import TritonOps
 
         return TritonOps(graphs=graphs)
     raise ConfigError(f"kernels must be auto, reference, cpu or triton, got {name!r}", param="kernels")
@@ -164,7 +164,7 @@ def _best(device: torch.device) -> str:
     if device.type == "cuda":
         return "triton"
     if device.type == "cpu":
-        from kernels.cpu import instruction_set
+        from kvferry.kernels.cpu import instruction_set
 
         if instruction_set() is not None:
             return "cpu"

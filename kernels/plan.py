@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.low_rank import Adapted
+from kvferry.kernels.low_rank import Adapted
 
 
 @dataclass(frozen=True, slots=True)

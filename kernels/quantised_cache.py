@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from protocol.layout import SCALE_BYTES
+from kvferry.protocol.layout import SCALE_BYTES
 
 FP8 = torch.float8_e4m3fn
 PEAKS = {torch.int8: 127, FP8: 448}

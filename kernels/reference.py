@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels.batch_index import AttentionGroup, BatchIndex, block_rows
-from kernels.gate import SILU, Gate
-from kernels.latent import absorbed, expanded, expands, put_out
-from kernels.plan import BatchPlan
-from kernels.quantised_cache import PEAKS, as_bytes, dequantise, quantise
-from kernels.shared import TorchShared
-from kernels.step import Latent
+from kvferry.kernels.batch_index import AttentionGroup, BatchIndex, block_rows
+from kvferry.kernels.gate import SILU, Gate
+from kvferry.kernels.latent import absorbed, expanded, expands, put_out
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.quantised_cache import PEAKS, as_bytes, dequantise, quantise
+from kvferry.kernels.shared import TorchShared
+from kvferry.kernels.step import Latent
 
 
 class ReferenceOps(TorchShared):

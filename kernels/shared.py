@@ -9,13 +9,23 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from kernels.adjustments import Adjusted
-from kernels.capabilities import Capabilities
-from kernels.draw import NoiseKeys, draw
-from kernels.low_rank import LowRank, add_low_rank
-from kernels.masking import Masks
-from kernels.step import DecoderForm, Gated, GroupedGated, Linear, LinearOfHeads, OneByOne, Step, Stored, StoredLinear
-from protocol.sampling import SamplingParams
+from kvferry.kernels.adjustments import Adjusted
+from kvferry.kernels.capabilities import Capabilities
+from kvferry.kernels.draw import NoiseKeys, draw
+from kvferry.kernels.low_rank import LowRank, add_low_rank
+from kvferry.kernels.masking import Masks
+from kvferry.kernels.step import (
+    DecoderForm,
+    Gated,
+    GroupedGated,
+    Linear,
+    LinearOfHeads,
+    OneByOne,
+    Step,
+    Stored,
+    StoredLinear,
+)
+from kvferry.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

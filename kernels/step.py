@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from kernels.codes import Codes
-from kernels.plan import BatchPlan
-from kernels.routing import Routing
+from kvferry.kernels.codes import Codes
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.routing import Routing
 
 
 class Linear(Protocol):

@@ -7,10 +7,10 @@ import random
 from collections.abc import Callable
 from math import inf
 
-from kv_transfer.link import Peer
-from kv_transfer.tags import MAX_NONCE
-from protocol.errors import Cancelled
-from protocol.link_messages import CommitAck, Grant, Refusal
+from kvferry.kv_transfer.link import Peer
+from kvferry.kv_transfer.tags import MAX_NONCE
+from kvferry.protocol.errors import Cancelled
+from kvferry.protocol.link_messages import CommitAck, Grant, Refusal
 
 REPEAT_S = 2.0
 """After which a question is repeated; then after twice as long each time."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kv_transfer.checksum import Checksums
-from kv_transfer.link import Link
-from kv_transfer.ports import BlockMemory
-from kv_transfer.window import Window
+from kvferry.kv_transfer.checksum import Checksums
+from kvferry.kv_transfer.link import Link
+from kvferry.kv_transfer.ports import BlockMemory
+from kvferry.kv_transfer.window import Window
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from kv_transfer.checksum import MAX_CHECKSUM, UNVERIFIED
-from kv_transfer.tags import MAX_BLOCKS, MAX_NONCE
-from protocol.hashing import HASH_BYTES
-from protocol.link_messages import (
+from kvferry.kv_transfer.checksum import MAX_CHECKSUM, UNVERIFIED
+from kvferry.kv_transfer.tags import MAX_BLOCKS, MAX_NONCE
+from kvferry.protocol.hashing import HASH_BYTES
+from kvferry.protocol.link_messages import (
     Abort,
     Commit,
     CommitAck,
@@ -27,9 +27,9 @@ from protocol.link_messages import (
     Refusal,
     Supply,
 )
-from protocol.messages import Job
-from protocol.wire import WireError, unpack
-from protocol.work import Generate
+from kvferry.protocol.messages import Job
+from kvferry.protocol.wire import WireError, unpack
+from kvferry.protocol.work import Generate
 
 Check = Callable[[Any], bool]
 INTEGERS = range(-(1 << 63), 1 << 63)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kv_transfer.link import Link, Peer
+from kvferry.kv_transfer.link import Link, Peer
 
 
 class Dialled:

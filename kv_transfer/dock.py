@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kv_transfer.block_path import BlockPath
-from kv_transfer.checksum import Checksums, InlineChecksums
-from kv_transfer.control import read
-from kv_transfer.dialled import Dialled
-from kv_transfer.link import Link, Peer
-from kv_transfer.ports import BlockMemory
-from kv_transfer.transfers import Transfers
-from kv_transfer.window import Window
-from protocol.errors import KvferryError, TransferFailed
-from protocol.names import NOBODY, NodeName
-from protocol.wire import WireError, pack
+from kvferry.kv_transfer.block_path import BlockPath
+from kvferry.kv_transfer.checksum import Checksums, InlineChecksums
+from kvferry.kv_transfer.control import read
+from kvferry.kv_transfer.dialled import Dialled
+from kvferry.kv_transfer.link import Link, Peer
+from kvferry.kv_transfer.ports import BlockMemory
+from kvferry.kv_transfer.transfers import Transfers
+from kvferry.kv_transfer.window import Window
+from kvferry.protocol.errors import KvferryError, TransferFailed
+from kvferry.protocol.names import NOBODY, NodeName
+from kvferry.protocol.wire import WireError, pack
 
 log = logging.getLogger(__name__)
 SWEEP_S = 0.25

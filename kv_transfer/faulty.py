@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.link import Done, Link, LinkHandler, Peer
-from protocol.errors import KvferryError
+from kvferry.kv_transfer.link import Done, Link, LinkHandler, Peer
+from kvferry.protocol.errors import KvferryError
 
 LATE_BYTE = 0xEE
 

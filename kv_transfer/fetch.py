@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_transfer.dock import Dock
-from kv_transfer.link import Peer
-from kv_transfer.ports import TransferKey
-from kv_transfer.transfers import Transfers
-from protocol import errors
-from protocol.errors import Cancelled, DeadlineExceeded, KvferryError
-from protocol.hashing import HASH_BYTES
-from protocol.link_messages import Fetch, NoSupply, Supply
-from protocol.messages import DecodeTarget
+from kvferry.kv_transfer.dock import Dock
+from kvferry.kv_transfer.link import Peer
+from kvferry.kv_transfer.ports import TransferKey
+from kvferry.kv_transfer.transfers import Transfers
+from kvferry.protocol import errors
+from kvferry.protocol.errors import Cancelled, DeadlineExceeded, KvferryError
+from kvferry.protocol.hashing import HASH_BYTES
+from kvferry.protocol.link_messages import Fetch, NoSupply, Supply
+from kvferry.protocol.messages import DecodeTarget
 
 
 class FetchEvents(Protocol):

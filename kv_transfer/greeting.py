@@ -17,10 +17,10 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from protocol.errors import Incompatible
-from protocol.layout import WIRE_VERSION
-from protocol.link_messages import LinkTerms
-from protocol.wire import WireError, pack, unpack
+from kvferry.protocol.errors import Incompatible
+from kvferry.protocol.layout import WIRE_VERSION
+from kvferry.protocol.link_messages import LinkTerms
+from kvferry.protocol.wire import WireError, pack, unpack
 
 MARK = b"kvferry\0"
 NONCE_BYTES = 32

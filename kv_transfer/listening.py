@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from process.address import knows_ipv6, parse_host_port
-from protocol.errors import NodeLost, Retryable, reason
+from kvferry.process.address import knows_ipv6, parse_host_port
+from kvferry.protocol.errors import NodeLost, Retryable, reason
 
 BACKLOG = 256
 MAX_LOOKUPS = 8

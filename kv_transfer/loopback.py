@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.link import MAX_MESSAGE_BYTES, Done, LinkHandler, Peer
-from protocol.errors import NodeLost
+from kvferry.kv_transfer.link import MAX_MESSAGE_BYTES, Done, LinkHandler, Peer
+from kvferry.protocol.errors import NodeLost
 
 
 @dataclass(slots=True)

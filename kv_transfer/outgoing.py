@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kv_transfer.block_path import BlockPath
-from kv_transfer.checksum import UNVERIFIED, Sums, is_sampled
-from kv_transfer.link import Done, Peer
-from kv_transfer.tags import block_tag
-from protocol.errors import TransferFailed
-from protocol.link_messages import Grant
+from kvferry.kv_transfer.block_path import BlockPath
+from kvferry.kv_transfer.checksum import UNVERIFIED, Sums, is_sampled
+from kvferry.kv_transfer.link import Done, Peer
+from kvferry.kv_transfer.tags import block_tag
+from kvferry.protocol.errors import TransferFailed
+from kvferry.protocol.link_messages import Grant
 
 FILLER = b"\0"
 FILLERS_AT_ONCE = 64

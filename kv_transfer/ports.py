@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from protocol.errors import KvferryError
-from protocol.link_messages import Asked, Commit
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.link_messages import Asked, Commit
 
 
 class BlockMemory(Protocol):

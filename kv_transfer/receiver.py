@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from kv_transfer.answers import Senders
-from kv_transfer.dock import QUIESCE_TIMEOUT_S, Dock
-from kv_transfer.incoming import Incoming
-from kv_transfer.link import Peer
-from kv_transfer.ports import GrantEvents, TransferKey
-from kv_transfer.receiver_grant import COMMIT_TIMEOUT_S, GrantState, OpenGrant, objection
-from kv_transfer.tags import MAX_BLOCKS
-from kv_transfer.transfers import Transfers
-from protocol.errors import BlocksCorrupt, Cancelled, KvferryError, TransferFailed
-from protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
-from protocol.messages import Job
+from kvferry.kv_transfer.answers import Senders
+from kvferry.kv_transfer.dock import QUIESCE_TIMEOUT_S, Dock
+from kvferry.kv_transfer.incoming import Incoming
+from kvferry.kv_transfer.link import Peer
+from kvferry.kv_transfer.ports import GrantEvents, TransferKey
+from kvferry.kv_transfer.receiver_grant import COMMIT_TIMEOUT_S, GrantState, OpenGrant, objection
+from kvferry.kv_transfer.tags import MAX_BLOCKS
+from kvferry.kv_transfer.transfers import Transfers
+from kvferry.protocol.errors import BlocksCorrupt, Cancelled, KvferryError, TransferFailed
+from kvferry.protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
+from kvferry.protocol.messages import Job
 
 POSTED_AT_ONCE = 128
 

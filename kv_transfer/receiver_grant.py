@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kv_transfer.incoming import Incoming
-from kv_transfer.link import Peer
-from kv_transfer.ports import TransferKey
-from protocol.errors import DeadlineExceeded, Fenced, Incompatible, KvferryError, TransferFailed
-from protocol.link_messages import Asked, Commit, Grant, GrantRequest
+from kvferry.kv_transfer.incoming import Incoming
+from kvferry.kv_transfer.link import Peer
+from kvferry.kv_transfer.ports import TransferKey
+from kvferry.protocol.errors import DeadlineExceeded, Fenced, Incompatible, KvferryError, TransferFailed
+from kvferry.protocol.link_messages import Asked, Commit, Grant, GrantRequest
 
 COMMIT_TIMEOUT_S = 15.0
 """The commit follows the last block: once that is here, it has been lost after so long, or will not come."""

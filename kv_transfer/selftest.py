@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 
-from kv_transfer.link import Peer
-from kv_transfer.tags import block_tag
-from kv_transfer.ucx import UcxLink
-from protocol.errors import ConfigError
+from kvferry.kv_transfer.link import Peer
+from kvferry.kv_transfer.tags import block_tag
+from kvferry.kv_transfer.ucx import UcxLink
+from kvferry.protocol.errors import ConfigError
 
 BLOCK_BYTES = 1 << 19
 LIMIT_S = 20.0

@@ -13,17 +13,17 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from kv_transfer.dock import QUIESCE_TIMEOUT_S, Dock
-from kv_transfer.link import Peer
-from kv_transfer.outgoing import Outgoing
-from kv_transfer.ports import ShipEvents
-from kv_transfer.sender_ship import STALL_TIMEOUT_S, Patience, Ship, ShipState, has_sent, lack, too_long
-from kv_transfer.transfers import Transfers
-from protocol import errors
-from protocol.errors import GrantRefused, KvferryError, NodeLost, TransferFailed
-from protocol.link_messages import Abort, Asked, CommitAck, Grant, GrantRequest, Refusal
-from protocol.messages import DecodeTarget, TokenDelta
-from protocol.wire import pack
+from kvferry.kv_transfer.dock import QUIESCE_TIMEOUT_S, Dock
+from kvferry.kv_transfer.link import Peer
+from kvferry.kv_transfer.outgoing import Outgoing
+from kvferry.kv_transfer.ports import ShipEvents
+from kvferry.kv_transfer.sender_ship import STALL_TIMEOUT_S, Patience, Ship, ShipState, has_sent, lack, too_long
+from kvferry.kv_transfer.transfers import Transfers
+from kvferry.protocol import errors
+from kvferry.protocol.errors import GrantRefused, KvferryError, NodeLost, TransferFailed
+from kvferry.protocol.link_messages import Abort, Asked, CommitAck, Grant, GrantRequest, Refusal
+from kvferry.protocol.messages import DecodeTarget, TokenDelta
+from kvferry.protocol.wire import pack
 
 
 class Sender:

@@ -7,15 +7,15 @@ from enum import StrEnum
 from math import inf
 from typing import NamedTuple
 
-from kv_transfer.answers import Question
-from kv_transfer.dock import QUIESCE_TIMEOUT_S
-from kv_transfer.link import MAX_MESSAGE_BYTES, Peer
-from kv_transfer.outgoing import Outgoing
-from kv_transfer.ports import ShipEvents, ShipStats
-from protocol.errors import Draining, GrantRefused, InvalidRequest, KvferryError, NodeLost, TransferFailed
-from protocol.link_messages import Asked, Commit, Supply
-from protocol.messages import TokenDelta
-from protocol.names import NodeName
+from kvferry.kv_transfer.answers import Question
+from kvferry.kv_transfer.dock import QUIESCE_TIMEOUT_S
+from kvferry.kv_transfer.link import MAX_MESSAGE_BYTES, Peer
+from kvferry.kv_transfer.outgoing import Outgoing
+from kvferry.kv_transfer.ports import ShipEvents, ShipStats
+from kvferry.protocol.errors import Draining, GrantRefused, InvalidRequest, KvferryError, NodeLost, TransferFailed
+from kvferry.protocol.link_messages import Asked, Commit, Supply
+from kvferry.protocol.messages import TokenDelta
+from kvferry.protocol.names import NodeName
 
 STALL_TIMEOUT_S = 15.0
 

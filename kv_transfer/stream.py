@@ -16,9 +16,9 @@ import socket
 import struct
 from collections import deque
 
-from kv_transfer.link import MAX_MESSAGE_BYTES
-from protocol.errors import NodeLost
-from protocol.wire import WireError
+from kvferry.kv_transfer.link import MAX_MESSAGE_BYTES
+from kvferry.protocol.errors import NodeLost
+from kvferry.protocol.wire import WireError
 
 CHALLENGE, HELLO, WELCOME, REFUSED, MESSAGE, ALIVE = range(6)
 """Kinds of frames; the first four are greetings and come before the seal."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
-from kv_transfer.link import Peer
+from kvferry.kv_transfer.link import Peer
 
 
 class Transfer(Protocol):

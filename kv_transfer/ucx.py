@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kv_transfer.greeting import Terms
-from kv_transfer.link import MAX_MESSAGE_BYTES, Done, LinkHandler, Peer
-from kv_transfer.stream import MESSAGE
-from kv_transfer.ucx_blocks import Post
-from kv_transfer.ucx_connections import Patience, UcxConnections
-from kv_transfer.ucx_library import context_options, load
-from kv_transfer.ucx_loop import UcxLoop
-from process.address import host_port
-from protocol.errors import ConfigError, NodeLost
+from kvferry.kv_transfer.greeting import Terms
+from kvferry.kv_transfer.link import MAX_MESSAGE_BYTES, Done, LinkHandler, Peer
+from kvferry.kv_transfer.stream import MESSAGE
+from kvferry.kv_transfer.ucx_blocks import Post
+from kvferry.kv_transfer.ucx_connections import Patience, UcxConnections
+from kvferry.kv_transfer.ucx_library import context_options, load
+from kvferry.kv_transfer.ucx_loop import UcxLoop
+from kvferry.process.address import host_port
+from kvferry.protocol.errors import ConfigError, NodeLost
 
 NO_TERMS = Terms()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-from kv_transfer.link import Done
-from kv_transfer.tags import transfer_of
-from kv_transfer.ucx_library import UcxLibrary
-from protocol.errors import TransferFailed
+from kvferry.kv_transfer.link import Done
+from kvferry.kv_transfer.tags import transfer_of
+from kvferry.kv_transfer.ucx_library import UcxLibrary
+from kvferry.protocol.errors import TransferFailed
 
 SCAN = 64
 """Blocks that are looked at in a round."""

@@ -12,17 +12,17 @@ import logging
 import time
 from dataclasses import dataclass
 
-from kv_transfer.greeting import Terms
-from kv_transfer.link import LinkHandler, Peer
-from kv_transfer.stream import ALIVE
-from kv_transfer.ucx_greetings import UcxGreetings
-from kv_transfer.ucx_library import UcxLibrary
-from kv_transfer.ucx_loop import UcxLoop
-from kv_transfer.ucx_peer import UcxPeer
-from kv_transfer.ucx_traffic import UcxTraffic, guarded
-from process.log import Seldom
-from protocol.errors import Incompatible, KvferryError, NodeLost
-from protocol.wire import WireError
+from kvferry.kv_transfer.greeting import Terms
+from kvferry.kv_transfer.link import LinkHandler, Peer
+from kvferry.kv_transfer.stream import ALIVE
+from kvferry.kv_transfer.ucx_greetings import UcxGreetings
+from kvferry.kv_transfer.ucx_library import UcxLibrary
+from kvferry.kv_transfer.ucx_loop import UcxLoop
+from kvferry.kv_transfer.ucx_peer import UcxPeer
+from kvferry.kv_transfer.ucx_traffic import UcxTraffic, guarded
+from kvferry.process.log import Seldom
+from kvferry.protocol.errors import Incompatible, KvferryError, NodeLost
+from kvferry.protocol.wire import WireError
 
 log = logging.getLogger(__name__)
 CONNECT_TRIES = 3

@@ -13,16 +13,16 @@ from functools import partial
 
 import numpy as np
 
-from kv_transfer.listening import Address, Resolver, listeners
-from kv_transfer.stream import CHALLENGE, HELLO, REFUSED, WELCOME, Stream
-from kv_transfer.tags import WARM_TAG
-from kv_transfer.ucx_blocks import Post
-from kv_transfer.ucx_loop import READABLE, UcxLoop
-from kv_transfer.ucx_peer import UcxPeer
-from kv_transfer.ucx_traffic import UcxTraffic
-from process.log import Seldom
-from protocol.errors import Incompatible, NodeLost, TransferFailed
-from protocol.wire import WireError
+from kvferry.kv_transfer.listening import Address, Resolver, listeners
+from kvferry.kv_transfer.stream import CHALLENGE, HELLO, REFUSED, WELCOME, Stream
+from kvferry.kv_transfer.tags import WARM_TAG
+from kvferry.kv_transfer.ucx_blocks import Post
+from kvferry.kv_transfer.ucx_loop import READABLE, UcxLoop
+from kvferry.kv_transfer.ucx_peer import UcxPeer
+from kvferry.kv_transfer.ucx_traffic import UcxTraffic
+from kvferry.process.log import Seldom
+from kvferry.protocol.errors import Incompatible, NodeLost, TransferFailed
+from kvferry.protocol.wire import WireError
 
 log = logging.getLogger(__name__)
 WARM_BYTES = 1 << 19

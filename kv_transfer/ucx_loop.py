@@ -19,11 +19,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from kv_transfer.bell import Bell
-from kv_transfer.ucx_left import LeftBehind
-from kv_transfer.ucx_library import UcxLibrary
-from kv_transfer.ucx_worker import SPIN_S, UcxWorker
-from process.limits import allow_descriptors
+from kvferry.kv_transfer.bell import Bell
+from kvferry.kv_transfer.ucx_left import LeftBehind
+from kvferry.kv_transfer.ucx_library import UcxLibrary
+from kvferry.kv_transfer.ucx_worker import SPIN_S, UcxWorker
+from kvferry.process.limits import allow_descriptors
 
 log = logging.getLogger(__name__)
 MAX_SLEEP_S = 1.0

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from kv_transfer.greeting import Greeting, Terms
-from kv_transfer.link import Done
-from kv_transfer.stream import Stream
-from kv_transfer.ucx_blocks import Post, UcxBlocks
-from kv_transfer.ucx_library import UcxLibrary
-from kv_transfer.ucx_loop import UcxLoop
-from kv_transfer.ucx_worker import UcxWorker
+from kvferry.kv_transfer.greeting import Greeting, Terms
+from kvferry.kv_transfer.link import Done
+from kvferry.kv_transfer.stream import Stream
+from kvferry.kv_transfer.ucx_blocks import Post, UcxBlocks
+from kvferry.kv_transfer.ucx_library import UcxLibrary
+from kvferry.kv_transfer.ucx_loop import UcxLoop
+from kvferry.kv_transfer.ucx_worker import UcxWorker
 
 
 class UcxPeer:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kv_transfer.link import LinkHandler
-from kv_transfer.stream import GREETINGS, MESSAGE, Stream
-from kv_transfer.ucx_blocks import Post
-from kv_transfer.ucx_loop import READABLE, WRITABLE, UcxLoop
-from kv_transfer.ucx_peer import UcxPeer
-from protocol.errors import KvferryError, NodeLost
+from kvferry.kv_transfer.link import LinkHandler
+from kvferry.kv_transfer.stream import GREETINGS, MESSAGE, Stream
+from kvferry.kv_transfer.ucx_blocks import Post
+from kvferry.kv_transfer.ucx_loop import READABLE, WRITABLE, UcxLoop
+from kvferry.kv_transfer.ucx_peer import UcxPeer
+from kvferry.protocol.errors import KvferryError, NodeLost
 
 log = logging.getLogger(__name__)
 DRAIN_ROUNDS = 64

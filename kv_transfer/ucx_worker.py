@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kv_transfer.tags import NEVER_SENT_TAG
-from kv_transfer.ucx_library import UcxLibrary
-from protocol.errors import TransferFailed
+from kvferry.kv_transfer.tags import NEVER_SENT_TAG
+from kvferry.kv_transfer.ucx_library import UcxLibrary
+from kvferry.protocol.errors import TransferFailed
 
 log = logging.getLogger(__name__)
 SPIN_S = 60e-6

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_files.source import read_json
-from protocol.errors import ConfigError, reason
+from kvferry.model_files.source import read_json
+from kvferry.protocol.errors import ConfigError, reason
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from model_files.headers import Tensor
+from kvferry.model_files.headers import Tensor
 
 NOWHERE, ON_CPU, ON_GPU = "", "cpu", "gpu"
 """Where weights run as they are stored."""

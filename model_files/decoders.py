@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from model_files.gguf import GGUFFile
-from model_files.multimodal import is_multimodal
+from kvferry.model_files.gguf import GGUFFile
+from kvferry.model_files.multimodal import is_multimodal
 
 DECODERS = frozenset(
     (

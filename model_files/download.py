@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from protocol.errors import ConfigError, reason
+from kvferry.protocol.errors import ConfigError, reason
 
 log = logging.getLogger("kvferry.models")
 

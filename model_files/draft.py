@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from model_files.encoders import is_encoder
-from model_files.refusals import require_runnable, resolve_runnable
-from model_files.source import ModelSource, read_facts, read_json, resolve
-from model_files.tokenizer import load_tokenizer
-from protocol.errors import ConfigError
-from protocol.settings import WorkerSettings
+from kvferry.model_files.encoders import is_encoder
+from kvferry.model_files.refusals import require_runnable, resolve_runnable
+from kvferry.model_files.source import ModelSource, read_facts, read_json, resolve
+from kvferry.model_files.tokenizer import load_tokenizer
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
 
 FLAG = "speculative_model"
 _PADDING = re.compile(r"\[PAD\d+\]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from protocol.errors import ConfigError
+from kvferry.protocol.errors import ConfigError
 
 
 def whole(config: dict[str, Any], name: str) -> int:

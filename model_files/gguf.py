@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
-from protocol.errors import ConfigError
+from kvferry.protocol.errors import ConfigError
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from model_files.gguf import GGUFFile
+from kvferry.model_files.gguf import GGUFFile
 
 _LOG = 0.1
 """What llama.cpp multiplies YaRN's mscale_all_dim with."""

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from model_files.quantisation import AWQ, Quantisation
-from protocol.errors import ConfigError
+from kvferry.model_files.quantisation import AWQ, Quantisation
+from kvferry.protocol.errors import ConfigError
 
 _LONGEST_HEADER = 1 << 28
 _RUN = 32

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from protocol.errors import ConfigError, reason
+from kvferry.protocol.errors import ConfigError, reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model_files.counts import NOWHERE, Count, counted
-from model_files.decoders import DECODERS, LATENT, gguf_family
-from model_files.encoders import is_encoder
-from model_files.gguf import GGUFFile, GGUFTensor, read_gguf
-from model_files.gguf_latent import latent_fields
-from model_files.headers import Tensor, safetensors_header, weights_of
-from model_files.latent import LatentSizes, latent_sizes
-from model_files.multimodal import is_multimodal, is_text, text_config
-from model_files.naming import naming
-from model_files.quantisation import quantisation
-from model_files.source import ModelSource, read_facts, read_json, weight_files
-from protocol.errors import ConfigError
-from protocol.layout import KVLayout
+from kvferry.model_files.counts import NOWHERE, Count, counted
+from kvferry.model_files.decoders import DECODERS, LATENT, gguf_family
+from kvferry.model_files.encoders import is_encoder
+from kvferry.model_files.gguf import GGUFFile, GGUFTensor, read_gguf
+from kvferry.model_files.gguf_latent import latent_fields
+from kvferry.model_files.headers import Tensor, safetensors_header, weights_of
+from kvferry.model_files.latent import LatentSizes, latent_sizes
+from kvferry.model_files.multimodal import is_multimodal, is_text, text_config
+from kvferry.model_files.naming import naming
+from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.source import ModelSource, read_facts, read_json, weight_files
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import KVLayout
 
 _HALVES, _MINIMA = 2 / 32, 2 / 32
 _STORED = {

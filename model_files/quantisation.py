@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from model_files.multimodal import text_config
-from protocol.errors import ConfigError
+from kvferry.model_files.multimodal import text_config
+from kvferry.protocol.errors import ConfigError
 
 GPTQ, AWQ, FP8, COMPRESSED = "gptq", "awq", "fp8", "compressed-tensors"
 SUPPORTED = "GPTQ of 2, 3, 4 and 8 bits, AWQ of 4 bits (gemm), fp8 and compressed-tensors (int4, int8, fp8)"

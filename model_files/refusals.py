@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from model_files.decoders import LATENT
-from model_files.encoders import is_encoder
-from model_files.gguf import read_gguf
-from model_files.multimodal import TEXT_SERVED, is_multimodal, text_config
-from model_files.quantisation import quantisation
-from model_files.source import ModelSource, read_json, resolve, unweighted
-from protocol.errors import ConfigError
+from kvferry.model_files.decoders import LATENT
+from kvferry.model_files.encoders import is_encoder
+from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.multimodal import TEXT_SERVED, is_multimodal, text_config
+from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.source import ModelSource, read_json, resolve, unweighted
+from kvferry.protocol.errors import ConfigError
 
 _LATENT = "its latent attention (MLA) is served of checkpoints of DeepSeek V2 and V3 alone"
 _CHUNKED = "its layers attend in chunks, which no kernel here does"

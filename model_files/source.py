@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from model_files.download import download
-from model_files.encoders import encoder_length, is_encoder
-from model_files.gguf import GGUFFile, gguf_parts, gguf_stem, read_gguf
-from model_files.length import context_length
-from model_files.multimodal import text_config
-from protocol.errors import ConfigError, reason
+from kvferry.model_files.download import download
+from kvferry.model_files.encoders import encoder_length, is_encoder
+from kvferry.model_files.gguf import GGUFFile, gguf_parts, gguf_stem, read_gguf
+from kvferry.model_files.length import context_length
+from kvferry.model_files.multimodal import text_config
+from kvferry.protocol.errors import ConfigError, reason
 
 DEMO_MODEL = "smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"

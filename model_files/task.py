@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from model_files.encoders import is_encoder
-from model_files.gguf import read_gguf
-from model_files.multimodal import text_config
-from model_files.source import ModelSource, read_json, read_list
-from protocol.errors import ConfigError
-from protocol.work import POOLINGS
+from kvferry.model_files.encoders import is_encoder
+from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.multimodal import text_config
+from kvferry.model_files.source import ModelSource, read_json, read_list
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.work import POOLINGS
 
 _CLASSIFIER = "ForSequenceClassification"
 _POOLING_FLAGS = {

@@ -10,10 +10,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from model_files.gguf import read_gguf
-from model_files.gguf_tokenizer import build_tokenizer
-from model_files.source import ModelSource
-from protocol.errors import ConfigError
+from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.gguf_tokenizer import build_tokenizer
+from kvferry.model_files.source import ModelSource
+from kvferry.protocol.errors import ConfigError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

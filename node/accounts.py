@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from protocol.messages import TokenDelta
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.protocol.messages import TokenDelta
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.node")
 

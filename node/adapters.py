@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from fastapi import Request
 
-from engine.loop import EngineLoop
-from engine.models.adapters import load_adapter
-from engine.models.base import Computing
-from kernels.low_rank import Adapter
-from model_files.adapter import read_adapter
-from process.http import read_message
-from protocol.adapters import AdapterName, ChangeAdapter
-from protocol.errors import ConfigError, InvalidRequest
-from protocol.settings import WorkerSettings
+from kvferry.engine.loop import EngineLoop
+from kvferry.engine.models.adapters import load_adapter
+from kvferry.engine.models.base import Computing
+from kvferry.kernels.low_rank import Adapter
+from kvferry.model_files.adapter import read_adapter
+from kvferry.process.http import read_message
+from kvferry.protocol.adapters import AdapterName, ChangeAdapter
+from kvferry.protocol.errors import ConfigError, InvalidRequest
+from kvferry.protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
 

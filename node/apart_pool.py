@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from engine.isolation import DeviceLost
-from kv_transfer.checksum import Checksums, InlineChecksums
-from kv_transfer.ports import BlockMemory
-from node.pool_memory import GIB, MEMORY_MARGIN
-from node.rows import Rows
-from node.segments import Move, Segments
-from process.limits import available_memory
-from process.lines import Line, Lines
-from protocol.errors import reason
+from kvferry.engine.isolation import DeviceLost
+from kvferry.kv_transfer.checksum import Checksums, InlineChecksums
+from kvferry.kv_transfer.ports import BlockMemory
+from kvferry.node.pool_memory import GIB, MEMORY_MARGIN
+from kvferry.node.rows import Rows
+from kvferry.node.segments import Move, Segments
+from kvferry.process.limits import available_memory
+from kvferry.process.lines import Line, Lines
+from kvferry.protocol.errors import reason
 
 GROWTH, MOST = 64 << 20, 256
 """Bytes, and rows at most, by which those for the link grow: as many stay as blocks ever were on their way at once."""

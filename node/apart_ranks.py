@@ -7,19 +7,19 @@ import pickle
 
 import torch
 
-from engine.models.base import Model
-from engine.ranks.device_group import DeviceGroup
-from engine.ranks.group import Group
-from engine.ranks.led import Led
-from node.apart_pool import ApartPool
-from node.pool_memory import available_bytes, make_pool
-from node.rank_memory import RankMemory
-from node.ranks import Ranks
-from node.rows import Rows
-from node.segments import Segments
-from process.lines import Lines
-from protocol.layout import KVLayout
-from protocol.settings import WorkerSettings
+from kvferry.engine.models.base import Model
+from kvferry.engine.ranks.device_group import DeviceGroup
+from kvferry.engine.ranks.group import Group
+from kvferry.engine.ranks.led import Led
+from kvferry.node.apart_pool import ApartPool
+from kvferry.node.pool_memory import available_bytes, make_pool
+from kvferry.node.rank_memory import RankMemory
+from kvferry.node.ranks import Ranks
+from kvferry.node.rows import Rows
+from kvferry.node.segments import Segments
+from kvferry.process.lines import Lines
+from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.settings import WorkerSettings
 
 
 class ApartRanks(Ranks):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kv_transfer.ports import GrantEvents, TransferKey
-from kv_transfer.receiver import Receiver
-from node.service import Base
-from protocol.errors import InvalidRequest, KvferryError
-from protocol.link_messages import Asked, Commit
+from kvferry.kv_transfer.ports import GrantEvents, TransferKey
+from kvferry.kv_transfer.receiver import Receiver
+from kvferry.node.service import Base
+from kvferry.protocol.errors import InvalidRequest, KvferryError
+from kvferry.protocol.link_messages import Asked, Commit
 
 
 class Arrivals:

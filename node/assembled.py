@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.engine import Engine
-from engine.models.base import Computing, ModelInfo
-from kernels.cpu import CpuOps
-from kernels.ops import Ops
-from node.apart_pool import ApartPool
-from node.pool_memory import GIB
-from node.ranks import Ranks
-from protocol.adapters import AdapterName
-from protocol.layout import KVLayout
-from protocol.settings import WorkerSettings
+from kvferry.engine.engine import Engine
+from kvferry.engine.models.base import Computing, ModelInfo
+from kvferry.kernels.cpu import CpuOps
+from kvferry.kernels.ops import Ops
+from kvferry.node.apart_pool import ApartPool
+from kvferry.node.pool_memory import GIB
+from kvferry.node.ranks import Ranks
+from kvferry.protocol.adapters import AdapterName
+from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.settings import WorkerSettings
 
 
 @dataclass(frozen=True, slots=True)

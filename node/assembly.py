@@ -9,35 +9,35 @@ from math import inf
 
 import torch
 
-from engine.block_pool import BlockPool
-from engine.budget import Limits
-from engine.canary import Canary
-from engine.engine import Engine, EngineConfig
-from engine.ledger import Ledger
-from engine.likeness import tolerance
-from engine.models.base import ModelInfo
-from engine.models.dense_modules import load_dense
-from engine.pooling import Pooler
-from engine.runner import Runner
-from engine.shift import Shift
-from kernels.cpu import CpuOps
-from kernels.ops import select
-from model_files.draft import resolve_draft
-from model_files.refusals import resolve_runnable
-from model_files.task import read_task
-from node.adapters import read_first
-from node.assembled import Assembled, arithmetic
-from node.drafting import draft_layout, make_draft
-from node.encoder import assemble_encoder
-from node.grammar_masks import make_masks
-from node.invariance import require_batch_invariance
-from node.kv_format import kv_format
-from node.model import load
-from node.pool_memory import GIB, make_pool, pool_blocks
-from node.start_ranks import start_ranks
-from process.cores import Cores
-from protocol.errors import ConfigError
-from protocol.settings import WorkerSettings
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.budget import Limits
+from kvferry.engine.canary import Canary
+from kvferry.engine.engine import Engine, EngineConfig
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.likeness import tolerance
+from kvferry.engine.models.base import ModelInfo
+from kvferry.engine.models.dense_modules import load_dense
+from kvferry.engine.pooling import Pooler
+from kvferry.engine.runner import Runner
+from kvferry.engine.shift import Shift
+from kvferry.kernels.cpu import CpuOps
+from kvferry.kernels.ops import select
+from kvferry.model_files.draft import resolve_draft
+from kvferry.model_files.refusals import resolve_runnable
+from kvferry.model_files.task import read_task
+from kvferry.node.adapters import read_first
+from kvferry.node.assembled import Assembled, arithmetic
+from kvferry.node.drafting import draft_layout, make_draft
+from kvferry.node.encoder import assemble_encoder
+from kvferry.node.grammar_masks import make_masks
+from kvferry.node.invariance import require_batch_invariance
+from kvferry.node.kv_format import kv_format
+from kvferry.node.model import load
+from kvferry.node.pool_memory import GIB, make_pool, pool_blocks
+from kvferry.node.start_ranks import start_ranks
+from kvferry.process.cores import Cores
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
 

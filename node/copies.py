@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.engine import Engine
-from kv_transfer.ports import TransferKey
-from node.arrivals import Arrivals
-from node.service import Base
-from protocol.errors import KvferryError, TransferFailed, reason
-from protocol.hashing import chain, root_hash
-from protocol.link_messages import Asked, Commit, Copy
+from kvferry.engine.engine import Engine
+from kvferry.kv_transfer.ports import TransferKey
+from kvferry.node.arrivals import Arrivals
+from kvferry.node.service import Base
+from kvferry.protocol.errors import KvferryError, TransferFailed, reason
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.link_messages import Asked, Commit, Copy
 
 
 class Keeper:

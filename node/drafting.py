@@ -6,14 +6,14 @@ import logging
 
 import torch
 
-from engine.block_pool import BlockPool
-from engine.draft_model import DraftModel
-from engine.ledger import Ledger
-from engine.models.base import Model
-from engine.runner import Runner
-from engine.shift import Shift
-from node.pool_memory import make_pool
-from protocol.layout import KVLayout
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.draft_model import DraftModel
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.models.base import Model
+from kvferry.engine.runner import Runner
+from kvferry.engine.shift import Shift
+from kvferry.node.pool_memory import make_pool
+from kvferry.protocol.layout import KVLayout
 
 log = logging.getLogger("kvferry.node")
 

@@ -11,23 +11,23 @@ from collections.abc import Callable
 
 import torch
 
-from engine.block_pool import BlockPool
-from engine.budget import Limits
-from engine.encoder_runner import EncoderRunner
-from engine.engine import Engine, EngineConfig
-from engine.ledger import Ledger
-from engine.models.dense_modules import load_dense
-from engine.models.hf_encoder import load_encoder
-from engine.models.loader import auto_dtype
-from engine.pooling import Pooler
-from kernels.reference import ReferenceOps
-from model_files.source import ModelSource
-from model_files.task import Task
-from node.assembled import Assembled, arithmetic
-from node.pool_memory import make_pool
-from protocol.errors import ConfigError
-from protocol.settings import WorkerSettings
-from protocol.work import Classify, Embed
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.budget import Limits
+from kvferry.engine.encoder_runner import EncoderRunner
+from kvferry.engine.engine import Engine, EngineConfig
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.models.dense_modules import load_dense
+from kvferry.engine.models.hf_encoder import load_encoder
+from kvferry.engine.models.loader import auto_dtype
+from kvferry.engine.pooling import Pooler
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.source import ModelSource
+from kvferry.model_files.task import Task
+from kvferry.node.assembled import Assembled, arithmetic
+from kvferry.node.pool_memory import make_pool
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.work import Classify, Embed
 
 log = logging.getLogger("kvferry.node")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.events import Event
-from kv_transfer.sender import Sender
-from node.arrivals import Arrivals
-from node.copies import Keeper
-from node.fetches import Fetches
-from node.service import Base
-from node.supplies import Supplies
-from node.tiers import Tiers
+from kvferry.engine.events import Event
+from kvferry.kv_transfer.sender import Sender
+from kvferry.node.arrivals import Arrivals
+from kvferry.node.copies import Keeper
+from kvferry.node.fetches import Fetches
+from kvferry.node.service import Base
+from kvferry.node.supplies import Supplies
+from kvferry.node.tiers import Tiers
 
 
 class Endpoints:

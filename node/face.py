@@ -7,11 +7,11 @@ import logging
 import socket
 from collections.abc import Callable
 
-from process.address import host_port, is_loopback
-from process.http import bind, make_app, make_server
-from process.secret import ClusterSecrets
-from protocol.errors import ConfigError
-from protocol.settings import WorkerSettings
+from kvferry.process.address import host_port, is_loopback
+from kvferry.process.http import bind, make_app, make_server
+from kvferry.process.secret import ClusterSecrets
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
 UNSPECIFIED = ("0.0.0.0", "::", "[::]", "")

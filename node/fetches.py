@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.engine import Engine
-from engine.events import Event, Failed
-from engine.request import Key, Request, key_of
-from engine.roster import expect
-from engine.states import Awaits
-from kv_transfer.fetch import Asker
-from kv_transfer.ports import TransferKey
-from node.arrivals import Arrivals
-from node.service import Base
-from protocol.errors import (
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Event, Failed
+from kvferry.engine.request import Key, Request, key_of
+from kvferry.engine.roster import expect
+from kvferry.engine.states import Awaits
+from kvferry.kv_transfer.fetch import Asker
+from kvferry.kv_transfer.ports import TransferKey
+from kvferry.node.arrivals import Arrivals
+from kvferry.node.service import Base
+from kvferry.protocol.errors import (
     BlocksCorrupt,
     Cancelled,
     DeadlineExceeded,
@@ -33,8 +33,8 @@ from protocol.errors import (
     TransferFailed,
     reason,
 )
-from protocol.link_messages import Asked, Commit, Supply
-from protocol.messages import DecodeTarget, Holder, Job
+from kvferry.protocol.link_messages import Asked, Commit, Supply
+from kvferry.protocol.messages import DecodeTarget, Holder, Job
 
 PIECE = 256
 """Blocks of one fetch."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.request import Request
-from engine.slices import Slice
-from kernels.graphs import LADDER
+from kvferry.engine.request import Request
+from kvferry.engine.slices import Slice
+from kvferry.kernels.graphs import LADDER
 
 LONGEST_TILE = 8192
 """Tokens of a chunk from which on all longer ones run in the same tiles (kernels/triton/launch.py): those of a model of

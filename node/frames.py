@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from process.disconnect import disconnected
+from kvferry.process.disconnect import disconnected
 
 log = logging.getLogger("kvferry.node")
 

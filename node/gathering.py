@@ -9,9 +9,9 @@ from typing import Protocol
 
 from prometheus_client import Counter
 
-from engine.engine import Engine
-from engine.events import BlocksChanged
-from node.service import Base
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import BlocksChanged
+from kvferry.node.service import Base
 
 GATHER_S = 0.2
 """Between two looks for new blocks."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 
-from engine.masks import Masks
-from grammars.library import Library
-from grammars.pool import Pool
-from grammars.vocabulary import Vocabulary
-from model_files.source import ModelSource, read_facts
-from model_files.tokenizer import load_tokenizer
-from process.limits import available_cores
-from protocol.errors import ConfigError
+from kvferry.engine.masks import Masks
+from kvferry.grammars.library import Library
+from kvferry.grammars.pool import Pool
+from kvferry.grammars.vocabulary import Vocabulary
+from kvferry.model_files.source import ModelSource, read_facts
+from kvferry.model_files.tokenizer import load_tokenizer
+from kvferry.process.limits import available_cores
+from kvferry.protocol.errors import ConfigError
 
 log = logging.getLogger("kvferry.node")
 

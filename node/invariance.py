@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from engine.models.base import Model
-from engine.models.decoder import Decoder
-from engine.ranks.layers import own_part
-from engine.ranks.led import Led
-from kernels.cpu.dense import PackedLinear
-from protocol.errors import ConfigError
+from kvferry.engine.models.base import Model
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.ranks.layers import own_part
+from kvferry.engine.ranks.led import Led
+from kvferry.kernels.cpu.dense import PackedLinear
+from kvferry.protocol.errors import ConfigError
 
 
 def require_batch_invariance(model: Model) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from engine.models.base import Model
-from protocol.errors import ConfigError
-from protocol.layout import cache_format
-from protocol.settings import WorkerSettings
+from kvferry.engine.models.base import Model
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import cache_format
+from kvferry.protocol.settings import WorkerSettings
 
 
 def kv_format(settings: WorkerSettings, *models: Model | None) -> torch.dtype | None:

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from kv_transfer.checksum import ALGORITHM
-from kv_transfer.dock import Dock
-from kv_transfer.greeting import Terms
-from kv_transfer.ucx import UcxLink
-from node.apart_pool import ApartPool
-from node.face import Face
-from node.pool_memory import PoolMemory
-from process.priority import give_way
-from protocol.settings import WorkerSettings
+from kvferry.kv_transfer.checksum import ALGORITHM
+from kvferry.kv_transfer.dock import Dock
+from kvferry.kv_transfer.greeting import Terms
+from kvferry.kv_transfer.ucx import UcxLink
+from kvferry.node.apart_pool import ApartPool
+from kvferry.node.face import Face
+from kvferry.node.pool_memory import PoolMemory
+from kvferry.process.priority import give_way
+from kvferry.protocol.settings import WorkerSettings
 
 LINK_NICENESS = 10
 """By which a decode node's link and its checksums stand behind what it computes."""

@@ -12,31 +12,31 @@ from collections.abc import Callable
 
 from fastapi import Request
 
-from cluster_state.redis_store import RedisStore
-from engine.loop import EngineLoop
-from model_files.naming import split_names
-from node.adapters import NodeAdapters
-from node.assembled import Assembled
-from node.face import Face
-from node.linking import Linking
-from node.membership import LAST_WORD_S, Membership
-from node.news import News, set_load_gauges
-from node.outflow import Outflow
-from node.pressure import pressure_now, set_scaling_gauges
-from node.rates import RateMeter
-from node.roles import RoleChange, Roles
-from node.service import Base, MakeService
-from node.streams import RouterStreams
-from node.tier_opening import OpenTiers
-from node.vitals import Vitals, Watchdog
-from process.awake import LoopClock
-from process.http import read_message
-from process.signals import Stop
-from protocol.errors import Draining
-from protocol.lease import NodeLease, Rates
-from protocol.messages import CancelRequest
-from protocol.settings import WorkerSettings
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.engine.loop import EngineLoop
+from kvferry.model_files.naming import split_names
+from kvferry.node.adapters import NodeAdapters
+from kvferry.node.assembled import Assembled
+from kvferry.node.face import Face
+from kvferry.node.linking import Linking
+from kvferry.node.membership import LAST_WORD_S, Membership
+from kvferry.node.news import News, set_load_gauges
+from kvferry.node.outflow import Outflow
+from kvferry.node.pressure import pressure_now, set_scaling_gauges
+from kvferry.node.rates import RateMeter
+from kvferry.node.roles import RoleChange, Roles
+from kvferry.node.service import Base, MakeService
+from kvferry.node.streams import RouterStreams
+from kvferry.node.tier_opening import OpenTiers
+from kvferry.node.vitals import Vitals, Watchdog
+from kvferry.process.awake import LoopClock
+from kvferry.process.http import read_message
+from kvferry.process.signals import Stop
+from kvferry.protocol.errors import Draining
+from kvferry.protocol.lease import NodeLease, Rates
+from kvferry.protocol.messages import CancelRequest
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.node")
 

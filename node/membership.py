@@ -10,14 +10,14 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from cluster_state.index import on_tier
-from cluster_state.index_writer import IndexWriter
-from cluster_state.redis_store import RedisStore
-from cluster_state.registry import LeaseKeeper
-from cluster_state.store_rows import StoreRows
-from protocol.errors import RegistryUnavailable
-from protocol.lease import NodeLease
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.cluster_state.index import on_tier
+from kvferry.cluster_state.index_writer import IndexWriter
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.cluster_state.registry import LeaseKeeper
+from kvferry.cluster_state.store_rows import StoreRows
+from kvferry.protocol.errors import RegistryUnavailable
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.node")
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from engine.models import load_model
-from engine.models.base import Model
-from engine.ranks.part import Part
-from kernels.ops import Ops
-from model_files.source import ModelSource
-from protocol.settings import WorkerSettings
+from kvferry.engine.models import load_model
+from kvferry.engine.models.base import Model
+from kvferry.engine.ranks.part import Part
+from kvferry.kernels.ops import Ops
+from kvferry.model_files.source import ModelSource
+from kvferry.protocol.settings import WorkerSettings
 
 
 def load(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from engine.events import Admitted, BlocksChanged, Event, Stepped
-from node.rates import RateMeter
-from node.service import Service
-from protocol.lease import Load
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.engine.events import Admitted, BlocksChanged, Event, Stepped
+from kvferry.node.rates import RateMeter
+from kvferry.node.service import Service
+from kvferry.protocol.lease import Load
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.node")
 

@@ -13,23 +13,23 @@ from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum, auto
 
-from cluster_state.redis_store import RedisStore
-from model_files.naming import split_names
-from node.assembled import Assembled, describe
-from node.assembly import assemble
-from node.face import Face
-from node.loaded import Loaded
-from node.membership import new_epoch, withdraw_now
-from node.rates import warm_up
-from node.service import MakeService
-from node.tier_opening import OpenTiers, open_tiers
-from process.http import serve_metrics
-from process.signals import Stop
-from process.status import Status
-from protocol.errors import RegistryUnavailable
-from protocol.lease import Rates
-from protocol.settings import WorkerSettings
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.model_files.naming import split_names
+from kvferry.node.assembled import Assembled, describe
+from kvferry.node.assembly import assemble
+from kvferry.node.face import Face
+from kvferry.node.loaded import Loaded
+from kvferry.node.membership import new_epoch, withdraw_now
+from kvferry.node.rates import warm_up
+from kvferry.node.service import MakeService
+from kvferry.node.tier_opening import OpenTiers, open_tiers
+from kvferry.process.http import serve_metrics
+from kvferry.process.signals import Stop
+from kvferry.process.status import Status
+from kvferry.protocol.errors import RegistryUnavailable
+from kvferry.protocol.lease import Rates
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.node")
 

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kv_transfer.ports import ShipStats
-from protocol.lease import Sent
+from kvferry.kv_transfer.ports import ShipStats
+from kvferry.protocol.lease import Sent
 
 LATELY_S = 20.0
 MOST, TOLD = 512, 8

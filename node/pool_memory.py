@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kv_transfer.checksum import Checksums, InlineChecksums, ThreadedChecksums
-from kv_transfer.ports import BlockMemory
-from node.device_copies import DeviceCopies
-from process.limits import available_memory
-from protocol.errors import ConfigError
-from protocol.layout import KVLayout
-from protocol.settings import CPU_POOL_GIB, WorkerSettings
+from kvferry.kv_transfer.checksum import Checksums, InlineChecksums, ThreadedChecksums
+from kvferry.kv_transfer.ports import BlockMemory
+from kvferry.node.device_copies import DeviceCopies
+from kvferry.process.limits import available_memory
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.settings import CPU_POOL_GIB, WorkerSettings
 
 GIB = 1024**3
 GPU_POOL_SHARE = 0.8
@@ -47,7 +47,7 @@ class PoolMemory(BlockMemory):
 
     def _device_digests(self, blocks: Sequence[Any]) -> list[int]:
         """By the GPU's kernels, on a stream beside that of the engine. On one thread."""
-        from kernels.triton.checksum import digests
+        from kvferry.kernels.triton.checksum import digests
 
         self._stream = self._stream or torch.cuda.Stream(self._bytes.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):

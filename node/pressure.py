@@ -6,10 +6,10 @@ none of them jumps: autoscalers act on them.
 
 from __future__ import annotations
 
-from node.rates import RateMeter
-from protocol.lease import Load
-from protocol.scaling_metrics import NodeScaling
-from protocol.settings import WorkerSettings
+from kvferry.node.rates import RateMeter
+from kvferry.protocol.lease import Load
+from kvferry.protocol.scaling_metrics import NodeScaling
+from kvferry.protocol.settings import WorkerSettings
 
 WAIT_S = 30.0
 """Once the next one has waited so long for a seat, each that waits is worth one: before, seats still come free."""

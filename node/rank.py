@@ -15,25 +15,25 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.models.decoder import Decoder
-from engine.ranks.calls import follow
-from engine.ranks.device_group import DeviceGroup, device_of
-from engine.ranks.own import Own
-from engine.ranks.part import Part
-from engine.ranks.shared_group import SharedGroup
-from kernels.ops import select
-from model_files.refusals import resolve_runnable
-from node import apart_pool
-from node.model import load
-from node.pool_memory import available_bytes, make_pool
-from node.rank_memory import RankMemory, shared_pool
-from node.rows import Rows
-from node.segments import Segments
-from process.lines import Line
-from process.log import set_up_log
-from protocol.errors import ConfigError
-from protocol.layout import KVLayout
-from protocol.settings import WorkerSettings
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.ranks.calls import follow
+from kvferry.engine.ranks.device_group import DeviceGroup, device_of
+from kvferry.engine.ranks.own import Own
+from kvferry.engine.ranks.part import Part
+from kvferry.engine.ranks.shared_group import SharedGroup
+from kvferry.kernels.ops import select
+from kvferry.model_files.refusals import resolve_runnable
+from kvferry.node import apart_pool
+from kvferry.node.model import load
+from kvferry.node.pool_memory import available_bytes, make_pool
+from kvferry.node.rank_memory import RankMemory, shared_pool
+from kvferry.node.rows import Rows
+from kvferry.node.segments import Segments
+from kvferry.process.lines import Line
+from kvferry.process.log import set_up_log
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
 

@@ -8,7 +8,7 @@ import os
 import numpy as np
 import torch
 
-from engine.ranks.shared_group import ROOM, TURNS
+from kvferry.engine.ranks.shared_group import ROOM, TURNS
 
 _SIGNS_BYTES = 4096
 

@@ -15,20 +15,20 @@ from functools import partial
 
 import torch
 
-from engine.models.base import Model
-from engine.models.decoder import Decoder
-from engine.ranks.group import Group
-from engine.ranks.led import Led
-from engine.ranks.part import Part
-from engine.ranks.shard import FLAG
-from engine.ranks.shared_group import SharedGroup
-from node.apart_pool import ApartPool
-from node.pool_memory import available_bytes, make_pool
-from node.rank_memory import RankMemory, make_memory, shared_pool
-from process.lines import Lines
-from protocol.errors import ConfigError
-from protocol.layout import KVLayout
-from protocol.settings import WorkerSettings
+from kvferry.engine.models.base import Model
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.ranks.group import Group
+from kvferry.engine.ranks.led import Led
+from kvferry.engine.ranks.part import Part
+from kvferry.engine.ranks.shard import FLAG
+from kvferry.engine.ranks.shared_group import SharedGroup
+from kvferry.node.apart_pool import ApartPool
+from kvferry.node.pool_memory import available_bytes, make_pool
+from kvferry.node.rank_memory import RankMemory, make_memory, shared_pool
+from kvferry.process.lines import Lines
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.settings import WorkerSettings
 
 
 class Ranks:
@@ -112,5 +112,5 @@ class Ranks:
         """In a process group of its own: what a terminal sends to all at once is for this process."""
         line, *others = self._given(rank)
         descriptors = (line, memory_fd, *others)
-        command = (sys.executable, "-m", "node.rank", str(rank), *map(str, descriptors))
+        command = (sys.executable, "-m", "kvferry.node.rank", str(rank), *map(str, descriptors))
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors, process_group=0)

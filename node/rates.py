@@ -6,19 +6,19 @@ import logging
 import math
 import time
 
-from engine.engine import Engine
-from engine.events import Stepped
-from engine.request import Request
-from engine.runner import Runs
-from engine.sampler import SampleRow
-from engine.slices import Slice
-from node.first_steps import first_steps
-from protocol.errors import ConfigError, reason
-from protocol.layout import blocks_for
-from protocol.lease import Rates
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Stepped
+from kvferry.engine.request import Request
+from kvferry.engine.runner import Runs
+from kvferry.engine.sampler import SampleRow
+from kvferry.engine.slices import Slice
+from kvferry.node.first_steps import first_steps
+from kvferry.protocol.errors import ConfigError, reason
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.lease import Rates
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 log = logging.getLogger("kvferry.node")
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.block_pool import chain_of
-from engine.engine import Engine
-from kv_transfer.tiers import groups as sizes
-from kv_transfer.tiers.groups import Group, in_chain
-from kv_transfer.tiers.remote import RemoteTier
-from node.gathering import TURN, Gathering
-from node.service import Base
+from kvferry.engine.block_pool import chain_of
+from kvferry.engine.engine import Engine
+from kvferry.kv_transfer.tiers import groups as sizes
+from kvferry.kv_transfer.tiers.groups import Group, in_chain
+from kvferry.kv_transfer.tiers.remote import RemoteTier
+from kvferry.node.gathering import TURN, Gathering
+from kvferry.node.service import Base
 
 
 class RemoteWrites(Gathering):

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from engine.engine import Engine
-from engine.loop import EngineLoop
-from node.membership import Membership
-from process.http import read_message
-from protocol.errors import Draining, InvalidRequest, RoleKept
-from protocol.labels import ROLES
-from protocol.roles import ChangeRole
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.engine.engine import Engine
+from kvferry.engine.loop import EngineLoop
+from kvferry.node.membership import Membership
+from kvferry.process.http import read_message
+from kvferry.protocol.errors import Draining, InvalidRequest, RoleKept
+from kvferry.protocol.labels import ROLES
+from kvferry.protocol.roles import ChangeRole
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.node")
 LOOK_S = 0.05

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from node.device_copies import Beside
-from node.rows import Rows
-from protocol.layout import KVLayout
+from kvferry.node.device_copies import Beside
+from kvferry.node.rows import Rows
+from kvferry.protocol.layout import KVLayout
 
 STAGED = 32 << 20
 """Bytes of parts that are copied to or from the device at once; one part at least."""

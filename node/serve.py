@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 
-from node.node import Ending, Node
-from node.service import MakeService
-from process.signals import Stop
-from protocol.settings import WorkerSettings
+from kvferry.node.node import Ending, Node
+from kvferry.node.service import MakeService
+from kvferry.process.signals import Stop
+from kvferry.protocol.settings import WorkerSettings
 
 
 async def serve_node(settings: WorkerSettings, make_service: MakeService) -> None:

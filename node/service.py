@@ -8,20 +8,20 @@ from typing import Protocol
 
 from fastapi import FastAPI
 
-from engine.events import Event
-from engine.loop import EngineLoop
-from kv_transfer.dock import Dock
-from kv_transfer.ports import ShipStats
-from node.assembled import Assembled
-from node.outflow import Outflow
-from node.rates import RateMeter
-from node.roles import Roles
-from node.streams import RouterStreams
-from node.tier_opening import OpenTiers
-from protocol.errors import BlocksCorrupt, Cancelled, DeadlineExceeded, KvferryError
-from protocol.messages import CancelRequest
-from protocol.settings import WorkerSettings
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.engine.events import Event
+from kvferry.engine.loop import EngineLoop
+from kvferry.kv_transfer.dock import Dock
+from kvferry.kv_transfer.ports import ShipStats
+from kvferry.node.assembled import Assembled
+from kvferry.node.outflow import Outflow
+from kvferry.node.rates import RateMeter
+from kvferry.node.roles import Roles
+from kvferry.node.streams import RouterStreams
+from kvferry.node.tier_opening import OpenTiers
+from kvferry.protocol.errors import BlocksCorrupt, Cancelled, DeadlineExceeded, KvferryError
+from kvferry.protocol.messages import CancelRequest
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 
 class Service(Protocol):

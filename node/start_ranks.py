@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from engine.ranks.shard import BY_EXPERT, FLAG
-from node.apart_ranks import ApartRanks
-from node.ranks import Ranks
-from protocol.errors import ConfigError
-from protocol.settings import WorkerSettings
+from kvferry.engine.ranks.shard import BY_EXPERT, FLAG
+from kvferry.node.apart_ranks import ApartRanks
+from kvferry.node.ranks import Ranks
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
 
 
 def start_ranks(settings: WorkerSettings, device: torch.device) -> Ranks | None:

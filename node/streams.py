@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 
 from fastapi import FastAPI, Request, Response
 
-from node.frames import FrameResponse
-from process.awake import LoopClock
-from process.http import read_message
-from protocol.errors import Fenced, StreamGone
-from protocol.messages import Pulse, Seen, StepFrame
-from protocol.wire import Unwritable, pack
+from kvferry.node.frames import FrameResponse
+from kvferry.process.awake import LoopClock
+from kvferry.process.http import read_message
+from kvferry.protocol.errors import Fenced, StreamGone
+from kvferry.protocol.messages import Pulse, Seen, StepFrame
+from kvferry.protocol.wire import Unwritable, pack
 
 log = logging.getLogger("kvferry.node")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 
-from engine.engine import Engine
-from kv_transfer.fetch import Giver, split
-from kv_transfer.link import Peer
-from kv_transfer.ports import ShipStats
-from kv_transfer.sender import Sender
-from node.service import Base
-from protocol.errors import Draining, GrantRefused, KvferryError, NotFound
-from protocol.link_messages import Fetch, Supply
+from kvferry.engine.engine import Engine
+from kvferry.kv_transfer.fetch import Giver, split
+from kvferry.kv_transfer.link import Peer
+from kvferry.kv_transfer.ports import ShipStats
+from kvferry.kv_transfer.sender import Sender
+from kvferry.node.service import Base
+from kvferry.protocol.errors import Draining, GrantRefused, KvferryError, NotFound
+from kvferry.protocol.link_messages import Fetch, Supply
 
 AT_ONCE = 16
 """Supplies under way: whoever asks beyond them computes."""

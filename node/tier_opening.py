@@ -8,19 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kv_transfer.tiers.disk import open_disk
-from kv_transfer.tiers.groups import Known
-from kv_transfer.tiers.host import open_host
-from kv_transfer.tiers.local import LocalTier
-from kv_transfer.tiers.objects import Objects
-from kv_transfer.tiers.remote import RemoteTier
-from kv_transfer.tiers.staging import Copies
-from node.assembled import Assembled
-from node.pool_memory import PoolMemory
-from process.limits import available_memory
-from protocol.errors import ConfigError
-from protocol.lease import Rates
-from protocol.settings import WorkerSettings
+from kvferry.kv_transfer.tiers.disk import open_disk
+from kvferry.kv_transfer.tiers.groups import Known
+from kvferry.kv_transfer.tiers.host import open_host
+from kvferry.kv_transfer.tiers.local import LocalTier
+from kvferry.kv_transfer.tiers.objects import Objects
+from kvferry.kv_transfer.tiers.remote import RemoteTier
+from kvferry.kv_transfer.tiers.staging import Copies
+from kvferry.node.assembled import Assembled
+from kvferry.node.pool_memory import PoolMemory
+from kvferry.process.limits import available_memory
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.lease import Rates
+from kvferry.protocol.settings import WorkerSettings
 
 log = logging.getLogger("kvferry.node")
 

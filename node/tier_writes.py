@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from engine.block_pool import chain_of
-from engine.engine import Engine
-from kv_transfer.tiers.local import LocalTier
-from node.gathering import TURN, Gathering
-from node.service import Base
+from kvferry.engine.block_pool import chain_of
+from kvferry.engine.engine import Engine
+from kvferry.kv_transfer.tiers.local import LocalTier
+from kvferry.node.gathering import TURN, Gathering
+from kvferry.node.service import Base
 
 ENOUGH, PATIENCE_S = 8, 5.0
 """New blocks of a chain that are written at once; fewer may become more for so long, as those of a stream do."""

@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.engine import Engine
-from engine.events import BlocksChanged, Event, Failed
-from engine.request import Key, Request, key_of
-from engine.roster import expect
-from engine.states import Awaits
-from kv_transfer.tiers.local import LocalTier
-from node.fetches import Fetches
-from node.gathering import Gathering, later
-from node.remote_writes import RemoteWrites
-from node.service import Base
-from node.tier_writes import TierWrites
-from protocol.errors import GrantRefused, KvferryError
-from protocol.messages import Job
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import BlocksChanged, Event, Failed
+from kvferry.engine.request import Key, Request, key_of
+from kvferry.engine.roster import expect
+from kvferry.engine.states import Awaits
+from kvferry.kv_transfer.tiers.local import LocalTier
+from kvferry.node.fetches import Fetches
+from kvferry.node.gathering import Gathering, later
+from kvferry.node.remote_writes import RemoteWrites
+from kvferry.node.service import Base
+from kvferry.node.tier_writes import TierWrites
+from kvferry.protocol.errors import GrantRefused, KvferryError
+from kvferry.protocol.messages import Job
 
 PIECE = 256
 """Blocks of one read."""

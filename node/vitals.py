@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from engine.loop import EngineLoop
-from kv_transfer.ucx import UcxLink
-from node.ranks import Ranks
-from node.rates import RateMeter
-from process.awake import AwakeClock, LoopClock, held_up_s
-from protocol.messages import Pulse
+from kvferry.engine.loop import EngineLoop
+from kvferry.kv_transfer.ucx import UcxLink
+from kvferry.node.ranks import Ranks
+from kvferry.node.rates import RateMeter
+from kvferry.process.awake import AwakeClock, LoopClock, held_up_s
+from kvferry.protocol.messages import Pulse
 
 log = logging.getLogger("kvferry.node")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.lease import NodeLease
+from kvferry.protocol.lease import NodeLease
 
 FULL, ROOMY = 0.9, 0.6
 """Of the decode nodes that there are: a share that makes them too few, and one that leaves room for what comes."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from placement.terms import Demand, NodeView
-from protocol.layout import blocks_for
+from kvferry.placement.terms import Demand, NodeView
+from kvferry.protocol.layout import blocks_for
 
 EXPECTED_OUTPUT = 128
 """Tokens a running request is expected to hold its blocks for; used only while a decode node has no room."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from protocol.lease import NodeLease
+from kvferry.protocol.lease import NodeLease
 
 
 @dataclass(frozen=True, slots=True)

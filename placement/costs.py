@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from placement.blocks import freed_per_s, missing_blocks
-from placement.fetching import fetching
-from placement.reading import by_itself_s
-from placement.terms import Demand, NodeView
-from placement.worth import displaced_s
+from kvferry.placement.blocks import freed_per_s, missing_blocks
+from kvferry.placement.fetching import fetching
+from kvferry.placement.reading import by_itself_s
+from kvferry.placement.terms import Demand, NodeView
+from kvferry.placement.worth import displaced_s
 
 HANDOFF_S = 0.002
 """Grant, commit and acknowledgement of one ship between idle nodes."""

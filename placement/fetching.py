@@ -7,10 +7,10 @@ from dataclasses import replace
 from heapq import nsmallest
 from typing import NamedTuple
 
-from placement.blocks import cached_len, whole_len
-from placement.reading import by_itself_s
-from placement.terms import Demand, Holding, NodeView, Placement, unbroken
-from protocol.messages import Holder
+from kvferry.placement.blocks import cached_len, whole_len
+from kvferry.placement.reading import by_itself_s
+from kvferry.placement.terms import Demand, Holding, NodeView, Placement, unbroken
+from kvferry.protocol.messages import Holder
 
 QUESTION_S = 0.003
 """Question, grant, commit and acknowledgement of a fetch between idle nodes."""

@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable, Sequence
 from math import inf
 from operator import itemgetter
 
-from placement.terms import Demand, NodeKey, NodeView, unbroken
-from protocol.layout import blocks_for
+from kvferry.placement.terms import Demand, NodeKey, NodeView, unbroken
+from kvferry.protocol.layout import blocks_for
 
 CHUNK_TOKENS = 256
 """The last chunk of a prompt is shipped after its last token was computed, so its bytes are always exposed."""

@@ -15,16 +15,16 @@ from math import inf
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from placement.blocks import fits, freed_per_s, has_room, new_blocks, shipped_blocks, uncached_len
-from placement.costs import HANDOFF_S, compute_s, doubt_s, first_s, own_s, queue_s, risk_s, wait_s
-from placement.fetching import holders, with_fetch
-from placement.pairs import First, Ready, cheapest_pair, pair_s
-from placement.plain import alone, alone_from_s, apart, firsts, readies
-from placement.reading import found_len
-from placement.refusals import full, no_nodes, too_long
-from placement.terms import Demand, NodeView, Placement, unbroken
-from placement.worth import spared_s
-from protocol.errors import KvferryError
+from kvferry.placement.blocks import fits, freed_per_s, has_room, new_blocks, shipped_blocks, uncached_len
+from kvferry.placement.costs import HANDOFF_S, compute_s, doubt_s, first_s, own_s, queue_s, risk_s, wait_s
+from kvferry.placement.fetching import holders, with_fetch
+from kvferry.placement.pairs import First, Ready, cheapest_pair, pair_s
+from kvferry.placement.plain import alone, alone_from_s, apart, firsts, readies
+from kvferry.placement.reading import found_len
+from kvferry.placement.refusals import full, no_nodes, too_long
+from kvferry.placement.terms import Demand, NodeView, Placement, unbroken
+from kvferry.placement.worth import spared_s
+from kvferry.protocol.errors import KvferryError
 
 NOISE = 0.2
 """Learned rates of equal machines differ by as much: nodes that count alike are equal within this share of a cost."""

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from math import inf
 from operator import attrgetter
 
-from placement.costs import wait_s
-from placement.fetching import LEAST_GAIN_S
-from placement.pairs import ROUNDING, First, Ready
-from placement.terms import Demand, NodeView, unbroken
-from placement.worth import spared_s
-from protocol.layout import blocks_for
+from kvferry.placement.costs import wait_s
+from kvferry.placement.fetching import LEAST_GAIN_S
+from kvferry.placement.pairs import ROUNDING, First, Ready
+from kvferry.placement.terms import Demand, NodeView, unbroken
+from kvferry.placement.worth import spared_s
+from kvferry.protocol.layout import blocks_for
 
 NOBODY = ("", 0)
 """No node's key."""

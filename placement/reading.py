@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from placement.blocks import cached_len
-from placement.terms import Demand, NodeView
+from kvferry.placement.blocks import cached_len
+from kvferry.placement.terms import Demand, NodeView
 
 
 class Brought(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.errors import ContextLengthExceeded, NoNodes, Overloaded
+from kvferry.protocol.errors import ContextLengthExceeded, NoNodes, Overloaded
 
 NODES_S = 2.0
 """A node that is there is known within this time: its lease is written every second and read twice a second."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from protocol.lease import NodeLease
-from protocol.messages import Holder
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import Holder
 
 NodeKey = tuple[str, int]
 """(node id, epoch)"""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from placement.blocks import uncached_len
-from placement.reading import found_len
-from placement.terms import Demand, NodeView
-from protocol.layout import blocks_for
+from kvferry.placement.blocks import uncached_len
+from kvferry.placement.reading import found_len
+from kvferry.placement.terms import Demand, NodeView
+from kvferry.protocol.layout import blocks_for
 
 WEIGHT = 0.02
 """Of one more prompt in the average of what was reused."""

@@ -14,21 +14,21 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from engine.events import Event, Failed, Generated
-from engine.request import Key, key_of
-from kv_transfer.ports import ShipStats
-from node.accounts import audit
-from node.endpoints import Endpoints
-from node.frames import FrameResponse
-from node.service import Base
-from prefill_worker.ships import Ships
-from process.http import read_message
-from process.tracing import TRACER, Span
-from protocol.errors import Cancelled, Draining, InvalidRequest, KvferryError
-from protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, PrefillRequest, ShipDone
-from protocol.reuse import Reuse
-from protocol.wire import pack
-from protocol.work import Generate
+from kvferry.engine.events import Event, Failed, Generated
+from kvferry.engine.request import Key, key_of
+from kvferry.kv_transfer.ports import ShipStats
+from kvferry.node.accounts import audit
+from kvferry.node.endpoints import Endpoints
+from kvferry.node.frames import FrameResponse
+from kvferry.node.service import Base
+from kvferry.prefill_worker.ships import Ships
+from kvferry.process.http import read_message
+from kvferry.process.tracing import TRACER, Span
+from kvferry.protocol.errors import Cancelled, Draining, InvalidRequest, KvferryError
+from kvferry.protocol.messages import AttemptFailed, CancelRequest, FirstToken, Job, PrefillRequest, ShipDone
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.wire import pack
+from kvferry.protocol.work import Generate
 
 
 @dataclass(slots=True, eq=False)

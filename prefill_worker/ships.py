@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.events import Computed, Event, Generated
-from kv_transfer.ports import ShipStats
-from node.endpoints import Endpoints
-from node.service import Base, ship_outcome
-from protocol.errors import KvferryError
-from protocol.messages import DecodeTarget, Job
+from kvferry.engine.events import Computed, Event, Generated
+from kvferry.kv_transfer.ports import ShipStats
+from kvferry.node.endpoints import Endpoints
+from kvferry.node.service import Base, ship_outcome
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.messages import DecodeTarget, Job
 
 
 @dataclass(slots=True, eq=False)

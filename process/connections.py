@@ -17,14 +17,14 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from process.connection_limits import Limits
-from process.old_http import without_chunks
-from process.refusal import end, refusal
-from process.request_length import RequestLength
-from process.unread import Unread
-from process.upgrades import body_parser, has_body
-from process.visitors import Visitors
-from protocol.errors import InvalidRequest, KvferryError, SlowRequest
+from kvferry.process.connection_limits import Limits
+from kvferry.process.old_http import without_chunks
+from kvferry.process.refusal import end, refusal
+from kvferry.process.request_length import RequestLength
+from kvferry.process.unread import Unread
+from kvferry.process.upgrades import body_parser, has_body
+from kvferry.process.visitors import Visitors
+from kvferry.protocol.errors import InvalidRequest, KvferryError, SlowRequest
 
 
 class Phase(Enum):

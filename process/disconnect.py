@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from starlette.types import Receive
 
-from protocol.errors import Cancelled
+from kvferry.protocol.errors import Cancelled
 
 AGAIN_S = 0.1
 """Until work that ignored a cancellation is cancelled again."""

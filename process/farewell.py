@@ -7,10 +7,10 @@ import asyncio
 from functools import partial
 from typing import Any, cast
 
-from process.connection_limits import Limits
-from process.connections import GuardedProtocol
-from process.toll import Toll
-from process.visitors import Visitors
+from kvferry.process.connection_limits import Limits
+from kvferry.process.connections import GuardedProtocol
+from kvferry.process.toll import Toll
+from kvferry.process.visitors import Visitors
 
 LINGER_S = 0.5
 """What a client sent before it could know of the end is here sooner than that."""

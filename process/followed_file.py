@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from protocol.errors import ConfigError, reason
+from kvferry.protocol.errors import ConfigError, reason
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

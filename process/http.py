@@ -14,13 +14,13 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import ClientDisconnect
 
-from process.address import family_of, host_port
-from process.connection_limits import Limits
-from process.connections import guarded
-from process.secret import MembersOnly
-from protocol.errors import Cancelled, ConfigError, InvalidRequest, KvferryError, RequestTooLarge
-from protocol.version import VERSION
-from protocol.wire import MAX_FRAME_BYTES, unpack
+from kvferry.process.address import family_of, host_port
+from kvferry.process.connection_limits import Limits
+from kvferry.process.connections import guarded
+from kvferry.process.secret import MembersOnly
+from kvferry.protocol.errors import Cancelled, ConfigError, InvalidRequest, KvferryError, RequestTooLarge
+from kvferry.protocol.version import VERSION
+from kvferry.protocol.wire import MAX_FRAME_BYTES, unpack
 
 T = TypeVar("T")
 

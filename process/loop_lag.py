@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from process.awake import own_held_up_s
-from protocol.loop_metrics import LoopMetrics
+from kvferry.process.awake import own_held_up_s
+from kvferry.protocol.loop_metrics import LoopMetrics
 
 PERIOD_S = 0.05
 """Between two looks. A loop that was held for longer is late once, by all of it."""

@@ -8,7 +8,7 @@ import math
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from protocol.errors import KvferryError
+from kvferry.protocol.errors import KvferryError
 
 RETRY_AFTER_S = {429: 1.0, 503: 5.0}
 """A place is free again after about a token's time, a node after its restart."""

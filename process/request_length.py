@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from process.connection_limits import FRAMING, MAX_AHEAD, MAX_HEADER_BYTES, MAX_HEADERS
-from protocol.errors import HeaderTooLong, InvalidRequest, KvferryError, Overloaded, RequestTooLarge
+from kvferry.process.connection_limits import FRAMING, MAX_AHEAD, MAX_HEADER_BYTES, MAX_HEADERS
+from kvferry.protocol.errors import HeaderTooLong, InvalidRequest, KvferryError, Overloaded, RequestTooLarge
 
 _AROUND = len(b": \r\n")
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from process.followed_file import FollowedFile
-from process.log import Seldom
-from protocol.common_settings import CommonSettings
-from protocol.errors import ConfigError, OtherCluster
+from kvferry.process.followed_file import FollowedFile
+from kvferry.process.log import Seldom
+from kvferry.protocol.common_settings import CommonSettings
+from kvferry.protocol.errors import ConfigError, OtherCluster
 
 log = logging.getLogger(__name__)
 HEADER = "x-kvferry-cluster"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from process.toll import Toll
-from protocol.errors import Overloaded
+from kvferry.process.toll import Toll
+from kvferry.protocol.errors import Overloaded
 
 
 class Visitors:

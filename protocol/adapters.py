@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.wire import message
+from kvferry.protocol.wire import message
 
 
 @message(8, checked=True)

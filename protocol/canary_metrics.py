@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge
 
-from protocol.model_metrics import ModelRegistry
+from kvferry.protocol.model_metrics import ModelRegistry
 
 LOOKS = ("agreed", "differed", "dropped")
 

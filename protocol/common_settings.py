@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.setting import setting
+from kvferry.protocol.setting import setting
 
 
 @dataclass(frozen=True, kw_only=True)

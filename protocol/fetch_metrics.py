@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter
 
-from protocol.labels import FETCH_OUTCOMES, FETCH_WAYS
-from protocol.model_metrics import ModelRegistry
+from kvferry.protocol.labels import FETCH_OUTCOMES, FETCH_WAYS
+from kvferry.protocol.model_metrics import ModelRegistry
 
 
 class FetchMetrics:

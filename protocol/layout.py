@@ -6,7 +6,7 @@ import hashlib
 import math
 from dataclasses import dataclass, replace
 
-from protocol.errors import ConfigError
+from kvferry.protocol.errors import ConfigError
 
 WIRE_VERSION = 9
 STORE_GROUP = 16

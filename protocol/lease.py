@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from protocol.adapters import AdapterName
-from protocol.layout import WIRE_VERSION
-from protocol.messages import DecodeTarget, Pulse
-from protocol.wire import WireError, message, pack, unpack
+from kvferry.protocol.adapters import AdapterName
+from kvferry.protocol.layout import WIRE_VERSION
+from kvferry.protocol.messages import DecodeTarget, Pulse
+from kvferry.protocol.wire import WireError, message, pack, unpack
 
 
 @message(40)

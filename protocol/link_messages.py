@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.messages import DecodeTarget, Job, TokenDelta
-from protocol.names import NOBODY, NodeName
-from protocol.wire import message
+from kvferry.protocol.messages import DecodeTarget, Job, TokenDelta
+from kvferry.protocol.names import NOBODY, NodeName
+from kvferry.protocol.wire import message
 
 
 @message(48, checked=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.names import NodeName
-from protocol.reuse import Reuse
-from protocol.sampling import SamplingParams
-from protocol.wire import message
-from protocol.work import Generate, Grammar, Work
+from kvferry.protocol.names import NodeName
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.wire import message
+from kvferry.protocol.work import Generate, Grammar, Work
 
 
 @message(2)

@@ -11,12 +11,12 @@ from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from protocol import labels
-from protocol.loop_metrics import LoopMetrics
-from protocol.model_metrics import ModelMetrics, live_nodes
-from protocol.reuse_metrics import ReuseMetrics
-from protocol.scaling_metrics import RouterScaling
-from protocol.tally import Tallies
+from kvferry.protocol import labels
+from kvferry.protocol.loop_metrics import LoopMetrics
+from kvferry.protocol.model_metrics import ModelMetrics, live_nodes
+from kvferry.protocol.reuse_metrics import ReuseMetrics
+from kvferry.protocol.scaling_metrics import RouterScaling
+from kvferry.protocol.tally import Tallies
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 
-from protocol import labels
-from protocol.tally import Tally
+from kvferry.protocol import labels
+from kvferry.protocol.tally import Tally
 
 Family = TypeVar("Family", Counter, Gauge, Histogram)
 

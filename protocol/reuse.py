@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.labels import FOUND_MISSING
-from protocol.wire import message
+from kvferry.protocol.labels import FOUND_MISSING
+from kvferry.protocol.wire import message
 
 Missed = tuple[tuple[str, int], ...]
 """(reason, tokens) of what was predicted to be in a cache and was not, from left to right."""

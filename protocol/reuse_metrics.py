@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter
 
-from protocol import labels
+from kvferry.protocol import labels
 
 
 class ReuseMetrics:

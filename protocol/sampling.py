@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from protocol.errors import InvalidRequest
+from kvferry.protocol.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from protocol import labels
-from protocol.model_metrics import ModelRegistry
+from kvferry.protocol import labels
+from kvferry.protocol.model_metrics import ModelRegistry
 
 BACKLOG = "kvferry_prefill_backlog_seconds"
 BACKLOG_HELP = (

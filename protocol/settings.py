@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.common_settings import CommonSettings
-from protocol.layout import CACHE_DTYPES
-from protocol.setting import setting
+from kvferry.protocol.common_settings import CommonSettings
+from kvferry.protocol.layout import CACHE_DTYPES
+from kvferry.protocol.setting import setting
 
 CPU_POOL_GIB = 1.0
 """KV pool of a worker on a CPU when no size is given."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge
 
-from protocol.labels import OWN_TIERS, TIER_OUTCOMES, TIER_WAYS, TIERS
-from protocol.model_metrics import ModelRegistry
+from kvferry.protocol.labels import OWN_TIERS, TIER_OUTCOMES, TIER_WAYS, TIERS
+from kvferry.protocol.model_metrics import ModelRegistry
 
 
 class TierMetrics:

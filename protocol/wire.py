@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgpack
 
-from protocol.errors import InvalidRequest, KvferryError
+from kvferry.protocol.errors import InvalidRequest, KvferryError
 
 T = TypeVar("T")
 MAX_FRAME_BYTES = 64 * 1024 * 1024

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.errors import InvalidRequest
-from protocol.sampling import SamplingParams
-from protocol.wire import message
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.wire import message
 
 message(1, checked=True)(SamplingParams)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from protocol import labels
-from protocol.canary_metrics import CanaryMetrics
-from protocol.fetch_metrics import FetchMetrics
-from protocol.metrics import LATENCY_BUCKETS, STEP_BUCKETS
-from protocol.model_metrics import ModelRegistry
-from protocol.scaling_metrics import NodeScaling
-from protocol.speculation_metrics import SpeculationMetrics
-from protocol.tier_metrics import TierMetrics
+from kvferry.protocol import labels
+from kvferry.protocol.canary_metrics import CanaryMetrics
+from kvferry.protocol.fetch_metrics import FetchMetrics
+from kvferry.protocol.metrics import LATENCY_BUCKETS, STEP_BUCKETS
+from kvferry.protocol.model_metrics import ModelRegistry
+from kvferry.protocol.scaling_metrics import NodeScaling
+from kvferry.protocol.speculation_metrics import SpeculationMetrics
+from kvferry.protocol.tier_metrics import TierMetrics
 
 
 class WorkerMetrics:

@@ -12,10 +12,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
-from placement.balance import Change, Demands, backlog_s, wanted
-from protocol.errors import KvferryError
-from protocol.lease import NodeLease
-from router.api.pool import Pool
+from kvferry.placement.balance import Change, Demands, backlog_s, wanted
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.lease import NodeLease
+from kvferry.router.api.pool import Pool
 
 log = logging.getLogger(__name__)
 

@@ -14,34 +14,34 @@ from typing import Any, Protocol
 
 import uvicorn
 
-from cluster_state.redis_responses import RedisResponses
-from cluster_state.redis_store import RedisStore
-from cluster_state.responses import ResponseStore
-from process.address import host_port
-from process.connection_limits import Limits
-from process.farewell import lingering
-from process.http import Server, bind
-from process.loop_lag import watched
-from process.secret import ClusterSecrets
-from process.signals import Stop
-from process.status import Status
-from process.toll import Toll
-from protocol.errors import ConfigError, RegistryUnavailable, reason
-from protocol.metrics import RouterMetrics
-from protocol.settings import RouterSettings
-from router import draining
-from router.api.app import create_app
-from router.api.pool import Pools, pool_of
-from router.balance import Balance
-from router.batch.batches import Batches
-from router.dashboard.board import Board
-from router.journey.cluster import RouterCluster
-from router.journey.prefixes import BlockLookup
-from router.nodes.table import NodeSource
-from router.siblings.exposition import scraped
-from router.siblings.siblings import Siblings
-from router.tenants.tenancy import Tenancy
-from router.text.load import load_text_models
+from kvferry.cluster_state.redis_responses import RedisResponses
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.cluster_state.responses import ResponseStore
+from kvferry.process.address import host_port
+from kvferry.process.connection_limits import Limits
+from kvferry.process.farewell import lingering
+from kvferry.process.http import Server, bind
+from kvferry.process.loop_lag import watched
+from kvferry.process.secret import ClusterSecrets
+from kvferry.process.signals import Stop
+from kvferry.process.status import Status
+from kvferry.process.toll import Toll
+from kvferry.protocol.errors import ConfigError, RegistryUnavailable, reason
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router import draining
+from kvferry.router.api.app import create_app
+from kvferry.router.api.pool import Pools, pool_of
+from kvferry.router.balance import Balance
+from kvferry.router.batch.batches import Batches
+from kvferry.router.dashboard.board import Board
+from kvferry.router.journey.cluster import RouterCluster
+from kvferry.router.journey.prefixes import BlockLookup
+from kvferry.router.nodes.table import NodeSource
+from kvferry.router.siblings.exposition import scraped
+from kvferry.router.siblings.siblings import Siblings
+from kvferry.router.tenants.tenancy import Tenancy
+from kvferry.router.text.load import load_text_models
 
 log = logging.getLogger(__name__)
 

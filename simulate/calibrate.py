@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from cluster_state.redis_store import RedisStore
-from placement.terms import STREAM_SHARE
-from protocol.errors import ConfigError
-from protocol.lease import NodeLease, Rates
-from simulate.known import check_known
-from simulate.machine import Machine
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.placement.terms import STREAM_SHARE
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.lease import NodeLease, Rates
+from kvferry.simulate.known import check_known
+from kvferry.simulate.machine import Machine
 
 
 async def leases_of(redis_url: str, cluster: str = "default", model: str = "") -> list[NodeLease]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from protocol.errors import ConfigError
-from simulate import picture
-from simulate.ask import Ask
-from simulate.compare import CASES, POLICIES, case, simulated
-from simulate.figures import Figures, Goal
-from simulate.fleet import Shape
-from simulate.known import check_known
-from simulate.machine import Machine
-from simulate.mooncake import read_trace
-from simulate.pace import Pace
-from simulate.workloads import Asked
-from simulate.world import Loss
+from kvferry.protocol.errors import ConfigError
+from kvferry.simulate import picture
+from kvferry.simulate.ask import Ask
+from kvferry.simulate.compare import CASES, POLICIES, case, simulated
+from kvferry.simulate.figures import Figures, Goal
+from kvferry.simulate.fleet import Shape
+from kvferry.simulate.known import check_known
+from kvferry.simulate.machine import Machine
+from kvferry.simulate.mooncake import read_trace
+from kvferry.simulate.pace import Pace
+from kvferry.simulate.workloads import Asked
+from kvferry.simulate.world import Loss
 
 LOADS = (1e-6, 1e6)
 Say = Callable[[str], None]

@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from protocol.errors import ConfigError
-from protocol.layout import blocks_for
-from simulate.ask import Ask
-from simulate.figures import Figures, Goal, figures
-from simulate.fleet import Shape
-from simulate.known import check_known
-from simulate.others import OTHERS
-from simulate.ours import Ours
-from simulate.pace import Pace
-from simulate.policy import Policy
-from simulate.workloads import WORKLOADS, Asked
-from simulate.world import Loss, World
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import blocks_for
+from kvferry.simulate.ask import Ask
+from kvferry.simulate.figures import Figures, Goal, figures
+from kvferry.simulate.fleet import Shape
+from kvferry.simulate.known import check_known
+from kvferry.simulate.others import OTHERS
+from kvferry.simulate.ours import Ours
+from kvferry.simulate.pace import Pace
+from kvferry.simulate.policy import Policy
+from kvferry.simulate.workloads import WORKLOADS, Asked
+from kvferry.simulate.world import Loss, World
 
 OURS = "kvferry"
 POLICIES: Mapping[str, Callable[[], Policy]] = {OURS: Ours, **OTHERS}
@@ -70,7 +70,7 @@ def simulated(
 @contextmanager
 def _quiet_routers() -> Iterator[None]:
     """The router's code warns of each node that is lost."""
-    log = logging.getLogger("router")
+    log = logging.getLogger("kvferry.router")
     before = log.level
     log.setLevel(logging.ERROR)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from simulate.machine import Machine
+from kvferry.simulate.machine import Machine
 
 LEAST = 0.05
 """Of their speed that streams have, however much prompts take."""

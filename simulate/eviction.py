@@ -11,11 +11,11 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from engine.idle import Idle
-from simulate.known import check_known
+from kvferry.engine.idle import Idle
+from kvferry.simulate.known import check_known
 
 if TYPE_CHECKING:
-    from engine.block_pool import BlockPool
+    from kvferry.engine.block_pool import BlockPool
 
 EVICTIONS = ("slru", "lru", "s3fifo", "gdsf", "gdsf-cost")
 """The first is the engine's own."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import median, quantiles
 
-from protocol.errors import ConfigError
-from simulate.node import Node, Run
+from kvferry.protocol.errors import ConfigError
+from kvferry.simulate.node import Node, Run
 
 PERCENTILES = (50, 90, 99)
 

@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster_state.index import on_tier
-from cluster_state.memory_store import MemoryStore
-from cluster_state.registry import RENEWAL_S
-from protocol.errors import ConfigError
-from simulate.clock import Clock
-from simulate.cores import Cores
-from simulate.machine import LARGE, Machine
-from simulate.node import Node
-from simulate.report import lease_of
+from kvferry.cluster_state.index import on_tier
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.cluster_state.registry import RENEWAL_S
+from kvferry.protocol.errors import ConfigError
+from kvferry.simulate.clock import Clock
+from kvferry.simulate.cores import Cores
+from kvferry.simulate.machine import LARGE, Machine
+from kvferry.simulate.node import Node
+from kvferry.simulate.report import lease_of
 
 SLICES = 10
 """Parts of the fleet that renew their leases one after the other."""

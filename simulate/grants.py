@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from protocol.layout import blocks_for
-from simulate.ask import Run
-from simulate.machine import Machine
-from simulate.memory import Memory
+from kvferry.protocol.layout import blocks_for
+from kvferry.simulate.ask import Run
+from kvferry.simulate.machine import Machine
+from kvferry.simulate.memory import Memory
 
 Granted = Callable[[int], None]
 """Told how many of the stream's blocks are here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from protocol.errors import ConfigError
+from kvferry.protocol.errors import ConfigError
 
 
 def check_known(param: str, name: str, known: Collection[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from protocol.errors import ConfigError
+from kvferry.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

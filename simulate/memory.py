@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from engine.block_pool import BlockPool
-from engine.ledger import Ledger
-from engine.ports import REQUEST
-from simulate.eviction import order_of
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.ports import REQUEST
+from kvferry.simulate.eviction import order_of
 
 COPY_KEPT = 4
 """One block of so many must stay available at a node that takes a copy (engine/copies.py)."""

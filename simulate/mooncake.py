@@ -10,10 +10,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import ConfigError
-from protocol.hashing import HASH_BYTES
-from simulate.ask import Ask
-from simulate.workloads import hashes_of
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.hashing import HASH_BYTES
+from kvferry.simulate.ask import Ask
+from kvferry.simulate.workloads import hashes_of
 
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 ID_TOKENS = 512

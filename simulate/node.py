@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from protocol.labels import OWN_TIERS
-from protocol.layout import blocks_for
-from protocol.lease import Rates
-from simulate.ask import RunOf
-from simulate.clock import Clock
-from simulate.cores import Cores
-from simulate.grants import Granted, Grants
-from simulate.machine import Machine
-from simulate.memory import Memory
-from simulate.prompts import Prompt, Prompts
-from simulate.streams import Streams
-from simulate.tiers import Tiers
+from kvferry.protocol.labels import OWN_TIERS
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.lease import Rates
+from kvferry.simulate.ask import RunOf
+from kvferry.simulate.clock import Clock
+from kvferry.simulate.cores import Cores
+from kvferry.simulate.grants import Granted, Grants
+from kvferry.simulate.machine import Machine
+from kvferry.simulate.memory import Memory
+from kvferry.simulate.prompts import Prompt, Prompts
+from kvferry.simulate.streams import Streams
+from kvferry.simulate.tiers import Tiers
 
 WEIGHT = 0.1
 """Of a new observation in the rates that its lease tells (node/rates.py)."""

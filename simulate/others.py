@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from zlib import crc32
 
-from simulate.fleet import Fleet
-from simulate.node import Node, Run
-from simulate.policy import Choice
+from kvferry.simulate.fleet import Fleet
+from kvferry.simulate.node import Node, Run
+from kvferry.simulate.policy import Choice
 
 
 class Counting:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from model_files.naming import ModelName
-from placement.terms import Demand
-from protocol.errors import NodeLost, NoNodes, Overloaded
-from protocol.layout import blocks_for
-from protocol.metrics import RouterMetrics
-from router.journey.budget import RetryBudget
-from router.journey.chronicle import Chronicle
-from router.journey.deaths import Deaths
-from router.journey.errands import Errands
-from router.journey.model_cluster import ModelCluster, Shared
-from router.journey.prefixes import Prefixes
-from router.journey.underway import Expected
-from router.nodes.client import NodeClient
-from router.nodes.entry import Booking, NodeEntry
-from router.nodes.group import NodeGroup
-from router.nodes.table import NodeTable
-from simulate.fleet import Fleet
-from simulate.node import Node, Run
-from simulate.policy import Choice
+from kvferry.model_files.naming import ModelName
+from kvferry.placement.terms import Demand
+from kvferry.protocol.errors import NodeLost, NoNodes, Overloaded
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.journey.budget import RetryBudget
+from kvferry.router.journey.chronicle import Chronicle
+from kvferry.router.journey.deaths import Deaths
+from kvferry.router.journey.errands import Errands
+from kvferry.router.journey.model_cluster import ModelCluster, Shared
+from kvferry.router.journey.prefixes import Prefixes
+from kvferry.router.journey.underway import Expected
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.entry import Booking, NodeEntry
+from kvferry.router.nodes.group import NodeGroup
+from kvferry.router.nodes.table import NodeTable
+from kvferry.simulate.fleet import Fleet
+from kvferry.simulate.node import Node, Run
+from kvferry.simulate.policy import Choice
 
 LOOKUP_S = 60.0
 """The index answers at once here, however long that takes."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from statistics import median
 
-from simulate.compare import OURS
-from simulate.figures import Figures, medians
+from kvferry.simulate.compare import OURS
+from kvferry.simulate.figures import Figures, medians
 
 Results = Mapping[str, Mapping[str, Sequence[Figures]]]
 """By workload and policy, one for each seed."""

@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from protocol.errors import ConfigError
-from protocol.layout import blocks_for
-from simulate.ask import Ask
-from simulate.compare import OURS, check_span, simulated
-from simulate.figures import Figures, Goal
-from simulate.fleet import Shape
-from simulate.machine import Machine
-from simulate.pace import Pace
-from simulate.workloads import Asked, Writer
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import blocks_for
+from kvferry.simulate.ask import Ask
+from kvferry.simulate.compare import OURS, check_span, simulated
+from kvferry.simulate.figures import Figures, Goal
+from kvferry.simulate.fleet import Shape
+from kvferry.simulate.machine import Machine
+from kvferry.simulate.pace import Pace
+from kvferry.simulate.workloads import Asked, Writer
 
 BUSY = 0.7
 """Of its time that a prefill node of the first guess computes: queues grow beyond."""

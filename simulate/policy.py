@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from simulate.fleet import Fleet
-from simulate.node import Node, Run
+from kvferry.simulate.fleet import Fleet
+from kvferry.simulate.node import Node, Run
 
 
 class Choice(NamedTuple):

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import httpx
 
-from protocol.errors import ConfigError
-from simulate.known import check_known
-from simulate.machine import Machine
+from kvferry.protocol.errors import ConfigError
+from kvferry.simulate.known import check_known
+from kvferry.simulate.machine import Machine
 
 LENGTHS = (64, 320, 768)
 """Tokens of prompts that are computed alone."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from simulate.ask import Run
+from kvferry.simulate.ask import Run
 
 
 @dataclass(slots=True, order=True)

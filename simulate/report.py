@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protocol.lease import Load, NodeLease
-from simulate.node import Node
+from kvferry.protocol.lease import Load, NodeLease
+from kvferry.simulate.node import Node
 
 
 def lease_of(node: Node) -> NodeLease:

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kv_transfer.tiers.catalog import Catalog
-from protocol.labels import OWN_TIERS
-from simulate.ask import Run
-from simulate.clock import Clock
-from simulate.machine import Machine
-from simulate.memory import COPY_KEPT, Memory
+from kvferry.kv_transfer.tiers.catalog import Catalog
+from kvferry.protocol.labels import OWN_TIERS
+from kvferry.simulate.ask import Run
+from kvferry.simulate.clock import Clock
+from kvferry.simulate.machine import Machine
+from kvferry.simulate.memory import COPY_KEPT, Memory
 
 GROUP = 64
 """Blocks of a chain that are written together, at most (kv_transfer/tiers/files.py)."""

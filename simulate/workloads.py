@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from protocol.errors import ConfigError
-from protocol.hashing import HASH_BYTES
-from simulate.ask import Ask
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.hashing import HASH_BYTES
+from kvferry.simulate.ask import Ask
 
 Piece = tuple[str, int]
 """Text by what it is, and its tokens."""

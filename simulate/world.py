@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from placement.costs import HANDOFF_S
-from placement.pairs import CHUNK_TOKENS
-from protocol.errors import ContextLengthExceeded
-from protocol.layout import blocks_for
-from simulate.ask import Ask
-from simulate.clock import Clock, Deed
-from simulate.fleet import Fleet, Shape
-from simulate.node import Node, Run
-from simulate.pace import Pace
-from simulate.policy import Policy
+from kvferry.placement.costs import HANDOFF_S
+from kvferry.placement.pairs import CHUNK_TOKENS
+from kvferry.protocol.errors import ContextLengthExceeded
+from kvferry.protocol.layout import blocks_for
+from kvferry.simulate.ask import Ask
+from kvferry.simulate.clock import Clock, Deed
+from kvferry.simulate.fleet import Fleet, Shape
+from kvferry.simulate.node import Node, Run
+from kvferry.simulate.pace import Pace
+from kvferry.simulate.policy import Policy
 
 POLL_S = 0.5
 """Between two looks of a router at the registry."""

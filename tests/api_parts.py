@@ -15,28 +15,28 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
-from cluster_state.memory_store import MemoryStore
-from cluster_state.responses import MemoryResponses, ResponseStore
-from placement.capacity import Capacity
-from process.toll import Toll
-from protocol.adapters import ChangeAdapter
-from protocol.errors import KvferryError
-from protocol.lease import NodeLease
-from protocol.messages import TokenLogprobs
-from protocol.metrics import RouterMetrics
-from protocol.reuse import Reuse
-from protocol.settings import RouterSettings
-from protocol.work import Generate
-from router.api.app import create_app
-from router.api.pool import Pools, pool_of
-from router.batch.batches import Batches
-from router.dashboard.board import Board
-from router.journey.cluster import RouterCluster
-from router.journey.held import Held
-from router.journey.spec import Cluster, ClusterInfo, Enough, Fork, Output, RequestSpec, Route
-from router.tenants.tenancy import Tenancy
-from router.text.load import load_text_model
-from router.text.text_model import TextModel
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.cluster_state.responses import MemoryResponses, ResponseStore
+from kvferry.placement.capacity import Capacity
+from kvferry.process.toll import Toll
+from kvferry.protocol.adapters import ChangeAdapter
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import TokenLogprobs
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.settings import RouterSettings
+from kvferry.protocol.work import Generate
+from kvferry.router.api.app import create_app
+from kvferry.router.api.pool import Pools, pool_of
+from kvferry.router.batch.batches import Batches
+from kvferry.router.dashboard.board import Board
+from kvferry.router.journey.cluster import RouterCluster
+from kvferry.router.journey.held import Held
+from kvferry.router.journey.spec import Cluster, ClusterInfo, Enough, Fork, Output, RequestSpec, Route
+from kvferry.router.tenants.tenancy import Tenancy
+from kvferry.router.text.load import load_text_model
+from kvferry.router.text.text_model import TextModel
 
 EOS = 2
 Script = Callable[[RequestSpec], Sequence[Output | KvferryError]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from router.dashboard.state import Asked, Blocks, Counts, Event, Node, State, Suspect, Transfer
+from kvferry.router.dashboard.state import Asked, Blocks, Counts, Event, Node, State, Suspect, Transfer
 
 NASTY = "</td><img src=x onerror=alert(1)>\x1b[31m[bold]"
 

@@ -17,12 +17,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as HttpRoute
 from waiting import until
 
-from cluster_state.memory_store import MemoryStore
-from model_files.naming import ModelName
-from protocol.adapters import AdapterName, ChangeAdapter
-from protocol.errors import KvferryError, StreamGone, TransferFailed
-from protocol.lease import Load, NodeLease
-from protocol.messages import (
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.model_files.naming import ModelName
+from kvferry.protocol.adapters import AdapterName, ChangeAdapter
+from kvferry.protocol.errors import KvferryError, StreamGone, TransferFailed
+from kvferry.protocol.lease import Load, NodeLease
+from kvferry.protocol.messages import (
     AttemptFailed,
     CancelRequest,
     FirstToken,
@@ -35,17 +35,17 @@ from protocol.messages import (
     StepFrame,
     TokenDelta,
 )
-from protocol.metrics import RouterMetrics
-from protocol.reuse import Missed, Reuse
-from protocol.sampling import SamplingParams
-from protocol.wire import pack, unpack
-from protocol.work import Generate
-from router.call import Call
-from router.journey.cluster import RouterCluster
-from router.journey.journey import RouterJourney
-from router.journey.spec import Output, RequestSpec
-from router.nodes.client import NodeClient
-from router.nodes.table import NodeTable
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.reuse import Missed, Reuse
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.wire import pack, unpack
+from kvferry.protocol.work import Generate
+from kvferry.router.call import Call
+from kvferry.router.journey.cluster import RouterCluster
+from kvferry.router.journey.journey import RouterJourney
+from kvferry.router.journey.spec import Output, RequestSpec
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.table import NodeTable
 
 BLOCK = 4
 PROMPT = tuple(range(100, 164))

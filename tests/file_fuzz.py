@@ -84,18 +84,18 @@ def main(home: Path, first: int, last: int) -> None:
 
 def read(path: Path) -> None:
     """All that a router and a worker read of a model, and a few tokens of it. Raises what they raise."""
-    from engine.events import Failed
-    from grammars.library import Library
-    from model_files.needs import model_needs
-    from model_files.source import resolve
-    from node.assembly import assemble
-    from protocol.errors import ConfigError, InvalidRequest
-    from protocol.messages import Job
-    from protocol.sampling import SamplingParams
-    from protocol.settings import RouterSettings, WorkerSettings
-    from protocol.work import Generate, Grammar
-    from router.text.grammar_vocabulary import vocabulary_of
-    from router.text.load import load_text_model
+    from kvferry.engine.events import Failed
+    from kvferry.grammars.library import Library
+    from kvferry.model_files.needs import model_needs
+    from kvferry.model_files.source import resolve
+    from kvferry.node.assembly import assemble
+    from kvferry.protocol.errors import ConfigError, InvalidRequest
+    from kvferry.protocol.messages import Job
+    from kvferry.protocol.sampling import SamplingParams
+    from kvferry.protocol.settings import RouterSettings, WorkerSettings
+    from kvferry.protocol.work import Generate, Grammar
+    from kvferry.router.text.grammar_vocabulary import vocabulary_of
+    from kvferry.router.text.load import load_text_model
 
     model_needs(resolve(str(path)))
     text = load_text_model(RouterSettings(model=(str(path),)))
@@ -120,7 +120,7 @@ def read(path: Path) -> None:
 
 def _outcome(path: Path) -> tuple[str, str]:
     """What is wrong, and the error's text."""
-    from protocol.errors import KvferryError, ModelFailed
+    from kvferry.protocol.errors import KvferryError, ModelFailed
 
     try:
         read(path)

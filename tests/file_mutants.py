@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 from vocabularies import sentencepiece
 
-from model_files.gguf_tokenizer import CONTROL, NORMAL, build_tokenizer
+from kvferry.model_files.gguf_tokenizer import CONTROL, NORMAL, build_tokenizer
 
 TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "12", "Ġa", "<s>", "</s>"]
 BOS, EOS = len(TOKENS) - 2, len(TOKENS) - 1

@@ -11,11 +11,11 @@ from typing import Any
 from api_parts import Api, FakeCluster, demo_text, outputs_for
 from tokenizers import AddedToken, Tokenizer
 
-from model_files.tokenizer import TextTokenizer
-from router.journey.spec import Output, RequestSpec
-from router.text.parsers.harmony import MARKERS
-from router.text.template import ChatTemplate
-from router.text.text_model import TextModel
+from kvferry.model_files.tokenizer import TextTokenizer
+from kvferry.router.journey.spec import Output, RequestSpec
+from kvferry.router.text.parsers.harmony import MARKERS
+from kvferry.router.text.template import ChatTemplate
+from kvferry.router.text.text_model import TextModel
 
 ON = "<|end|><|start|>assistant"
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"

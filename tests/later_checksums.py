@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kv_transfer.checksum import checksum
+from kvferry.kv_transfer.checksum import checksum
 
 
 class LaterChecksums:

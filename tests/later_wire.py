@@ -25,7 +25,7 @@ class LaterZygote(Zygote):
 
 def later() -> None:
     """Before anything has taken the number from there."""
-    from protocol import layout
+    from kvferry.protocol import layout
 
     taken = [name for name, module in sys.modules.items() if name != layout.__name__ and "WIRE_VERSION" in vars(module)]
     assert not taken, taken

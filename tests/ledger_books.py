@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from engine.ledger import Ledger
+from kvferry.engine.ledger import Ledger
 
 
 def count(ledger: Ledger, block_id: int) -> int:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grammars.seam import Bits
-from protocol.errors import InvalidRequest
-from protocol.work import Grammar
+from kvferry.grammars.seam import Bits
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.work import Grammar
 
 
 def listed(*outputs: Sequence[int]) -> Grammar:

@@ -22,8 +22,8 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import wait_for
 
-from cluster_state.redis_store import RedisStore
-from protocol.lease import NodeLease
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.protocol.lease import NodeLease
 
 START_S = 120.0
 _LIBC = ctypes.CDLL(None)
@@ -141,7 +141,7 @@ def _end_with_parent() -> None:
 @contextmanager
 def local_cluster(*args: str) -> Iterator[LocalCluster]:
     """`kvferry serve --port 0 …`; ended with SIGTERM, and by id if that does not do."""
-    command = [sys.executable, "-m", "cli.main", "serve", "--port", "0", *args]
+    command = [sys.executable, "-m", "kvferry.cli.main", "serve", "--port", "0", *args]
     began = time.monotonic()
     data = tempfile.TemporaryDirectory(prefix="kvferry-")
     process = subprocess.Popen(

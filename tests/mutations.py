@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from types import UnionType
 from typing import Any
 
-from protocol.wire import Unwritable, pack
+from kvferry.protocol.wire import Unwritable, pack
 
 ODD: list[Any] = [
     None, True, -1, 0, 2**31, 2**63 - 1, 2**64 - 1, -(2**63), 0.5, float("nan"), float("inf"), "", "x", "\0", "é" * 999,

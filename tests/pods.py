@@ -20,7 +20,7 @@ from chaos.stage import MODEL, free_port
 from chaos.zygote import ForkedChild, Zygote
 from redis_servers import redis_server
 
-from cli.child import Command
+from kvferry.cli.child import Command
 
 PODS = {"router": 3, "prefill": 3, "decode": 6}
 """So many of each may be started in one house: each has a way to Redis of its own."""

@@ -16,17 +16,17 @@ from toy import VOCAB, expected, make_engine
 from waiting import until
 from worker_pair import Worker, worker
 
-from cluster_state.redis_store import RedisStore
-from model_files.naming import ModelName
-from node.rates import RateMeter
-from protocol.lease import Rates
-from protocol.metrics import RouterMetrics
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
-from router.call import Call
-from router.journey.cluster import RouterCluster
-from router.journey.prefixes import Remembered
-from router.journey.spec import RequestSpec
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.model_files.naming import ModelName
+from kvferry.node.rates import RateMeter
+from kvferry.protocol.lease import Rates
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
+from kvferry.router.call import Call
+from kvferry.router.journey.cluster import RouterCluster
+from kvferry.router.journey.prefixes import Remembered
+from kvferry.router.journey.spec import RequestSpec
 
 PREFIX = 64
 """Tokens; blocks have 4."""

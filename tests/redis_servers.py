@@ -15,7 +15,7 @@ from pathlib import Path
 import redis
 from waiting import wait_for
 
-from cli.preflight import valkey_binary
+from kvferry.cli.preflight import valkey_binary
 
 LOOPBACK = "127.0.0.1"
 MASTER = "kv"

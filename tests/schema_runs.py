@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.engine import Engine
-from engine.events import Failed, Generated
-from model_files.source import resolve
-from model_files.tokenizer import load_tokenizer
-from node.assembly import assemble
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.settings import WorkerSettings
-from protocol.work import Generate, Grammar
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Failed, Generated
+from kvferry.model_files.source import resolve
+from kvferry.model_files.tokenizer import load_tokenizer
+from kvferry.node.assembly import assemble
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.work import Generate, Grammar
 
 EOS = (2,)
 TOGETHER = 16

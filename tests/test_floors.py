@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,11 +52,12 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def tops(path: Path) -> set[str]:
-    return {name.split(".")[0] for name in imports(path)}
+    """Top-level packages that a module imports, kvferry's own by their names inside it."""
+    return {name.removeprefix("kvferry.").split(".")[0] for name in imports(path)}
 
 
 def dotted(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = ("kvferry", *path.relative_to(ROOT).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -68,9 +70,33 @@ def test_a_folder_imports_only_lower_floors(folder):
         assert not tops(path) & {"tests", "benchmarks"}
 
 
-def test_every_package_has_a_floor():
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+def test_every_package_has_a_floor_and_an_import_name():
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"kvferry"}
     assert packages == set(FLOORS)
+    links = {path.name: path.readlink() for path in (ROOT / "kvferry").iterdir() if path.is_symlink()}
+    assert links == {folder: Path("..") / folder for folder in FLOORS}
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    assert config["wheel"]["packages"] == {"kvferry": "kvferry", **{f"kvferry/{name}": name for name in FLOORS}}
+    assert set(config["sdist"]["exclude"]) == {f"kvferry/{name}" for name in FLOORS}
+
+
+def test_imports_name_kvferry():
+    """A package of the root that is imported by its folder's name would be a second copy of each of its modules."""
+    for path in (path for folder in (*FLOORS, "tests", "benchmarks", "docs", "deploy") for path in modules(folder)):
+        bare = {name for name in imports(path) if name.split(".")[0] in FLOORS}
+        assert not bare, f"{path.relative_to(ROOT)} imports {bare} without kvferry."
+
+
+def test_no_module_has_two_names():
+    names = [dotted(path) for folder in TORCHLESS for path in modules(folder)]
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        f"bare = sorted(name for name in sys.modules if name.split('.')[0] in {sorted(FLOORS)})\n"
+        "sys.exit(f'loaded {bare}' if bare else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def imported_files(path: Path, known: set[str]) -> set[str]:
@@ -100,7 +126,7 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
 
 def test_no_file_imports_what_imports_it():
     paths = {dotted(path): path for folder in FLOORS for path in modules(folder)}
-    known = {*paths, "kernels.cpu._native"}
+    known = {*paths, "kvferry.kernels.cpu._native"}
     assert circles({name: imported_files(path, known) - {name} for name, path in paths.items()}) == []
 
 
@@ -133,7 +159,7 @@ def test_one_door_to_transformers():
 
 
 def test_kernels_package_says_nothing():
-    """transformers imports whatever is called `kernels` and looks for names and a version in it."""
+    """A process that starts at the root of the repository gives transformers this folder for its `kernels`."""
     tree = ast.parse((ROOT / "kernels/__init__.py").read_text())
     rest = [node for node in tree.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
     assert rest == []

@@ -8,21 +8,21 @@ import time
 
 import torch
 
-from engine.block_pool import BlockPool
-from engine.budget import Limits
-from engine.engine import Engine, EngineConfig
-from engine.events import Generated
-from engine.ledger import Ledger
-from engine.masks import Masks
-from engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted
-from engine.runner import Runner
-from kernels.ops import Ops
-from kernels.plan import BatchPlan
-from kernels.reference import ReferenceOps
-from kernels.step import always
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.budget import Limits
+from kvferry.engine.engine import Engine, EngineConfig
+from kvferry.engine.events import Generated
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.masks import Masks
+from kvferry.engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted
+from kvferry.engine.runner import Runner
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.step import always
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 VOCAB = 101
 FINGERPRINT = "toy"

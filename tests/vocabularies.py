@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from model_files.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN
+from kvferry.model_files.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN
 
 UNSAYABLE = "\x04\x06\x13\x14\x16\x1d"
 """The demo model's vocabulary lacks these, and the bytes 0xF1 and 0xF2 of the planes 4 to 11: it drops them."""

@@ -17,17 +17,17 @@ import torch
 from toy import FINGERPRINT, ToyModel, make_engine
 from waiting import until
 
-import node.node as node_module
-from cluster_state.memory_store import MemoryStore
-from decode_worker.service import DecodeService
-from elastic_worker.service import ElasticService
-from engine.engine import Engine
-from node.assembled import Assembled
-from node.loaded import Loaded
-from node.node import Node
-from prefill_worker.service import PrefillService
-from process.signals import Stop
-from protocol.messages import (
+import kvferry.node.node as node_module
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.decode_worker.service import DecodeService
+from kvferry.elastic_worker.service import ElasticService
+from kvferry.engine.engine import Engine
+from kvferry.node.assembled import Assembled
+from kvferry.node.loaded import Loaded
+from kvferry.node.node import Node
+from kvferry.prefill_worker.service import PrefillService
+from kvferry.process.signals import Stop
+from kvferry.protocol.messages import (
     AttemptFailed,
     CancelRequest,
     DecodeTarget,
@@ -39,8 +39,8 @@ from protocol.messages import (
     StepFrame,
     TokenDelta,
 )
-from protocol.settings import WorkerSettings
-from protocol.wire import FrameReader, pack
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.wire import FrameReader, pack
 
 PATIENCE_S = 15.0
 SERVICES: dict[str, Any] = {"prefill": PrefillService, "decode": DecodeService}

@@ -28,7 +28,7 @@ AS_THEY_ARE = ("torch", "triton", "nvidia", "libucx", "libucxx", "librmm", "ucxx
 """Packages whose libraries were made by tools after which `strip` would break them; those in *.libs were, too."""
 HEADER = """
 import pathlib, sys
-from model_files.gguf import read_gguf
+from kvferry.model_files.gguf import read_gguf
 print(min(tensor.offset for tensor in read_gguf(pathlib.Path(sys.argv[1])).tensors.values()))
 """
 LOADED = """

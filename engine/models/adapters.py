@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from engine.models.base import Computing
-from engine.models.config import DecoderConfig
-from engine.models.decoder import Decoder
-from engine.models.interleaved import half_split
-from engine.ranks.adapters import BY_INPUT, LedAdapter, joined_layers
-from engine.ranks.led import Led
-from engine.ranks.shard import Shard
-from engine.ranks.weights import Cut
-from kernels.low_rank import Adapter, LowRank, on_device
-from model_files.adapter import WEIGHTS, AdapterFiles
-from protocol.errors import ConfigError
+from kvferry.engine.models.base import Computing
+from kvferry.engine.models.config import DecoderConfig
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.models.interleaved import half_split
+from kvferry.engine.ranks.adapters import BY_INPUT, LedAdapter, joined_layers
+from kvferry.engine.ranks.led import Led
+from kvferry.engine.ranks.shard import Shard
+from kvferry.engine.ranks.weights import Cut
+from kvferry.kernels.low_rank import Adapter, LowRank, on_device
+from kvferry.model_files.adapter import WEIGHTS, AdapterFiles
+from kvferry.protocol.errors import ConfigError
 
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.default)?\.weight"

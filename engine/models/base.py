@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
-from kernels.ops import Ops
-from kernels.plan import BatchPlan
-from kernels.step import NextLogits, always
-from protocol.layout import KVLayout
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.step import NextLogits, always
+from kvferry.protocol.layout import KVLayout
 
 Wanted = Callable[[], bool]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.experts_config import ExpertsConfig, parse_experts, unsupported_routing
-from engine.models.families import FAMILIES, LLAMA, Family
-from engine.models.rope_config import ROPE_KINDS, RopeConfig, mscale, parse_rope, rope_dicts, rope_kind
-from engine.models.windows import rotations_and_windows
-from model_files.fields import whole
-from model_files.latent import LatentSizes, latent_sizes
-from model_files.quantisation import quantisation
-from protocol.errors import ConfigError
+from kvferry.engine.models.experts_config import ExpertsConfig, parse_experts, unsupported_routing
+from kvferry.engine.models.families import FAMILIES, LLAMA, Family
+from kvferry.engine.models.rope_config import ROPE_KINDS, RopeConfig, mscale, parse_rope, rope_dicts, rope_kind
+from kvferry.engine.models.windows import rotations_and_windows
+from kvferry.model_files.fields import whole
+from kvferry.model_files.latent import LatentSizes, latent_sizes
+from kvferry.model_files.quantisation import quantisation
+from kvferry.protocol.errors import ConfigError
 
 SILU, GELU = ("silu", "swish"), ("gelu", "gelu_pytorch_tanh")
 """Names of activations; Gemma's first checkpoints call the one by tanh gelu."""

@@ -8,15 +8,15 @@ from functools import partial
 
 import torch
 
-from engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted
-from engine.models.config import DecoderConfig
-from engine.models.parameters import Parameters
-from kernels.experts import mixture
-from kernels.gate import GELU, SILU, Gate
-from kernels.layer_norm import layer_norm
-from kernels.ops import Ops
-from kernels.plan import BatchPlan
-from kernels.step import DecoderForm, Experts, Halted, Latent, Linear, NextLogits, always
+from kvferry.engine.models.base import Halfway, Model, ModelInfo, Unwanted, Wanted
+from kvferry.engine.models.config import DecoderConfig
+from kvferry.engine.models.parameters import Parameters
+from kvferry.kernels.experts import mixture
+from kvferry.kernels.gate import GELU, SILU, Gate
+from kvferry.kernels.layer_norm import layer_norm
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.step import DecoderForm, Experts, Halted, Latent, Linear, NextLogits, always
 
 
 class Decoder(Model):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from engine.pooling import Dense
-from model_files.source import ModelSource, read_json
-from protocol.errors import ConfigError, reason
+from kvferry.engine.pooling import Dense
+from kvferry.model_files.source import ModelSource, read_json
+from kvferry.protocol.errors import ConfigError, reason
 
 _ACTIVATIONS = {"Identity": torch.nn.Identity, "Tanh": torch.nn.Tanh, "ReLU": torch.nn.ReLU, "GELU": torch.nn.GELU}
 

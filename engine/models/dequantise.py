@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from engine.models.mxfp4 import RUN, codes_of_blocks
-from kernels.blocks import FORMATS, Format, Parts
-from kernels.codes import Levels
-from protocol.errors import ConfigError
+from kvferry.engine.models.mxfp4 import RUN, codes_of_blocks
+from kvferry.kernels.blocks import FORMATS, Format, Parts
+from kvferry.kernels.codes import Levels
+from kvferry.protocol.errors import ConfigError
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, BF16 = 0, 1, 2, 3, 6, 7, 8, 30
 Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4 = 10, 11, 12, 13, 14, 20, 23, 39

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from engine.models.quantised import QuantisedWeights
-from engine.models.weights import PlainWeights, check_shape, missing
-from model_files.multimodal import text_name
-from model_files.quantisation import Quantisation
-from model_files.source import weight_files
-from protocol.errors import ConfigError
+from kvferry.engine.models.quantised import QuantisedWeights
+from kvferry.engine.models.weights import PlainWeights, check_shape, missing
+from kvferry.model_files.multimodal import text_name
+from kvferry.model_files.quantisation import Quantisation
+from kvferry.model_files.source import weight_files
+from kvferry.protocol.errors import ConfigError
 
 
 def open_directory(path: Path, quantised: Quantisation | None = None) -> FileWeights | QuantisedWeights:

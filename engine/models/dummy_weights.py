@@ -6,8 +6,8 @@ from zlib import crc32
 
 import torch
 
-from engine.models.config import DecoderConfig
-from engine.models.weights import PlainWeights
+from kvferry.engine.models.config import DecoderConfig
+from kvferry.engine.models.weights import PlainWeights
 
 _PERIOD = 1_048_573
 """Numbers until they repeat: a prime, so that no two rows of a matrix begin at the same of them."""

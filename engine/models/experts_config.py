@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.families import ExpertNames, Family
-from kernels.gate import Gate
-from kernels.routing import Routing
-from model_files.fields import whole
-from protocol.errors import ConfigError
+from kvferry.engine.models.families import ExpertNames, Family
+from kvferry.kernels.gate import Gate
+from kvferry.kernels.routing import Routing
+from kvferry.model_files.fields import whole
+from kvferry.protocol.errors import ConfigError
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """transformers writes the first for the second."""

@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from engine.models.config import DecoderConfig, parse_config
-from engine.models.families import FAMILIES
-from model_files.decoders import LATENT, gguf_family
-from model_files.gguf import GGUFFile
-from model_files.gguf_latent import latent_fields, latent_rope
-from protocol.errors import ConfigError
+from kvferry.engine.models.config import DecoderConfig, parse_config
+from kvferry.engine.models.families import FAMILIES
+from kvferry.model_files.decoders import LATENT, gguf_family
+from kvferry.model_files.gguf import GGUFFile
+from kvferry.model_files.gguf_latent import latent_fields, latent_rope
+from kvferry.protocol.errors import ConfigError
 
 
 def parse_gguf(file: GGUFFile) -> DecoderConfig:

@@ -1,7 +1,8 @@
 """The only door to transformers: any causal LM of its library behind our `Model` seam, over our paged cache.
 
-transformers probes for a distribution named `kernels` and, where one is installed, imports names from whatever package
-answers to that name; here that is our own. So the probe is made to answer false before any modelling code loads.
+transformers probes for a distribution named `kernels` and, where one is installed, imports names from the package of
+that name. In a process that starts at the repository's root, that is our folder. So the probe answers false before any
+modelling code loads.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import Any
 
 import torch
 
-from engine.models.base import Halfway, Model, ModelInfo, Wanted
-from engine.models.hf_attention import PagedAttention, Seat, seated_attention
-from engine.models.hf_dense import DenseModule
-from kernels.ops import Ops
-from kernels.plan import BatchPlan
-from kernels.step import always
+from kvferry.engine.models.base import Halfway, Model, ModelInfo, Wanted
+from kvferry.engine.models.hf_attention import PagedAttention, Seat, seated_attention
+from kvferry.engine.models.hf_dense import DenseModule
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.step import always
 
 ATTENTION = "kvferry_paged"
 

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.models.base import Unwanted, Wanted
-from kernels.ops import Ops
-from kernels.plan import BatchPlan
-from protocol.errors import ConfigError
+from kvferry.engine.models.base import Unwanted, Wanted
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.plan import BatchPlan
+from kvferry.protocol.errors import ConfigError
 
 SEAT = "kvferry_seat"
 _ALTERS_SCORES = ("softcap", "s_aux", "position_bias", "head_mask", "block_mask")

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.models.dense_forms import DenseForms
-from kernels.shared import TorchLinear
-from kernels.step import Linear, StoredRows
+from kvferry.engine.models.dense_forms import DenseForms
+from kvferry.kernels.shared import TorchLinear
+from kvferry.kernels.step import Linear, StoredRows
 
 StoredAs = Callable[[torch.Tensor], StoredRows | None]
 """The rows of a file that hold the values of a weight [out, in]; None: there are none."""

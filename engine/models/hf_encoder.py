@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from engine.models.base import Computing, ModelInfo
-from engine.models.hf import transformers_module
-from kernels.ops import Ops
-from model_files.source import ModelSource, read_facts
-from protocol.errors import ConfigError, reason
+from kvferry.engine.models.base import Computing, ModelInfo
+from kvferry.engine.models.hf import transformers_module
+from kvferry.kernels.ops import Ops
+from kvferry.model_files.source import ModelSource, read_facts
+from kvferry.protocol.errors import ConfigError, reason
 
 _UNUSED = ("pooler.",)
 """Weights that hidden states do not pass; checkpoints may lack them."""

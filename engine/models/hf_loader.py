@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 
-from engine.models.base import ModelInfo
-from engine.models.dense_forms import DenseForms
-from engine.models.directory import open_directory
-from engine.models.hf import ATTENTION, HFModel, hidden_states, logits_of, transformers_module
-from engine.models.hf_attention import Seat, ShapeProbe, take_seats
-from engine.models.hf_dense import pack_modules
-from engine.models.hf_stored import GGUFRows, coded_layers
-from engine.models.one_copy import one_copy
-from engine.models.parameters import Progress
-from kernels.cpu import CpuOps
-from kernels.ops import Ops
-from model_files.gguf import gguf_parts, read_gguf
-from model_files.length import steady_length
-from model_files.quantisation import quantisation
-from model_files.source import ModelSource, read_facts, read_json
-from protocol.errors import ConfigError, reason
+from kvferry.engine.models.base import ModelInfo
+from kvferry.engine.models.dense_forms import DenseForms
+from kvferry.engine.models.directory import open_directory
+from kvferry.engine.models.hf import ATTENTION, HFModel, hidden_states, logits_of, transformers_module
+from kvferry.engine.models.hf_attention import Seat, ShapeProbe, take_seats
+from kvferry.engine.models.hf_dense import pack_modules
+from kvferry.engine.models.hf_stored import GGUFRows, coded_layers
+from kvferry.engine.models.one_copy import one_copy
+from kvferry.engine.models.parameters import Progress
+from kvferry.kernels.cpu import CpuOps
+from kvferry.kernels.ops import Ops
+from kvferry.model_files.gguf import gguf_parts, read_gguf
+from kvferry.model_files.length import steady_length
+from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.source import ModelSource, read_facts, read_json
+from kvferry.protocol.errors import ConfigError, reason
 
 
 def load_hf(

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from engine.models.dense_forms import DenseForms
-from engine.models.dequantise import BLOCKS, dequantise
-from engine.models.hf_dense import DenseModule, outputs_first
-from engine.models.quantised import QuantisedWeights
-from engine.models.weights import GGUFWeights
-from kernels.step import StoredRows
-from model_files.gguf import GGUFFile, GGUFTensor
-from protocol.errors import ConfigError
+from kvferry.engine.models.dense_forms import DenseForms
+from kvferry.engine.models.dequantise import BLOCKS, dequantise
+from kvferry.engine.models.hf_dense import DenseModule, outputs_first
+from kvferry.engine.models.quantised import QuantisedWeights
+from kvferry.engine.models.weights import GGUFWeights
+from kvferry.kernels.step import StoredRows
+from kvferry.model_files.gguf import GGUFFile, GGUFTensor
+from kvferry.protocol.errors import ConfigError
 
 _NEAR = 2**-6
 """How far values may lie apart, in a row's largest one: transformers computes them in bfloat16."""

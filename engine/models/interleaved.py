@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from model_files.latent import LatentSizes
+from kvferry.model_files.latent import LatentSizes
 
 ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 _CACHED = "self_attn.kv_a_proj_with_mqa"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from engine.models.reader import TensorReader
-from kernels.step import Latent
-from model_files.latent import LatentSizes
+from kvferry.engine.models.reader import TensorReader
+from kvferry.kernels.step import Latent
+from kvferry.model_files.latent import LatentSizes
 
 
 def read_latent(reader: TensorReader, sizes: LatentSizes, prefix: str) -> Latent:

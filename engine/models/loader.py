@@ -7,34 +7,34 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.models.base import Model, ModelInfo
-from engine.models.config import DecoderConfig, parse_config, unsupported
-from engine.models.decoder import Decoder
-from engine.models.directory import FileWeights, open_directory
-from engine.models.dummy_weights import DummyWeights
-from engine.models.families import FAMILIES
-from engine.models.gguf_config import parse_gguf
-from engine.models.heap import trim_heap
-from engine.models.one_copy import one_copy
-from engine.models.parameters import ParameterLoader, Parameters, Progress
-from engine.models.reader import Peaks, TensorReader, whole_rows
-from engine.models.rope import rope_tables, stretched
-from engine.models.stacked import StackedWeights
-from engine.models.weights import GGUFWeights, Weights
-from engine.ranks.layers import joined
-from engine.ranks.part import Part
-from engine.ranks.shard import FLAG
-from engine.ranks.weights import ShardWeights
-from kernels.cpu import CpuOps
-from kernels.ops import Ops
-from model_files.decoders import gguf_family, own_alone
-from model_files.gguf import read_gguf
-from model_files.multimodal import is_multimodal, text_config
-from model_files.needs import has_experts
-from model_files.quantisation import quantisation
-from model_files.refusals import require_runnable
-from model_files.source import ModelSource, gguf_facts, read_facts, read_json
-from protocol.errors import ConfigError, reason
+from kvferry.engine.models.base import Model, ModelInfo
+from kvferry.engine.models.config import DecoderConfig, parse_config, unsupported
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.models.directory import FileWeights, open_directory
+from kvferry.engine.models.dummy_weights import DummyWeights
+from kvferry.engine.models.families import FAMILIES
+from kvferry.engine.models.gguf_config import parse_gguf
+from kvferry.engine.models.heap import trim_heap
+from kvferry.engine.models.one_copy import one_copy
+from kvferry.engine.models.parameters import ParameterLoader, Parameters, Progress
+from kvferry.engine.models.reader import Peaks, TensorReader, whole_rows
+from kvferry.engine.models.rope import rope_tables, stretched
+from kvferry.engine.models.stacked import StackedWeights
+from kvferry.engine.models.weights import GGUFWeights, Weights
+from kvferry.engine.ranks.layers import joined
+from kvferry.engine.ranks.part import Part
+from kvferry.engine.ranks.shard import FLAG
+from kvferry.engine.ranks.weights import ShardWeights
+from kvferry.kernels.cpu import CpuOps
+from kvferry.kernels.ops import Ops
+from kvferry.model_files.decoders import gguf_family, own_alone
+from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.multimodal import is_multimodal, text_config
+from kvferry.model_files.needs import has_experts
+from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.refusals import require_runnable
+from kvferry.model_files.source import ModelSource, gguf_facts, read_facts, read_json
+from kvferry.protocol.errors import ConfigError, reason
 
 log = logging.getLogger("kvferry.models")
 
@@ -104,7 +104,7 @@ def _load(
     if opened is None:
         if part is not None:
             raise ConfigError(f"{FLAG} needs our own decoder, not transformers' model", param=FLAG)
-        from engine.models.hf_loader import load_hf
+        from kvferry.engine.models.hf_loader import load_hf
 
         model = load_hf(
             source, device=device, dtype=dtype, ops=ops, quantization=quantization, progress=progress,

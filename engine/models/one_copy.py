@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from kernels.cpu.extension import extension
-from kernels.cpu.filed import OtherForm, read, write
-from process.written_once import WrittenOnce
-from protocol.version import VERSION
+from kvferry.kernels.cpu.extension import extension
+from kvferry.kernels.cpu.filed import OtherForm, read, write
+from kvferry.process.written_once import WrittenOnce
+from kvferry.protocol.version import VERSION
 
 if TYPE_CHECKING:
-    from kernels.cpu._native import Kernels
+    from kvferry.kernels.cpu._native import Kernels
 
 log = logging.getLogger("kvferry.models")
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.families import ExpertNames
-from engine.models.interleaved import half_split
-from engine.models.latent import read_latent
-from engine.models.reader import TensorReader
-from kernels.step import Experts, Gated, Gqa, Latent, LayerForm, Linear
+from kvferry.engine.models.families import ExpertNames
+from kvferry.engine.models.interleaved import half_split
+from kvferry.engine.models.latent import read_latent
+from kvferry.engine.models.reader import TensorReader
+from kvferry.kernels.step import Experts, Gated, Gqa, Latent, LayerForm, Linear
 
 Progress = Callable[[float], None]
 

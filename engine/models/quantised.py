@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from kernels.codes import Codes
-from model_files.quantisation import AWQ, GPTQ, Quantisation
-from protocol.errors import ConfigError
+from kvferry.kernels.codes import Codes
+from kvferry.model_files.quantisation import AWQ, GPTQ, Quantisation
+from kvferry.protocol.errors import ConfigError
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where among eight neighbouring outputs' codes, lowest bits first, AWQ keeps each."""

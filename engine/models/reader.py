@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from engine.models.config import DecoderConfig
-from engine.models.dense_forms import DenseForms
-from engine.models.interleaved import LATENT_ROTATED, ROTATED, half_split, rotated_first
-from engine.models.weights import Weights
-from kernels.ops import Ops
-from kernels.step import Linear, Stored, StoredRows
+from kvferry.engine.models.config import DecoderConfig
+from kvferry.engine.models.dense_forms import DenseForms
+from kvferry.engine.models.interleaved import LATENT_ROTATED, ROTATED, half_split, rotated_first
+from kvferry.engine.models.weights import Weights
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.step import Linear, Stored, StoredRows
 
 Rows = list[tuple[str, int]]
 """Tensors that are laid under each other: names and numbers of rows."""

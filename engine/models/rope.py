@@ -12,8 +12,8 @@ import math
 
 import torch
 
-from engine.models.rope_config import RopeConfig, mscale
-from protocol.errors import ConfigError
+from kvferry.engine.models.rope_config import RopeConfig, mscale
+from kvferry.protocol.errors import ConfigError
 
 
 def rope_tables(

@@ -5,19 +5,19 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
-from engine.models.config import parse_config, unsupported
-from engine.models.dequantise import BLOCKS, CODED, PLAIN, stored_bytes
-from engine.models.families import FAMILIES
-from engine.models.gguf_config import parse_gguf
-from engine.models.hf import gguf_architectures, language_models
-from model_files.decoders import gguf_family, own_alone
-from model_files.encoders import is_encoder
-from model_files.gguf import GGUFFile, gguf_parts, read_gguf
-from model_files.multimodal import text_config
-from model_files.needs import has_experts
-from model_files.quantisation import quantisation
-from model_files.source import ModelSource, read_json
-from protocol.errors import ConfigError
+from kvferry.engine.models.config import parse_config, unsupported
+from kvferry.engine.models.dequantise import BLOCKS, CODED, PLAIN, stored_bytes
+from kvferry.engine.models.families import FAMILIES
+from kvferry.engine.models.gguf_config import parse_gguf
+from kvferry.engine.models.hf import gguf_architectures, language_models
+from kvferry.model_files.decoders import gguf_family, own_alone
+from kvferry.model_files.encoders import is_encoder
+from kvferry.model_files.gguf import GGUFFile, gguf_parts, read_gguf
+from kvferry.model_files.multimodal import text_config
+from kvferry.model_files.needs import has_experts
+from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.source import ModelSource, read_json
+from kvferry.protocol.errors import ConfigError
 
 OWN, ENCODER = "our own decoder", "transformers' encoder"
 TRANSFORMERS = "transformers' modules around our attention and dense layers"

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.models.dequantise import BLOCKS, CODED, dequantise, stored_bytes
-from engine.models.mxfp4 import RUN, codes_of_blocks
-from kernels.step import Stored, StoredRows
-from model_files.gguf import GGUFFile, GGUFTensor
-from protocol.errors import ConfigError
+from kvferry.engine.models.dequantise import BLOCKS, CODED, dequantise, stored_bytes
+from kvferry.engine.models.mxfp4 import RUN, codes_of_blocks
+from kvferry.kernels.step import Stored, StoredRows
+from kvferry.model_files.gguf import GGUFFile, GGUFTensor
+from kvferry.protocol.errors import ConfigError
 
 _GGUF_TOP = {
     "model.embed_tokens.weight": "token_embd.weight",

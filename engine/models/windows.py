@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.models.families import Family
-from engine.models.rope_config import SLIDING
+from kvferry.engine.models.families import Family
+from kvferry.engine.models.rope_config import SLIDING
 
 
 def rotations_and_windows(

@@ -8,9 +8,9 @@ from itertools import count
 
 import torch
 
-from engine.ranks.group import Group
-from kernels.low_rank import Adapter, Layers
-from kernels.plan import BatchPlan
+from kvferry.engine.ranks.group import Group
+from kvferry.kernels.low_rank import Adapter, Layers
+from kvferry.kernels.plan import BatchPlan
 
 BY_INPUT = ("o", "down")
 """Dense layers of whose inputs a rank has a part: see `engine.ranks.weights.INPUTS`."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from engine.models.base import Halfway, Unwanted, Wanted
-from engine.ranks.adapters import Numbers, joined_layers
-from engine.ranks.own import Own
-from kernels.low_rank import Adapter, Layers
-from kernels.plan import BatchPlan
-from kernels.step import always
+from kvferry.engine.models.base import Halfway, Unwanted, Wanted
+from kvferry.engine.ranks.adapters import Numbers, joined_layers
+from kvferry.engine.ranks.own import Own
+from kvferry.kernels.low_rank import Adapter, Layers
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.step import always
 
 Hear = Callable[[], bytes]
 """The first rank's next message. Raises OSError or EOFError once it is gone."""

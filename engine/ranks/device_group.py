@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.ranks.shard import FLAG
-from protocol.errors import ConfigError, reason
+from kvferry.engine.ranks.shard import FLAG
+from kvferry.protocol.errors import ConfigError, reason
 
 _dist: Any = dist  # its backends have no types
 PATIENCE = timedelta(seconds=120)

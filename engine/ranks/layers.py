@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.models.config import DecoderConfig
-from engine.models.parameters import Parameters
-from engine.ranks.group import Group
-from kernels.step import Experts, Gated, Gqa, Latent, Linear
+from kvferry.engine.models.config import DecoderConfig
+from kvferry.engine.models.parameters import Parameters
+from kvferry.engine.ranks.group import Group
+from kvferry.kernels.step import Experts, Gated, Gqa, Latent, Linear
 
 
 @dataclass(frozen=True, slots=True)

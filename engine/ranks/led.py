@@ -7,16 +7,16 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.isolation import DeviceLost
-from engine.models.base import Halfway, Model, Unwanted, Wanted
-from engine.models.decoder import Decoder
-from engine.ranks.adapters import Numbers
-from engine.ranks.calls import GO_ON, STOP, CopyBlock, DropAdapter, Forward, Logits, TakeAdapter, packed
-from engine.ranks.group import Group
-from engine.ranks.own import Own
-from kernels.plan import BatchPlan
-from kernels.step import NextLogits, always
-from protocol.errors import reason
+from kvferry.engine.isolation import DeviceLost
+from kvferry.engine.models.base import Halfway, Model, Unwanted, Wanted
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.ranks.adapters import Numbers
+from kvferry.engine.ranks.calls import GO_ON, STOP, CopyBlock, DropAdapter, Forward, Logits, TakeAdapter, packed
+from kvferry.engine.ranks.group import Group
+from kvferry.engine.ranks.own import Own
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.step import NextLogits, always
+from kvferry.protocol.errors import reason
 
 
 class Led(Model):

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from engine.models.base import Halfway
-from engine.models.decoder import Decoder
-from engine.ranks.group import Group
-from kernels.low_rank import Adapter
-from kernels.plan import BatchPlan
-from kernels.staging import Staging
+from kvferry.engine.models.base import Halfway
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.ranks.group import Group
+from kvferry.kernels.low_rank import Adapter
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.staging import Staging
 
 
 class Own:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.ranks.group import Group
-from engine.ranks.shard import Shard
+from kvferry.engine.ranks.group import Group
+from kvferry.engine.ranks.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)

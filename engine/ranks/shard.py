@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.models.config import DecoderConfig
-from engine.models.experts_config import ExpertsConfig
-from protocol.errors import ConfigError
+from kvferry.engine.models.config import DecoderConfig
+from kvferry.engine.models.experts_config import ExpertsConfig
+from kvferry.protocol.errors import ConfigError
 
 FLAG = "tensor_parallel_size"
 BY_EXPERT = "enable_expert_parallel"

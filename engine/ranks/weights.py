@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.config import DecoderConfig
-from engine.models.weights import Weights
-from engine.ranks.shard import FLAG, Shard
-from kernels.codes import Codes
-from kernels.step import Stored, StoredRows
-from protocol.errors import ConfigError
+from kvferry.engine.models.config import DecoderConfig
+from kvferry.engine.models.weights import Weights
+from kvferry.engine.ranks.shard import FLAG, Shard
+from kvferry.kernels.codes import Codes
+from kvferry.kernels.step import Stored, StoredRows
+from kvferry.protocol.errors import ConfigError
 
 VOCABULARY = ("embed_tokens", "lm_head")
 OUTPUTS = (

@@ -6,7 +6,7 @@ reference serves.
 
 from __future__ import annotations
 
-from kernels.cpu.extension import instruction_set, instruction_sets
-from kernels.cpu.ops import CpuOps
+from kvferry.kernels.cpu.extension import instruction_set, instruction_sets
+from kvferry.kernels.cpu.ops import CpuOps
 
 __all__ = ["CpuOps", "instruction_set", "instruction_sets"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.codes import Codes, int8_of
-from kernels.step import StoredRows
+from kvferry.kernels.codes import Codes, int8_of
+from kvferry.kernels.step import StoredRows
 
 RUN = 32
 """Inputs of one scale in GGUF's small blocks."""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from kernels.codes import Codes
-from kernels.cpu.coded import packable, rows_of
-from kernels.shared import TorchLinear, TorchLinearOfHeads
-from kernels.step import Linear, LinearOfHeads, Stored, StoredRows
+from kvferry.kernels.codes import Codes
+from kvferry.kernels.cpu.coded import packable, rows_of
+from kvferry.kernels.shared import TorchLinear, TorchLinearOfHeads
+from kvferry.kernels.step import Linear, LinearOfHeads, Stored, StoredRows
 
 if TYPE_CHECKING:
-    from kernels.cpu._native import Kernels, Place
+    from kvferry.kernels.cpu._native import Kernels, Place
 
 _PANEL = 32
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 def extension() -> ModuleType | None:
     try:
-        from kernels.cpu import _native
+        from kvferry.kernels.cpu import _native
     except ImportError:
         return None
     module: ModuleType = _native

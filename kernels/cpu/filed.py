@@ -11,10 +11,10 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kernels.cpu.dense import PackedLinear
+from kvferry.kernels.cpu.dense import PackedLinear
 
 if TYPE_CHECKING:
-    from kernels.cpu._native import Kernels, Place
+    from kvferry.kernels.cpu._native import Kernels, Place
 
 _SIZES = struct.Struct("<QQQ")
 

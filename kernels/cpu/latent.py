@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.cpu.dense import PackedLinear
-from kernels.latent import absorbed, expands
-from kernels.plan import BatchPlan
-from kernels.step import Latent
+from kvferry.kernels.cpu.dense import PackedLinear
+from kvferry.kernels.latent import absorbed, expands
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.step import Latent
 
 if TYPE_CHECKING:
-    from kernels.cpu._native import Kernels
+    from kvferry.kernels.cpu._native import Kernels
 
 _UNIT = 32
 _SPAN, _BYTES = 2048, 48 << 20

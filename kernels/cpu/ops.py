@@ -7,22 +7,22 @@ from dataclasses import replace
 
 import torch
 
-from kernels.capabilities import Capabilities
-from kernels.cpu import latent
-from kernels.cpu.dense import PackedLayers
-from kernels.cpu.extension import extension, instruction_set
-from kernels.cpu.step import CpuStep, record
-from kernels.draw import NoiseKeys, is_greedy
-from kernels.gate import SILU, Gate
-from kernels.latent import absorbed
-from kernels.masking import Masks
-from kernels.noise import row_key
-from kernels.plan import BatchPlan
-from kernels.quantised_cache import FP8
-from kernels.reference import ReferenceOps
-from kernels.shared import TorchShared
-from kernels.step import DecoderForm, Latent, OneByOne
-from protocol.sampling import SamplingParams
+from kvferry.kernels.capabilities import Capabilities
+from kvferry.kernels.cpu import latent
+from kvferry.kernels.cpu.dense import PackedLayers
+from kvferry.kernels.cpu.extension import extension, instruction_set
+from kvferry.kernels.cpu.step import CpuStep, record
+from kvferry.kernels.draw import NoiseKeys, is_greedy
+from kvferry.kernels.gate import SILU, Gate
+from kvferry.kernels.latent import absorbed
+from kvferry.kernels.masking import Masks
+from kvferry.kernels.noise import row_key
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.quantised_cache import FP8
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.shared import TorchShared
+from kvferry.kernels.step import DecoderForm, Latent, OneByOne
+from kvferry.protocol.sampling import SamplingParams
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _UNIT = 16

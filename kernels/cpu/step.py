@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.cpu.dense import PackedLinear
-from kernels.plan import BatchPlan
-from kernels.quantised_cache import vector_width
-from kernels.step import DecoderForm, Gated, Gqa, Halted, LayerForm, NextLogits, always
+from kvferry.kernels.cpu.dense import PackedLinear
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.quantised_cache import vector_width
+from kvferry.kernels.step import DecoderForm, Gated, Gqa, Halted, LayerForm, NextLogits, always
 
 if TYPE_CHECKING:
-    from kernels.cpu._native import Kernels, Packed, Step
+    from kvferry.kernels.cpu._native import Kernels, Packed, Step
 
 MAX_ROWS, MAX_DECODES = 256, 128
 """Rows of a recorded step, and decodes among them; larger batches run layer by layer."""

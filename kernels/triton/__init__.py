@@ -10,28 +10,28 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.adjustments import Adjusted
-from kernels.capabilities import Capabilities
-from kernels.draw import NoiseKeys
-from kernels.form import form_of_stored, laid_together
-from kernels.gate import SILU, Gate
-from kernels.graphs import Capture, CudaCapture, GraphStep
-from kernels.masking import Masks
-from kernels.plan import BatchPlan
-from kernels.quantised_cache import PEAKS
-from kernels.shared import TorchShared, grouped_by_torch
-from kernels.staging import Staging
-from kernels.step import DecoderForm, Experts, Gated, GroupedGated, Latent, OneByOne, Step, Stored
-from kernels.triton import elementwise, rope
-from kernels.triton.adjust import Adjuster
-from kernels.triton.coded_linear import CodedLinear
-from kernels.triton.decode import decode
-from kernels.triton.draw import draw
-from kernels.triton.latent_batch import LatentBatch
-from kernels.triton.launch import Tile, decode_tile, fills, prefill_tile, spare_parts
-from kernels.triton.parts import Division
-from kernels.triton.prefill import prefill
-from protocol.sampling import SamplingParams
+from kvferry.kernels.adjustments import Adjusted
+from kvferry.kernels.capabilities import Capabilities
+from kvferry.kernels.draw import NoiseKeys
+from kvferry.kernels.form import form_of_stored, laid_together
+from kvferry.kernels.gate import SILU, Gate
+from kvferry.kernels.graphs import Capture, CudaCapture, GraphStep
+from kvferry.kernels.masking import Masks
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.quantised_cache import PEAKS
+from kvferry.kernels.shared import TorchShared, grouped_by_torch
+from kvferry.kernels.staging import Staging
+from kvferry.kernels.step import DecoderForm, Experts, Gated, GroupedGated, Latent, OneByOne, Step, Stored
+from kvferry.kernels.triton import elementwise, rope
+from kvferry.kernels.triton.adjust import Adjuster
+from kvferry.kernels.triton.coded_linear import CodedLinear
+from kvferry.kernels.triton.decode import decode
+from kvferry.kernels.triton.draw import draw
+from kvferry.kernels.triton.latent_batch import LatentBatch
+from kvferry.kernels.triton.launch import Tile, decode_tile, fills, prefill_tile, spare_parts
+from kvferry.kernels.triton.parts import Division
+from kvferry.kernels.triton.prefill import prefill
+from kvferry.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.adjustments import Adjusted, Adjustments
-from kernels.staging import Staging
+from kvferry.kernels.adjustments import Adjusted, Adjustments
+from kvferry.kernels.staging import Staging
 
 _TILE = 4096
 _BLOCK = 128

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.form import CodedForm
-from kernels.triton.product import product
+from kvferry.kernels.form import CodedForm
+from kvferry.kernels.triton.product import product
 
 
 class CodedLinear:

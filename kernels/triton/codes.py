@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from kernels.triton.eight_bits import half
+from kvferry.kernels.triton.eight_bits import half
 
 E4M3 = "E4M3"
 """The kind of codes in e4m3 that the device converts; FP8 are those whose bits are taken apart."""

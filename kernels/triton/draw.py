@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.draw import NoiseKeys, is_greedy
-from kernels.masking import Masks
-from kernels.noise import row_key
-from kernels.staging import Staging
-from protocol.sampling import SamplingParams
+from kvferry.kernels.draw import NoiseKeys, is_greedy
+from kvferry.kernels.masking import Masks
+from kvferry.kernels.noise import row_key
+from kvferry.kernels.staging import Staging
+from kvferry.protocol.sampling import SamplingParams
 
 _TILE = 4096
 _MOST_TILES = 256

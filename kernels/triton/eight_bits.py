@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.quantised_cache import FP8, PEAKS
-from kernels.triton.target import hardware_e4m3
+from kvferry.kernels.quantised_cache import FP8, PEAKS
+from kvferry.kernels.triton.target import hardware_e4m3
 
 BY_HARDWARE = tl.constexpr(-448)
 

@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.eight_bits import number, peak_of, pool_words, scales_of
-from kernels.triton.launch import Tile, power_of_two
-from kernels.triton.parts import ITEM, SPAN, Division, store_mean
-from kernels.triton.softmax import LOG2_E, slots_of, weigh
+from kvferry.kernels.triton.eight_bits import number, peak_of, pool_words, scales_of
+from kvferry.kernels.triton.launch import Tile, power_of_two
+from kvferry.kernels.triton.parts import ITEM, SPAN, Division, store_mean
+from kvferry.kernels.triton.softmax import LOG2_E, slots_of, weigh
 
 
 @triton.jit

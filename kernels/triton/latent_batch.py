@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from kernels.latent import expanded, expands
-from kernels.plan import BatchPlan
-from kernels.quantised_cache import PEAKS, as_bytes, dequantise
-from kernels.shared import TorchLinear
-from kernels.step import Latent
-from kernels.triton.latent import sum_latents
-from kernels.triton.launch import LATENT_PARTS, Tile, latent_tile, prefill_tile, spare_parts
-from kernels.triton.parts import Division
-from kernels.triton.prefill import prefill
-from protocol.layout import blocks_for
+from kvferry.kernels.latent import expanded, expands
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.quantised_cache import PEAKS, as_bytes, dequantise
+from kvferry.kernels.shared import TorchLinear
+from kvferry.kernels.step import Latent
+from kvferry.kernels.triton.latent import sum_latents
+from kvferry.kernels.triton.launch import LATENT_PARTS, Tile, latent_tile, prefill_tile, spare_parts
+from kvferry.kernels.triton.parts import Division
+from kvferry.kernels.triton.prefill import prefill
+from kvferry.protocol.layout import blocks_for
 
 MOST_BYTES = 512 << 20
 """Of keys and values at once, or else those of one head; what is made on the way takes up to twice as much."""

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.launch import MIN_TILES_PER_PART, power_of_two
+from kvferry.kernels.triton.launch import MIN_TILES_PER_PART, power_of_two
 
 ITEM = tl.constexpr(4)
 """Numbers of a part: its sequence, its first position, the position behind its last, and its place among the

@@ -5,10 +5,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.plan import BatchPlan
-from kernels.triton.eight_bits import peak_of, pool_words
-from kernels.triton.launch import Tile
-from kernels.triton.softmax import LOG2_E, attend
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.triton.eight_bits import peak_of, pool_words
+from kvferry.kernels.triton.launch import Tile
+from kvferry.kernels.triton.softmax import LOG2_E, attend
 
 
 @triton.jit(do_not_specialize=["stride_table", "first_seq"])

@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.form import CodedForm
-from kernels.graphs import LADDER
-from kernels.packing import FP8, SPANS, STORED
-from kernels.triton.codes import E4M3, four_bits, level, level_in, number, word_of
-from kernels.triton.launch import kv_splits, power_of_two, product_tile
-from kernels.triton.target import hardware_bfloat16, hardware_e4m3
-from kernels.triton.unpacking import product_of_unpacked
+from kvferry.kernels.form import CodedForm
+from kvferry.kernels.graphs import LADDER
+from kvferry.kernels.packing import FP8, SPANS, STORED
+from kvferry.kernels.triton.codes import E4M3, four_bits, level, level_in, number, word_of
+from kvferry.kernels.triton.launch import kv_splits, power_of_two, product_tile
+from kvferry.kernels.triton.target import hardware_bfloat16, hardware_e4m3
+from kvferry.kernels.triton.unpacking import product_of_unpacked
 
 ORDERED = LADDER[-1]
 """Rows of the largest batch that is summed in one order with all smaller ones."""

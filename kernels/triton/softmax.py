@@ -7,7 +7,7 @@ The running softmax is that of Milakov and Gimelshein (2018) as used by FlashAtt
 import triton
 import triton.language as tl
 
-from kernels.triton.eight_bits import number, scales_of
+from kvferry.kernels.triton.eight_bits import number, scales_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

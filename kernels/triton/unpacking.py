@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.form import CodedForm
-from kernels.packing import SPANS, STORED
-from kernels.triton.codes import level, number
+from kvferry.kernels.form import CodedForm
+from kvferry.kernels.packing import SPANS, STORED
+from kvferry.kernels.triton.codes import level, number
 
 SCRATCH_BYTES = 256 << 20
 """Bytes of weights that are unpacked at once."""

@@ -6,10 +6,10 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from kv_transfer.checksum import checksum
-from kv_transfer.tiers import header
-from kv_transfer.tiers.groups import Group
-from protocol.errors import BlocksCorrupt
+from kvferry.kv_transfer.checksum import checksum
+from kvferry.kv_transfer.tiers import header
+from kvferry.kv_transfer.tiers.groups import Group
+from kvferry.protocol.errors import BlocksCorrupt
 
 
 def packed(group: Group, blocks: Sequence[Any], fingerprint: str, block_bytes: int) -> bytes:

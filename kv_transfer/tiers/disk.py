@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import IO
 
-from kv_transfer.tiers import places
-from kv_transfer.tiers.files import Folder, Group
-from kv_transfer.tiers.local import LocalTier
-from kv_transfer.tiers.staging import Copies
-from protocol.errors import ConfigError, reason
+from kvferry.kv_transfer.tiers import places
+from kvferry.kv_transfer.tiers.files import Folder, Group
+from kvferry.kv_transfer.tiers.local import LocalTier
+from kvferry.kv_transfer.tiers.staging import Copies
+from kvferry.protocol.errors import ConfigError, reason
 
 
 class DiskTier(LocalTier[Group]):

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from kv_transfer.checksum import checksum
-from kv_transfer.tiers import header
-from kv_transfer.tiers.staging import Copies, Staging, at_once
-from protocol.errors import BlocksCorrupt, reason
+from kvferry.kv_transfer.checksum import checksum
+from kvferry.kv_transfer.tiers import header
+from kvferry.kv_transfer.tiers.staging import Copies, Staging, at_once
+from kvferry.protocol.errors import BlocksCorrupt, reason
 
 log = logging.getLogger("kvferry.tiers")
 

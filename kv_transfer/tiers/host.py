@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kv_transfer.tiers.local import LocalTier
-from kv_transfer.tiers.staging import Copies
-from protocol.errors import ConfigError
+from kvferry.kv_transfer.tiers.local import LocalTier
+from kvferry.kv_transfer.tiers.staging import Copies
+from kvferry.protocol.errors import ConfigError
 
 RATE = 5e9
 """Bytes a second that a read is expected to bring before there was one."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from kv_transfer.tiers.catalog import G
-from kv_transfer.tiers.lane import Lane
-from kv_transfer.tiers.pace import FIRST_RATE, Pace
-from kv_transfer.tiers.store import Backing, Changed, Store
-from protocol.errors import KvferryError, TransferFailed, reason
+from kvferry.kv_transfer.tiers.catalog import G
+from kvferry.kv_transfer.tiers.lane import Lane
+from kvferry.kv_transfer.tiers.pace import FIRST_RATE, Pace
+from kvferry.kv_transfer.tiers.store import Backing, Changed, Store
+from kvferry.protocol.errors import KvferryError, TransferFailed, reason
 
 WRITES, READS = 16, 16
 """Chains that may wait to be written, or read: beyond them nothing is written, and what is asked for is computed."""

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
-from protocol.errors import ConfigError, NotFound, reason
+from kvferry.protocol.errors import ConfigError, NotFound, reason
 
 SCHEMES = ("s3", "gs", "az", "file")
 CALL_S = 30.0

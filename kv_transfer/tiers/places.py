@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from kv_transfer.tiers.files import SUFFIX, UNFINISHED
-from protocol.errors import ConfigError, reason
+from kvferry.kv_transfer.tiers.files import SUFFIX, UNFINISHED
+from kvferry.protocol.errors import ConfigError, reason
 
 log = logging.getLogger("kvferry.tiers")
 

@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from kv_transfer.tiers.contents import packed, unpack
-from kv_transfer.tiers.groups import ANEW_S, GROUP, Group, Known, in_chain
-from kv_transfer.tiers.objects import CALL_S, Objects
-from kv_transfer.tiers.pace import Pace
-from kv_transfer.tiers.staging import Copies, Staging
-from kv_transfer.tiers.sweep import keep_below
-from kv_transfer.tiers.tasks import Tasks
-from process.log import Seldom
-from protocol.errors import BlocksCorrupt, KvferryError, NotFound, TransferFailed, reason
+from kvferry.kv_transfer.tiers.contents import packed, unpack
+from kvferry.kv_transfer.tiers.groups import ANEW_S, GROUP, Group, Known, in_chain
+from kvferry.kv_transfer.tiers.objects import CALL_S, Objects
+from kvferry.kv_transfer.tiers.pace import Pace
+from kvferry.kv_transfer.tiers.staging import Copies, Staging
+from kvferry.kv_transfer.tiers.sweep import keep_below
+from kvferry.kv_transfer.tiers.tasks import Tasks
+from kvferry.process.log import Seldom
+from kvferry.protocol.errors import BlocksCorrupt, KvferryError, NotFound, TransferFailed, reason
 
 log = logging.getLogger("kvferry.tiers")
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, Protocol
 
-from kv_transfer.tiers.catalog import Catalog, G
-from process.log import Seldom
-from protocol.errors import BlocksCorrupt, NotFound, reason
+from kvferry.kv_transfer.tiers.catalog import Catalog, G
+from kvferry.process.log import Seldom
+from kvferry.protocol.errors import BlocksCorrupt, NotFound, reason
 
 log = logging.getLogger("kvferry.tiers")
 

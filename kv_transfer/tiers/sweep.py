@@ -7,9 +7,9 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
 
-from kv_transfer.tiers.groups import SUFFIX, depth_of
-from kv_transfer.tiers.objects import Objects
-from protocol.errors import NotFound, reason
+from kvferry.kv_transfer.tiers.groups import SUFFIX, depth_of
+from kvferry.kv_transfer.tiers.objects import Objects
+from kvferry.protocol.errors import NotFound, reason
 
 log = logging.getLogger("kvferry.tiers")
 

@@ -6,10 +6,10 @@ import time
 
 from fastapi import APIRouter, Request
 
-from protocol.version import VERSION
-from router.api.answers import Model, ModelList, Version
-from router.api.documentation import errors, path_parameter
-from router.api.pool import Pool, Pools
+from kvferry.protocol.version import VERSION
+from kvferry.router.api.answers import Model, ModelList, Version
+from kvferry.router.api.documentation import errors, path_parameter
+from kvferry.router.api.pool import Pool, Pools
 
 
 def about(pools: Pools) -> APIRouter:

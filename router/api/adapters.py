@@ -7,13 +7,13 @@ from typing import Annotated
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from protocol.adapters import ChangeAdapter
-from protocol.errors import InvalidRequest, ModelNotFound
-from router.api.bodies.fields import MAX_NAME
-from router.api.bodies.generating import RequestBody
-from router.api.bodies.reader import BodyReader, parse
-from router.api.documentation import Responses, errors, takes
-from router.api.pool import Pools
+from kvferry.protocol.adapters import ChangeAdapter
+from kvferry.protocol.errors import InvalidRequest, ModelNotFound
+from kvferry.router.api.bodies.fields import MAX_NAME
+from kvferry.router.api.bodies.generating import RequestBody
+from kvferry.router.api.bodies.reader import BodyReader, parse
+from kvferry.router.api.documentation import Responses, errors, takes
+from kvferry.router.api.pool import Pools
 
 MAX_PATH = 4096
 

@@ -10,54 +10,54 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster_state.responses import ResponseStore
-from process.disconnect import until_disconnect
-from process.toll import Toll
-from protocol.metrics import RouterMetrics
-from protocol.settings import RouterSettings
-from router.api.about import about
-from router.api.adapters import ADAPTER_BODIES, adapter_routes
-from router.api.answers import (
+from kvferry.cluster_state.responses import ResponseStore
+from kvferry.process.disconnect import until_disconnect
+from kvferry.process.toll import Toll
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.api.about import about
+from kvferry.router.api.adapters import ADAPTER_BODIES, adapter_routes
+from kvferry.router.api.answers import (
     ChatAnswer,
     CompletionAnswer,
     Text,
     TokenizerInfo,
     Tokens,
 )
-from router.api.batches.batches import BatchBody, batches_router
-from router.api.batches.files import files_router
-from router.api.bodies.generating import ChatBody, CompletionBody
-from router.api.bodies.reader import BodyReader
-from router.api.documentation import ANSWERED, STREAMED, Application, errors, takes
-from router.api.door import Door
-from router.api.exchange import Admission, Generating
-from router.api.fold import Endpoint
-from router.api.http_errors import HANDLERS
-from router.api.messages.answer import MessageAnswer
-from router.api.messages.answers import MessageErrorAnswer, MessageObject
-from router.api.messages.body import CountBody, MessagesBody
-from router.api.messages.chat import asked
-from router.api.messages.errors import PLACE
-from router.api.messages.routes import counting
-from router.api.origins import across_origins
-from router.api.pool import Pools
-from router.api.probes import probes, targets
-from router.api.readings.endpoints import READINGS, Reading
-from router.api.responses.answer import ResponseAnswer
-from router.api.responses.answers import ResponseObject
-from router.api.responses.background import Background
-from router.api.responses.body import ResponsesBody
-from router.api.responses.kept import Responses
-from router.api.responses.routes import kept_responses
-from router.api.shapes.chat import ChatShape
-from router.api.shapes.chunks import chunks
-from router.api.shapes.completions import CompletionShape
-from router.api.tokenization import DetokenizeBody, TokenizeBody, describe, detokenize, tokenize
-from router.batch.batches import Batches
-from router.dashboard import routes as dashboard
-from router.dashboard.board import Board
-from router.siblings.siblings import Siblings
-from router.tenants.tenancy import Tenancy
+from kvferry.router.api.batches.batches import BatchBody, batches_router
+from kvferry.router.api.batches.files import files_router
+from kvferry.router.api.bodies.generating import ChatBody, CompletionBody
+from kvferry.router.api.bodies.reader import BodyReader
+from kvferry.router.api.documentation import ANSWERED, STREAMED, Application, errors, takes
+from kvferry.router.api.door import Door
+from kvferry.router.api.exchange import Admission, Generating
+from kvferry.router.api.fold import Endpoint
+from kvferry.router.api.http_errors import HANDLERS
+from kvferry.router.api.messages.answer import MessageAnswer
+from kvferry.router.api.messages.answers import MessageErrorAnswer, MessageObject
+from kvferry.router.api.messages.body import CountBody, MessagesBody
+from kvferry.router.api.messages.chat import asked
+from kvferry.router.api.messages.errors import PLACE
+from kvferry.router.api.messages.routes import counting
+from kvferry.router.api.origins import across_origins
+from kvferry.router.api.pool import Pools
+from kvferry.router.api.probes import probes, targets
+from kvferry.router.api.readings.endpoints import READINGS, Reading
+from kvferry.router.api.responses.answer import ResponseAnswer
+from kvferry.router.api.responses.answers import ResponseObject
+from kvferry.router.api.responses.background import Background
+from kvferry.router.api.responses.body import ResponsesBody
+from kvferry.router.api.responses.kept import Responses
+from kvferry.router.api.responses.routes import kept_responses
+from kvferry.router.api.shapes.chat import ChatShape
+from kvferry.router.api.shapes.chunks import chunks
+from kvferry.router.api.shapes.completions import CompletionShape
+from kvferry.router.api.tokenization import DetokenizeBody, TokenizeBody, describe, detokenize, tokenize
+from kvferry.router.batch.batches import Batches
+from kvferry.router.dashboard import routes as dashboard
+from kvferry.router.dashboard.board import Board
+from kvferry.router.siblings.siblings import Siblings
+from kvferry.router.tenants.tenancy import Tenancy
 
 ENCODING = (400, 404, 413, 415, 429, 500)
 GENERATING = (*ENCODING, 503, 504)

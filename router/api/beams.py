@@ -13,18 +13,18 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from protocol.errors import KvferryError
-from protocol.messages import TokenLogprobs
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
-from router.api.bodies.generating import GenerationBody
-from router.api.following import Choice, ChoicePiece
-from router.api.generation import Generation
-from router.api.pool import Pool
-from router.journey.beam_search import Beam, BeamSearch
-from router.journey.spec import Fork, Output, RequestSpec
-from router.tenants.turns import Size
-from router.text.transcript import Piece
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.messages import TokenLogprobs
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
+from kvferry.router.api.bodies.generating import GenerationBody
+from kvferry.router.api.following import Choice, ChoicePiece
+from kvferry.router.api.generation import Generation
+from kvferry.router.api.pool import Pool
+from kvferry.router.journey.beam_search import Beam, BeamSearch
+from kvferry.router.journey.spec import Fork, Output, RequestSpec
+from kvferry.router.tenants.turns import Size
+from kvferry.router.text.transcript import Piece
 
 T = TypeVar("T")
 

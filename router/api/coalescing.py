@@ -13,7 +13,7 @@ from contextvars import copy_context
 from types import coroutine
 from typing import Any
 
-from router.api.responder import Responder
+from kvferry.router.api.responder import Responder
 
 MOST_BYTES = 64 * 1024
 """Held back at most, and one event; the client's pace is asked for then."""

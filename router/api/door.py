@@ -11,16 +11,16 @@ from collections.abc import Awaitable, Mapping
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from process.log import REQUEST
-from process.request_path import Root
-from process.toll import Toll
-from protocol.errors import Unauthorized
-from protocol.settings import RouterSettings
-from router.api.bodies.reader import READ_AT
-from router.api.http_errors import error_response
-from router.call import CALL, Call
-from router.tenants.tenancy import Tenancy
-from router.tenants.tenant import NOBODY, Tenant
+from kvferry.process.log import REQUEST
+from kvferry.process.request_path import Root
+from kvferry.process.toll import Toll
+from kvferry.protocol.errors import Unauthorized
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.api.bodies.reader import READ_AT
+from kvferry.router.api.http_errors import error_response
+from kvferry.router.call import CALL, Call
+from kvferry.router.tenants.tenancy import Tenancy
+from kvferry.router.tenants.tenant import NOBODY, Tenant
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics", "/dashboard"))
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")

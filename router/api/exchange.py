@@ -11,20 +11,20 @@ from typing import Generic, Protocol, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from process.disconnect import until_disconnect
-from process.tracing import TRACER
-from protocol.errors import KvferryError, Overloaded
-from protocol.metrics import RouterMetrics
-from router.api.beams import BeamGeneration
-from router.api.bodies.generating import GenerationBody
-from router.api.bodies.reader import BodyReader, parse
-from router.api.fold import Answer, Endpoint
-from router.api.generation import Generation
-from router.api.pool import Pools
-from router.api.responder import Finishing, Responder
-from router.api.visit import Visit
-from router.call import CALL, Call
-from router.tenants.tenancy import Tenancy
+from kvferry.process.disconnect import until_disconnect
+from kvferry.process.tracing import TRACER
+from kvferry.protocol.errors import KvferryError, Overloaded
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.api.beams import BeamGeneration
+from kvferry.router.api.bodies.generating import GenerationBody
+from kvferry.router.api.bodies.reader import BodyReader, parse
+from kvferry.router.api.fold import Answer, Endpoint
+from kvferry.router.api.generation import Generation
+from kvferry.router.api.pool import Pools
+from kvferry.router.api.responder import Finishing, Responder
+from kvferry.router.api.visit import Visit
+from kvferry.router.call import CALL, Call
+from kvferry.router.tenants.tenancy import Tenancy
 
 logger = logging.getLogger(__name__)
 

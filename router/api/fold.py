@@ -8,19 +8,19 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from protocol.errors import KvferryError
-from router.api.answers import ErrorAnswer
-from router.api.bodies.generating import RequestBody
-from router.api.bodies.translated import TranslatedChat
-from router.api.coalescing import Held
-from router.api.following import Choice, ChoicePiece
-from router.api.generation import Generation
-from router.api.pool import Pool, Pools
-from router.api.responder import Responder
-from router.api.sse import event
-from router.api.visit import Visit
-from router.call import Call
-from router.text.transcript import Piece
+from kvferry.protocol.errors import KvferryError
+from kvferry.router.api.answers import ErrorAnswer
+from kvferry.router.api.bodies.generating import RequestBody
+from kvferry.router.api.bodies.translated import TranslatedChat
+from kvferry.router.api.coalescing import Held
+from kvferry.router.api.following import Choice, ChoicePiece
+from kvferry.router.api.generation import Generation
+from kvferry.router.api.pool import Pool, Pools
+from kvferry.router.api.responder import Responder
+from kvferry.router.api.sse import event
+from kvferry.router.api.visit import Visit
+from kvferry.router.call import Call
+from kvferry.router.text.transcript import Piece
 
 
 class Answer:

@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from protocol.errors import KvferryError
-from protocol.model_metrics import ModelMetrics
-from router.journey.spec import Enough, Journey, Output, RequestSpec, Route
-from router.text.parsers.stage import Stage
-from router.text.transcript import Piece, Transcript
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.model_metrics import ModelMetrics
+from kvferry.router.journey.spec import Enough, Journey, Output, RequestSpec, Route
+from kvferry.router.text.parsers.stage import Stage
+from kvferry.router.text.transcript import Piece, Transcript
 
 
 @dataclass(slots=True)

@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from protocol.model_metrics import ModelMetrics
-from protocol.reuse import Reuse
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
-from router.api.following import Choice, Following, Listener, Pieces
-from router.api.merged import Merged
-from router.api.pool import Pool
-from router.api.visit import Used
-from router.journey.spec import RequestSpec, Route
-from router.tenants.lane import Turn
-from router.tenants.turns import Size
-from router.text.parsers.families import shown
-from router.text.parsers.stage import PLAIN, Parsing, Stage
-from router.text.transcript import TextOptions, Transcript
+from kvferry.protocol.model_metrics import ModelMetrics
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
+from kvferry.router.api.following import Choice, Following, Listener, Pieces
+from kvferry.router.api.merged import Merged
+from kvferry.router.api.pool import Pool
+from kvferry.router.api.visit import Used
+from kvferry.router.journey.spec import RequestSpec, Route
+from kvferry.router.tenants.lane import Turn
+from kvferry.router.tenants.turns import Size
+from kvferry.router.text.parsers.families import shown
+from kvferry.router.text.parsers.stage import PLAIN, Parsing, Stage
+from kvferry.router.text.transcript import TextOptions, Transcript
 
 _SEEDS = 2**64
 

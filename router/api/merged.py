@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from router.api.following import Choice, ChoicePiece, Following, Listener
-from router.journey.alarms import Mail
-from router.text.transcript import Piece
+from kvferry.router.api.following import Choice, ChoicePiece, Following, Listener
+from kvferry.router.journey.alarms import Mail
+from kvferry.router.text.transcript import Piece
 
 AT_ONCE = 16
 """Journeys that begin before other requests get a turn of the event loop."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from protocol.settings import RouterSettings
+from kvferry.protocol.settings import RouterSettings
 
 SHOWN = (
     "x-request-id", "x-kvferry-route", "retry-after",

@@ -7,24 +7,24 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from grammars.checker import Checker
-from protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from protocol.metrics import RouterMetrics
-from protocol.model_metrics import ModelMetrics
-from protocol.sampling import SamplingParams
-from protocol.settings import RouterSettings
-from protocol.work import Generate, Grammar, Work
-from router.api.bodies.generating import GenerationBody
-from router.call import Call
-from router.journey.spec import Cluster, RequestSpec
-from router.tenants.backlog import Backlog
-from router.tenants.tenancy import Tenancy
-from router.tenants.tenant import namespace
-from router.tenants.turns import Turns
-from router.text.bad_words import bad_word_ids
-from router.text.encoding import LONG_CHARS, Bound, Encoder
-from router.text.grammar_vocabulary import vocabulary_of
-from router.text.text_model import TextModel
+from kvferry.grammars.checker import Checker
+from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.model_metrics import ModelMetrics
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.settings import RouterSettings
+from kvferry.protocol.work import Generate, Grammar, Work
+from kvferry.router.api.bodies.generating import GenerationBody
+from kvferry.router.call import Call
+from kvferry.router.journey.spec import Cluster, RequestSpec
+from kvferry.router.tenants.backlog import Backlog
+from kvferry.router.tenants.tenancy import Tenancy
+from kvferry.router.tenants.tenant import namespace
+from kvferry.router.tenants.turns import Turns
+from kvferry.router.text.bad_words import bad_word_ids
+from kvferry.router.text.encoding import LONG_CHARS, Bound, Encoder
+from kvferry.router.text.grammar_vocabulary import vocabulary_of
+from kvferry.router.text.text_model import TextModel
 
 _FIELDS = (
     "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",

@@ -8,16 +8,16 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from process.refusal import retry_headers
-from protocol.labels import ROLES
-from protocol.lease import NodeLease
-from protocol.metrics import RouterMetrics
-from router.api.answers import Health, Ready, Targets
-from router.api.documentation import answers
-from router.api.pool import Pools
-from router.page.page import chat_page
-from router.siblings.exposition import scraped
-from router.siblings.siblings import Siblings
+from kvferry.process.refusal import retry_headers
+from kvferry.protocol.labels import ROLES
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.api.answers import Health, Ready, Targets
+from kvferry.router.api.documentation import answers
+from kvferry.router.api.pool import Pools
+from kvferry.router.page.page import chat_page
+from kvferry.router.siblings.exposition import scraped
+from kvferry.router.siblings.siblings import Siblings
 
 ASKED = ("1", "true")
 NODES = {"name": "nodes", "in": "query", "required": False, "schema": {"type": "boolean"}}

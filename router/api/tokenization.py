@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from protocol.errors import InvalidRequest
-from router.api.bodies.fields import Detokenized, Messages
-from router.api.bodies.generating import ChatPrompt, RequestBody
-from router.api.bodies.reader import parse
-from router.api.pool import Pools
-from router.text.encoding import LONG_CHARS, Bound
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.bodies.fields import Detokenized, Messages
+from kvferry.router.api.bodies.generating import ChatPrompt, RequestBody
+from kvferry.router.api.bodies.reader import parse
+from kvferry.router.api.pool import Pools
+from kvferry.router.text.encoding import LONG_CHARS, Bound
 
 
 class TokenizeBody(ChatPrompt):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from process.tracing import TRACER, Span
-from protocol.errors import Cancelled, KvferryError, Overloaded
-from protocol.metrics import RouterMetrics
-from router.call import Call
-from router.tenants.lane import FIRST_OUTPUT, Turn
-from router.tenants.limits import RateLimited
-from router.tenants.tenancy import Tenancy
-from router.tenants.turns import Size, Turns
+from kvferry.process.tracing import TRACER, Span
+from kvferry.protocol.errors import Cancelled, KvferryError, Overloaded
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.call import Call
+from kvferry.router.tenants.lane import FIRST_OUTPUT, Turn
+from kvferry.router.tenants.limits import RateLimited
+from kvferry.router.tenants.tenancy import Tenancy
+from kvferry.router.tenants.turns import Size, Turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from router.call import CALL, Call
+from kvferry.router.call import CALL, Call
 
 
 async def ask(app: ASGIApp, path: str, call: Call, body: bytes) -> tuple[int, dict[str, str], Any]:

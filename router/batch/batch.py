@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from protocol.errors import NotFound
-from router.batch.files import write_whole
+from kvferry.protocol.errors import NotFound
+from kvferry.router.batch.files import write_whole
 
 ENDED = ("completed", "failed", "cancelled", "expired")
 WINDOW_S = 24 * 3600

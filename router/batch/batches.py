@@ -11,11 +11,11 @@ from types import TracebackType
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protocol.errors import InvalidRequest, NotFound, Overloaded, reason
-from protocol.settings import RouterSettings
-from router.batch.batch import ENDED, Batch, BatchFolder
-from router.batch.files import DiskFailed, FileStore, disk_failed, tenant_folder, tenant_folders
-from router.batch.runner import Runner
+from kvferry.protocol.errors import InvalidRequest, NotFound, Overloaded, reason
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.batch.batch import ENDED, Batch, BatchFolder
+from kvferry.router.batch.files import DiskFailed, FileStore, disk_failed, tenant_folder, tenant_folders
+from kvferry.router.batch.runner import Runner
 
 MOST = 64
 """Batches of one tenant that have not ended."""

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from protocol.errors import InvalidRequest, KvferryError, NotFound, RequestTooLarge, reason
+from kvferry.protocol.errors import InvalidRequest, KvferryError, NotFound, RequestTooLarge, reason
 
 log = logging.getLogger(__name__)
 PURPOSES = ("batch", "batch_output")

@@ -14,12 +14,12 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from protocol.errors import NotFound
-from router.batch.asking import ask
-from router.batch.batch import Batch, BatchFolder
-from router.batch.files import DiskFailed, FileStore
-from router.batch.rows import MAX_ERRORS, Row, Wrong, answer_row, answered, read_rows, unanswered_row
-from router.call import Call
+from kvferry.protocol.errors import NotFound
+from kvferry.router.batch.asking import ask
+from kvferry.router.batch.batch import Batch, BatchFolder
+from kvferry.router.batch.files import DiskFailed, FileStore
+from kvferry.router.batch.rows import MAX_ERRORS, Row, Wrong, answer_row, answered, read_rows, unanswered_row
+from kvferry.router.call import Call
 
 LATER = (429, 503)
 """Statuses of a request that may be tried again: there is no room, or no node, now."""

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
-from placement.terms import NodeKey, Pair
-from protocol.labels import ROLES
-from protocol.metrics import RouterMetrics
-from protocol.version import VERSION
-from router.dashboard.history import History, total
-from router.dashboard.state import Asked, Blocks, Event, Node, State, Suspect, Transfer
-from router.journey.chronicle import Chronicle, Note, Record, Shipped
-from router.journey.cluster import RouterCluster
-from router.nodes.entry import NodeEntry
-from router.nodes.suspicion import Left
+from kvferry.placement.terms import NodeKey, Pair
+from kvferry.protocol.labels import ROLES
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.version import VERSION
+from kvferry.router.dashboard.history import History, total
+from kvferry.router.dashboard.state import Asked, Blocks, Event, Node, State, Suspect, Transfer
+from kvferry.router.journey.chronicle import Chronicle, Note, Record, Shipped
+from kvferry.router.journey.cluster import RouterCluster
+from kvferry.router.nodes.entry import NodeEntry
+from kvferry.router.nodes.suspicion import Left
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from router.dashboard.state import Blocks, Counts
+from kvferry.router.dashboard.state import Blocks, Counts
 
 CHART, COLUMNS = (600.0, 120.0), 120
 """Width and height of a chart, and how many points fit in."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from router.dashboard.state import Node, Transfer
+from kvferry.router.dashboard.state import Node, Transfer
 
 SIDE, ROW, BOX, GAP = 8, 54, (150, 38), 250
 """Nodes on one side, at most; the height of a row, a box, the room between the sides."""

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from protocol.metrics import RouterMetrics
-from router.dashboard.state import Counts
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.dashboard.state import Counts
 
 EVERY_S, KEPT = 5.0, 121
 """So often they are read, and so many readings are kept: of ten minutes."""

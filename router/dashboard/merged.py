@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from statistics import fmean
 
-from protocol.labels import NODE_STATES
-from router.dashboard.board import EVENTS, RECENT, RUNNING
-from router.dashboard.state import Counts, Event, Node, State, Suspect, Transfer
+from kvferry.protocol.labels import NODE_STATES
+from kvferry.router.dashboard.board import EVENTS, RECENT, RUNNING
+from kvferry.router.dashboard.state import Counts, Event, Node, State, Suspect, Transfer
 
 OF_NODES = ("joined", "lost", *NODE_STATES, "incompatible")
 """Kinds of events that every router sees."""

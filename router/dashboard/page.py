@@ -9,9 +9,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.responses import HTMLResponse, Response
 
-from router.dashboard import drawings, flows, units
-from router.dashboard.state import Counts, State
-from router.page.policy import headers
+from kvferry.router.dashboard import drawings, flows, units
+from kvferry.router.dashboard.state import Counts, State
+from kvferry.router.page.policy import headers
 
 _FOLDER = Path(__file__).parent
 ASKS = '<p class="quiet">This router asks for an API key before it shows anything.</p>'

@@ -8,13 +8,13 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
-from router.call import CALL
-from router.dashboard.board import Board
-from router.dashboard.merged import merged
-from router.dashboard.page import view, whole_page
-from router.dashboard.state import State
-from router.siblings.siblings import Siblings
-from router.tenants.keyring import Keyring
+from kvferry.router.call import CALL
+from kvferry.router.dashboard.board import Board
+from kvferry.router.dashboard.merged import merged
+from kvferry.router.dashboard.page import view, whole_page
+from kvferry.router.dashboard.state import State
+from kvferry.router.siblings.siblings import Siblings
+from kvferry.router.tenants.keyring import Keyring
 
 FRESH = {"cache-control": "no-store"}
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from placement.terms import Placement
-from process.tracing import TRACER
-from protocol.errors import BlocksCorrupt, Incompatible, KvferryError, NodeLost
-from protocol.layout import blocks_for
-from protocol.lease import NodeLease
-from protocol.messages import (
+from kvferry.placement.terms import Placement
+from kvferry.process.tracing import TRACER
+from kvferry.protocol.errors import BlocksCorrupt, Incompatible, KvferryError, NodeLost
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import (
     AttemptFailed,
     CancelRequest,
     FirstToken,
@@ -23,15 +23,15 @@ from protocol.messages import (
     ShipDone,
     TokenDelta,
 )
-from router.journey.blame import blamed, error_of, failure, known
-from router.journey.chronicle import Chronicle
-from router.journey.errands import Errands
-from router.journey.events import Drains, Event
-from router.journey.underway import Expected
-from router.nodes.client import NodeClient
-from router.nodes.entry import Booking, NodeEntry, node_key
-from router.nodes.heard import suits
-from router.nodes.suspicion import Suspicion
+from kvferry.router.journey.blame import blamed, error_of, failure, known
+from kvferry.router.journey.chronicle import Chronicle
+from kvferry.router.journey.errands import Errands
+from kvferry.router.journey.events import Drains, Event
+from kvferry.router.journey.underway import Expected
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.entry import Booking, NodeEntry, node_key
+from kvferry.router.nodes.heard import suits
+from kvferry.router.nodes.suspicion import Suspicion
 
 TAIL_S = 5.0
 """How long the prefill node's answer may outlive its request before the connection is closed."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from protocol.messages import TokenLogprobs
+from kvferry.protocol.messages import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
-from placement.terms import Placement
-from protocol.errors import GrantRefused, Incompatible, KvferryError, Moved, NodeLost, TransferFailed, from_body
-from protocol.lease import NodeLease
-from protocol.messages import AttemptFailed
+from kvferry.placement.terms import Placement
+from kvferry.protocol.errors import GrantRefused, Incompatible, KvferryError, Moved, NodeLost, TransferFailed, from_body
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import AttemptFailed
 
 log = logging.getLogger(__name__)
 

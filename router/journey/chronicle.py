@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from placement.terms import Placement
-from protocol.messages import ShipDone
-from router.journey.spec import RequestSpec, Route
+from kvferry.placement.terms import Placement
+from kvferry.protocol.messages import ShipDone
+from kvferry.router.journey.spec import RequestSpec, Route
 
 log = logging.getLogger(__name__)
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from model_files.naming import ModelName
-from process.awake import LoopClock
-from protocol.lease import NodeLease
-from protocol.metrics import RouterMetrics
-from protocol.roles import ChangeRole
-from protocol.wire import pack
-from router.journey.budget import RetryBudget
-from router.journey.chronicle import Chronicle
-from router.journey.deaths import Deaths
-from router.journey.errands import Errands
-from router.journey.model_cluster import ModelCluster, Shared
-from router.journey.prefixes import BlockLookup, Prefixes
-from router.nodes.client import NodeClient
-from router.nodes.group import NodeGroup
-from router.nodes.table import NodeSource, NodeTable
-from router.nodes.token_streams import TokenStreams
+from kvferry.model_files.naming import ModelName
+from kvferry.process.awake import LoopClock
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.roles import ChangeRole
+from kvferry.protocol.wire import pack
+from kvferry.router.journey.budget import RetryBudget
+from kvferry.router.journey.chronicle import Chronicle
+from kvferry.router.journey.deaths import Deaths
+from kvferry.router.journey.errands import Errands
+from kvferry.router.journey.model_cluster import ModelCluster, Shared
+from kvferry.router.journey.prefixes import BlockLookup, Prefixes
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.group import NodeGroup
+from kvferry.router.nodes.table import NodeSource, NodeTable
+from kvferry.router.nodes.token_streams import TokenStreams
 
 RETRIES, HEDGES = (0.1, 10.0, 100.0), (0.1, 0.5, 10.0)
 """Of all requests the share that may be tried again and twice at once; how many a second at least, and at most in one

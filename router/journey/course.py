@@ -7,18 +7,18 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from placement.refusals import too_late
-from placement.terms import Demand, NodeKey, Placement
-from protocol.errors import GrantRefused, KvferryError, NodeDied, NoNodes, Overloaded
-from protocol.lease import NodeLease
-from router.journey import jobs
-from router.journey.alarms import Patience
-from router.journey.blame import Failure
-from router.journey.deaths import Suspect
-from router.journey.ladder import Ladder
-from router.journey.ports import Ground
-from router.journey.spec import RequestSpec
-from router.nodes.entry import node_key
+from kvferry.placement.refusals import too_late
+from kvferry.placement.terms import Demand, NodeKey, Placement
+from kvferry.protocol.errors import GrantRefused, KvferryError, NodeDied, NoNodes, Overloaded
+from kvferry.protocol.lease import NodeLease
+from kvferry.router.journey import jobs
+from kvferry.router.journey.alarms import Patience
+from kvferry.router.journey.blame import Failure
+from kvferry.router.journey.deaths import Suspect
+from kvferry.router.journey.ladder import Ladder
+from kvferry.router.journey.ports import Ground
+from kvferry.router.journey.spec import RequestSpec
+from kvferry.router.nodes.entry import node_key
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from placement.terms import NodeKey
-from protocol.errors import FatalRequest
-from router.journey.blame import Work
+from kvferry.placement.terms import NodeKey
+from kvferry.protocol.errors import FatalRequest
+from kvferry.router.journey.blame import Work
 
 CLEARED_TOKENS = 4
 """A request that got so far behind the place where its node died did not kill it. Fewer may have been made, and lost

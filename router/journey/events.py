@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.messages import TokenDelta
-from router.journey.blame import Failure
+from kvferry.protocol.messages import TokenDelta
+from kvferry.router.journey.blame import Failure
 
 
 @dataclass(frozen=True, slots=True)

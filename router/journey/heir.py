@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from placement.terms import Placement
-from protocol.errors import BlocksCorrupt, NodeLost, TransferFailed
-from protocol.messages import Job, MoveRequest, TokenDelta
-from router.journey.attempt import Attempt
-from router.journey.blame import known
-from router.journey.events import Event
-from router.nodes.entry import node_key
+from kvferry.placement.terms import Placement
+from kvferry.protocol.errors import BlocksCorrupt, NodeLost, TransferFailed
+from kvferry.protocol.messages import Job, MoveRequest, TokenDelta
+from kvferry.router.journey.attempt import Attempt
+from kvferry.router.journey.blame import known
+from kvferry.router.journey.events import Event
+from kvferry.router.nodes.entry import node_key
 
 UNTOLD_S = 5.0
 """How long a move whose call broke may take to show what became of it."""

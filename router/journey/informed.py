@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.nodes.table import NodeTable
+from kvferry.router.nodes.table import NodeTable
 
 OTHERS = "there are nodes of another wire version, and none of this one that can decode"
 

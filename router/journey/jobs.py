@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from protocol.hashing import chain, root_hash
-from protocol.lease import NodeLease
-from protocol.messages import Job, TokenDelta
-from protocol.work import Generate, Work
-from router.journey.spec import Output, RequestSpec
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import Job, TokenDelta
+from kvferry.protocol.work import Generate, Work
+from kvferry.router.journey.spec import Output, RequestSpec
 
 
 def job(

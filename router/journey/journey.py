@@ -12,23 +12,23 @@ import secrets
 from collections.abc import AsyncGenerator
 from math import inf
 
-from placement.terms import Placement
-from protocol.errors import Cancelled, DeadlineExceeded, KvferryError
-from protocol.messages import Job, TokenDelta
-from router.journey import jobs
-from router.journey.alarms import Alarm, Alarms, Mail
-from router.journey.blame import Failure
-from router.journey.chronicle import Record
-from router.journey.course import Course
-from router.journey.events import Drains, Event
-from router.journey.listening import Listening
-from router.journey.ports import Ground
-from router.journey.prediction import Prediction
-from router.journey.race import Race
-from router.journey.sequence import Sequence
-from router.journey.spec import Enough, Fork, Output, RequestSpec, Route
-from router.journey.succession import Succession
-from router.nodes.entry import node_key
+from kvferry.placement.terms import Placement
+from kvferry.protocol.errors import Cancelled, DeadlineExceeded, KvferryError
+from kvferry.protocol.messages import Job, TokenDelta
+from kvferry.router.journey import jobs
+from kvferry.router.journey.alarms import Alarm, Alarms, Mail
+from kvferry.router.journey.blame import Failure
+from kvferry.router.journey.chronicle import Record
+from kvferry.router.journey.course import Course
+from kvferry.router.journey.events import Drains, Event
+from kvferry.router.journey.listening import Listening
+from kvferry.router.journey.ports import Ground
+from kvferry.router.journey.prediction import Prediction
+from kvferry.router.journey.race import Race
+from kvferry.router.journey.sequence import Sequence
+from kvferry.router.journey.spec import Enough, Fork, Output, RequestSpec, Route
+from kvferry.router.journey.succession import Succession
+from kvferry.router.nodes.entry import node_key
 
 log = logging.getLogger(__name__)
 

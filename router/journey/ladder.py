@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from placement.terms import NodeKey, Pair
-from protocol.errors import (
+from kvferry.placement.terms import NodeKey, Pair
+from kvferry.protocol.errors import (
     Cancelled,
     Draining,
     GrantRefused,
@@ -18,8 +18,8 @@ from protocol.errors import (
     Overloaded,
     StepFailed,
 )
-from router.journey.blame import Failure
-from router.nodes.entry import node_key
+from kvferry.router.journey.blame import Failure
+from kvferry.router.nodes.entry import node_key
 
 MAX_FAILURES = 8
 MAX_PREFILL_FAILURES = 3

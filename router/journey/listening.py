@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from protocol.messages import TokenDelta
-from router.journey import jobs
-from router.journey.alarms import Alarm, Mail
-from router.journey.events import Event
-from router.journey.race import Race
-from router.journey.sequence import Sequence
-from router.journey.spec import Output
+from kvferry.protocol.messages import TokenDelta
+from kvferry.router.journey import jobs
+from kvferry.router.journey.alarms import Alarm, Mail
+from kvferry.router.journey.events import Event
+from kvferry.router.journey.race import Race
+from kvferry.router.journey.sequence import Sequence
+from kvferry.router.journey.spec import Output
 
 
 class Listening:

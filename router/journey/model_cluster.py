@@ -10,36 +10,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from placement.blocks import crowded
-from placement.capacity import Capacity, capacity
-from placement.place import place
-from placement.terms import Demand, NodeKey, Placement
-from placement.worth import Worth
-from protocol.errors import NoNodes, Overloaded
-from protocol.lease import NodeLease
-from protocol.messages import DecodeTarget, Job
-from protocol.metrics import RouterMetrics
-from protocol.reuse import Reuse
-from protocol.work import Generate
-from router.journey.attempt import Attempt
-from router.journey.budget import RetryBudget
-from router.journey.chronicle import Chronicle
-from router.journey.deaths import Deaths
-from router.journey.errands import Errands
-from router.journey.events import Event
-from router.journey.heir import Heir
-from router.journey.held import Held
-from router.journey.informed import Informed
-from router.journey.journey import RouterJourney
-from router.journey.prefixes import Prefixes
-from router.journey.spec import ClusterInfo, RequestSpec
-from router.journey.underway import Underway
-from router.nodes.adapters import GroupAdapters
-from router.nodes.client import NodeClient
-from router.nodes.entry import NodeEntry, node_key
-from router.nodes.group import NodeGroup, holds
-from router.nodes.suspicion import Shut
-from router.nodes.table import NodeTable
+from kvferry.placement.blocks import crowded
+from kvferry.placement.capacity import Capacity, capacity
+from kvferry.placement.place import place
+from kvferry.placement.terms import Demand, NodeKey, Placement
+from kvferry.placement.worth import Worth
+from kvferry.protocol.errors import NoNodes, Overloaded
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import DecodeTarget, Job
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.work import Generate
+from kvferry.router.journey.attempt import Attempt
+from kvferry.router.journey.budget import RetryBudget
+from kvferry.router.journey.chronicle import Chronicle
+from kvferry.router.journey.deaths import Deaths
+from kvferry.router.journey.errands import Errands
+from kvferry.router.journey.events import Event
+from kvferry.router.journey.heir import Heir
+from kvferry.router.journey.held import Held
+from kvferry.router.journey.informed import Informed
+from kvferry.router.journey.journey import RouterJourney
+from kvferry.router.journey.prefixes import Prefixes
+from kvferry.router.journey.spec import ClusterInfo, RequestSpec
+from kvferry.router.journey.underway import Underway
+from kvferry.router.nodes.adapters import GroupAdapters
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.entry import NodeEntry, node_key
+from kvferry.router.nodes.group import NodeGroup, holds
+from kvferry.router.nodes.suspicion import Shut
+from kvferry.router.nodes.table import NodeTable
 
 log = logging.getLogger(__name__)
 

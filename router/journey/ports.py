@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from placement.terms import Demand, NodeKey, Placement
-from protocol.lease import NodeLease
-from protocol.messages import Job
-from protocol.metrics import RouterMetrics
-from protocol.reuse import Reuse
-from router.journey.attempt import Attempt
-from router.journey.budget import RetryBudget
-from router.journey.chronicle import Chronicle
-from router.journey.deaths import Deaths
-from router.journey.events import Event
-from router.journey.held import Held
-from router.nodes.group import NodeGroup
+from kvferry.placement.terms import Demand, NodeKey, Placement
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import Job
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.reuse import Reuse
+from kvferry.router.journey.attempt import Attempt
+from kvferry.router.journey.budget import RetryBudget
+from kvferry.router.journey.chronicle import Chronicle
+from kvferry.router.journey.deaths import Deaths
+from kvferry.router.journey.events import Event
+from kvferry.router.journey.held import Held
+from kvferry.router.nodes.group import NodeGroup
 
 
 class Ground(Protocol):

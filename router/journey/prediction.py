@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from placement.terms import Placement
-from protocol.errors import Fenced, Incompatible, KvferryError, NodeLost, StreamGone, TransferFailed
-from protocol.reuse import Reuse
+from kvferry.placement.terms import Placement
+from kvferry.protocol.errors import Fenced, Incompatible, KvferryError, NodeLost, StreamGone, TransferFailed
+from kvferry.protocol.reuse import Reuse
 
 REASONS: tuple[tuple[type[KvferryError], str], ...] = (
     (Fenced, "fenced"),

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from placement.terms import NodeKey
-from protocol.metrics import RouterMetrics
+from kvferry.placement.terms import NodeKey
+from kvferry.protocol.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
 

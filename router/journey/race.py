@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from placement.terms import NodeKey
-from router.journey.attempt import Attempt
-from router.nodes.entry import node_key
+from kvferry.placement.terms import NodeKey
+from kvferry.router.journey.attempt import Attempt
+from kvferry.router.nodes.entry import node_key
 
 
 class Race:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from protocol.messages import TokenDelta
+from kvferry.protocol.messages import TokenDelta
 
 
 @dataclass(slots=True)

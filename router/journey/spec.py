@@ -6,16 +6,16 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from placement.capacity import Capacity
-from placement.terms import NodeKey
-from protocol.adapters import ChangeAdapter
-from protocol.lease import NodeLease
-from protocol.messages import TokenLogprobs
-from protocol.reuse import Reuse
-from protocol.sampling import SamplingParams
-from protocol.work import Generate, Work
-from router.call import Call
-from router.journey.held import Held
+from kvferry.placement.capacity import Capacity
+from kvferry.placement.terms import NodeKey
+from kvferry.protocol.adapters import ChangeAdapter
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import TokenLogprobs
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate, Work
+from kvferry.router.call import Call
+from kvferry.router.journey.held import Held
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from placement.terms import NodeKey
-from protocol.errors import Moved
-from protocol.lease import NodeLease
-from protocol.messages import Job
-from router.journey.blame import Failure
-from router.journey.course import Course
-from router.journey.events import Drains, Event
-from router.journey.heir import Heir
-from router.journey.ports import Ground
-from router.journey.race import Race
-from router.nodes.entry import node_key
+from kvferry.placement.terms import NodeKey
+from kvferry.protocol.errors import Moved
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import Job
+from kvferry.router.journey.blame import Failure
+from kvferry.router.journey.course import Course
+from kvferry.router.journey.events import Drains, Event
+from kvferry.router.journey.heir import Heir
+from kvferry.router.journey.ports import Ground
+from kvferry.router.journey.race import Race
+from kvferry.router.nodes.entry import node_key
 
 PAUSE_S = 0.5
 """Before a stream is tried to be moved again: when no node could take it, or the one that was to did not."""

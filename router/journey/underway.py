@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from cluster_state.prefixes import longest
-from placement.terms import NodeKey
+from kvferry.cluster_state.prefixes import longest
+from kvferry.placement.terms import NodeKey
 
 LOOKED_AT = 64
 """Prompts that begin alike, the last ones sent: more of them would tell nothing new."""

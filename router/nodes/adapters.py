@@ -7,13 +7,13 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 
-from placement.refusals import no_nodes
-from protocol.adapters import ChangeAdapter
-from protocol.lease import NodeLease
-from protocol.wire import pack
-from router.nodes.client import NodeClient
-from router.nodes.group import NodeGroup
-from router.nodes.table import NodeTable
+from kvferry.placement.refusals import no_nodes
+from kvferry.protocol.adapters import ChangeAdapter
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.wire import pack
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.group import NodeGroup
+from kvferry.router.nodes.table import NodeTable
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import cast
 
 import httptools
 
-from protocol.wire import FrameReader
-from router.nodes.heard import refusal_of
+from kvferry.protocol.wire import FrameReader
+from kvferry.router.nodes.heard import refusal_of
 
 KEEPALIVE_S = 2.0
 """Idle connections are dropped before the nodes' server does it (5 s), so that none is used as it closes."""

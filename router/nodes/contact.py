@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from process.log import Seldom
-from protocol.errors import RegistryRefuses
-from protocol.metrics import RouterMetrics
+from kvferry.process.log import Seldom
+from kvferry.protocol.errors import RegistryRefuses
+from kvferry.protocol.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from placement.blocks import freed_per_s
-from placement.terms import NodeKey, NodeView
-from protocol.errors import KvferryError, NodeLost
-from protocol.layout import blocks_for
-from protocol.lease import Load, NodeLease
-from protocol.messages import AttemptFailed, Pulse, StepFrame, TokenDelta
-from router.nodes.book import Book
-from router.nodes.room import Part, Room
+from kvferry.placement.blocks import freed_per_s
+from kvferry.placement.terms import NodeKey, NodeView
+from kvferry.protocol.errors import KvferryError, NodeLost
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.lease import Load, NodeLease
+from kvferry.protocol.messages import AttemptFailed, Pulse, StepFrame, TokenDelta
+from kvferry.router.nodes.book import Book
+from kvferry.router.nodes.room import Part, Room
 
 log = logging.getLogger(__name__)
 

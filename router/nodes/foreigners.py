@@ -6,9 +6,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
-from protocol.labels import ROLES
-from protocol.layout import WIRE_VERSION
-from protocol.lease import Foreign
+from kvferry.protocol.labels import ROLES
+from kvferry.protocol.layout import WIRE_VERSION
+from kvferry.protocol.lease import Foreign
 
 log = logging.getLogger(__name__)
 

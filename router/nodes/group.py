@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 
-from cluster_state.index import ON_STORE, STORE_EPOCH, on_tier, owner
-from model_files.naming import ModelName
-from placement.terms import Kept, NodeView
-from protocol.labels import OWN_TIERS
-from protocol.lease import NodeLease
-from router.nodes.entry import NodeEntry
-from router.nodes.room import Room
+from kvferry.cluster_state.index import ON_STORE, STORE_EPOCH, on_tier, owner
+from kvferry.model_files.naming import ModelName
+from kvferry.placement.terms import Kept, NodeView
+from kvferry.protocol.labels import OWN_TIERS
+from kvferry.protocol.lease import NodeLease
+from kvferry.router.nodes.entry import NodeEntry
+from kvferry.router.nodes.room import Room
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from math import isfinite
 from operator import attrgetter
 from typing import Any
 
-from protocol.errors import KvferryError, from_body
-from protocol.messages import AttemptFailed, Deviation, FirstToken, Job, Pulse, ShipDone, StepFrame, TokenDelta
-from protocol.reuse import Reuse
-from protocol.wire import WireError, well_typed
-from protocol.work import Generate
+from kvferry.protocol.errors import KvferryError, from_body
+from kvferry.protocol.messages import AttemptFailed, Deviation, FirstToken, Job, Pulse, ShipDone, StepFrame, TokenDelta
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.wire import WireError, well_typed
+from kvferry.protocol.work import Generate
 
 MAX_ID = 2**31 - 1
 """Of tokens and counts."""

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from placement.terms import NodeKey, Pair
+from kvferry.placement.terms import NodeKey, Pair
 
 log = logging.getLogger(__name__)
 

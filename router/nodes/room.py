@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from placement.refusals import full, no_nodes
-from placement.terms import NodeKey, NodeView
-from protocol.errors import KvferryError
+from kvferry.placement.refusals import full, no_nodes
+from kvferry.placement.terms import NodeKey, NodeView
+from kvferry.protocol.errors import KvferryError
 
 
 class Part(NamedTuple):

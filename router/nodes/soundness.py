@@ -7,9 +7,9 @@ from math import isfinite
 from operator import attrgetter
 from typing import Any
 
-from protocol.adapters import AdapterName
-from protocol.lease import Load, NodeLease, Rates, Sent
-from protocol.messages import Pulse
+from kvferry.protocol.adapters import AdapterName
+from kvferry.protocol.lease import Load, NodeLease, Rates, Sent
+from kvferry.protocol.messages import Pulse
 
 _TEXTS = attrgetter("node_id", "http_url", "link_address", "fingerprint", "model")
 _COUNTS = attrgetter("epoch", "max_model_len", "block_bytes")

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from placement.terms import NodeKey, Pair, Placement
-from router.nodes.quarantine import Quarantine
+from kvferry.placement.terms import NodeKey, Pair, Placement
+from kvferry.router.nodes.quarantine import Quarantine
 
 log = logging.getLogger(__name__)
 

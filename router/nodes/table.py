@@ -18,19 +18,19 @@ from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Protocol
 
-from model_files.naming import ModelName
-from placement.terms import NodeKey
-from protocol.adapters import AdapterName
-from protocol.errors import Fenced, NodeLost
-from protocol.labels import NODE_STATES, ROLES
-from protocol.lease import Foreign, NodeLease
-from protocol.metrics import RouterMetrics
-from router.nodes.contact import Contact
-from router.nodes.entry import NodeEntry, node_key
-from router.nodes.foreigners import Foreigners
-from router.nodes.group import NodeGroup
-from router.nodes.soundness import is_same, is_sound
-from router.nodes.suspicion import Suspicion
+from kvferry.model_files.naming import ModelName
+from kvferry.placement.terms import NodeKey
+from kvferry.protocol.adapters import AdapterName
+from kvferry.protocol.errors import Fenced, NodeLost
+from kvferry.protocol.labels import NODE_STATES, ROLES
+from kvferry.protocol.lease import Foreign, NodeLease
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.nodes.contact import Contact
+from kvferry.router.nodes.entry import NodeEntry, node_key
+from kvferry.router.nodes.foreigners import Foreigners
+from kvferry.router.nodes.group import NodeGroup
+from kvferry.router.nodes.soundness import is_same, is_sound
+from kvferry.router.nodes.suspicion import Suspicion
 
 log = logging.getLogger(__name__)
 

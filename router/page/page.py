@@ -7,7 +7,7 @@ from pathlib import Path
 
 from starlette.responses import HTMLResponse, Response
 
-from router.page.policy import headers
+from kvferry.router.page.policy import headers
 
 _FILE = Path(__file__).with_name("chat.html")
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client import generate_latest
 
-from protocol.metrics import RouterMetrics
-from router.siblings.siblings import Siblings
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.siblings.siblings import Siblings
 
 LABEL = "worker"
 UP = "kvferry_worker_up"

@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
-from protocol.settings import RouterSettings
+from kvferry.protocol.settings import RouterSettings
 
 Answer = Callable[..., Awaitable[bytes]]
 """Of the words of a question."""

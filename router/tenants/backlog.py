@@ -6,8 +6,8 @@ from collections.abc import Callable
 from math import inf
 from typing import NamedTuple, Protocol
 
-from placement.capacity import Capacity
-from protocol.lease import Rates
+from kvferry.placement.capacity import Capacity
+from kvferry.protocol.lease import Rates
 
 DRAIN_S = 120.0
 """In so long the nodes that are asked for shall have begun all that waits: what queued is not what comes."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from router.tenants.lane import OUTPUT_WEIGHT, Lane, Turn, Window
-from router.tenants.tenant import Tenant
+from kvferry.router.tenants.lane import OUTPUT_WEIGHT, Lane, Turn, Window
+from kvferry.router.tenants.tenant import Tenant
 
 LEARN = 0.2
 """Weight of the newest request in what is expected of the next."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from process.followed_file import FollowedFile
-from protocol.settings import RouterSettings
-from router.tenants.keys import Keys, key_hash, read_keys
-from router.tenants.tenant import NOBODY, Tenant
+from kvferry.process.followed_file import FollowedFile
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.tenants.keys import Keys, key_hash, read_keys
+from kvferry.router.tenants.tenant import NOBODY, Tenant
 
 
 class Keyring:

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from protocol.errors import ConfigError
-from router.tenants.tenant import NAME, Tenant
+from kvferry.protocol.errors import ConfigError
+from kvferry.router.tenants.tenant import NAME, Tenant
 
 KEY_PREFIX = "kvf-"
 HASH_PREFIX = "sha256:"

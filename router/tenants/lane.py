@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from router.tenants.tenant import Tenant
+from kvferry.router.tenants.tenant import Tenant
 
 OUTPUT_WEIGHT = 4.0
 """An output token counts as so many prompt tokens: prompts are computed many tokens at a time."""

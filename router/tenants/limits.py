@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from protocol.errors import Overloaded
-from router.tenants.tenant import Tenant
+from kvferry.protocol.errors import Overloaded
+from kvferry.router.tenants.tenant import Tenant
 
 MINUTE_S = 60.0
 _NONE: Mapping[str, str] = {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from prometheus_client import Counter
 
-from protocol.labels import TOKEN_KINDS
-from protocol.metrics import RouterMetrics
-from protocol.settings import RouterSettings
-from router.tenants.keyring import Keyring
-from router.tenants.limits import Meter
-from router.tenants.tenant import NOBODY, Tenant
+from kvferry.protocol.labels import TOKEN_KINDS
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.tenants.keyring import Keyring
+from kvferry.router.tenants.limits import Meter
+from kvferry.router.tenants.tenant import NOBODY, Tenant
 
 
 class Tenancy:

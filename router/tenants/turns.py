@@ -14,15 +14,15 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from placement.capacity import Capacity
-from protocol.errors import Overloaded
-from protocol.metrics import RouterMetrics
-from router.call import Call
-from router.tenants.backlog import Waiting
-from router.tenants.fair_queue import FairQueue
-from router.tenants.flow import Flow
-from router.tenants.lane import OUTPUT_WEIGHT, Turn, Window
-from router.tenants.tenant import Tenant
+from kvferry.placement.capacity import Capacity
+from kvferry.protocol.errors import Overloaded
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.call import Call
+from kvferry.router.tenants.backlog import Waiting
+from kvferry.router.tenants.fair_queue import FairQueue
+from kvferry.router.tenants.flow import Flow
+from kvferry.router.tenants.lane import OUTPUT_WEIGHT, Turn, Window
+from kvferry.router.tenants.tenant import Tenant
 
 HORIZON_S = 0.1
 """Where tenants share the nodes: seconds of prompts that are queued there, ahead of whoever comes next."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.text.text_model import TextModel
+from kvferry.router.text.text_model import TextModel
 
 
 def bad_word_ids(words: Sequence[str], text: TextModel) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from model_files.tokenizer import TextTokenizer
+from kvferry.model_files.tokenizer import TextTokenizer
 
 _CONTEXT = 6
 _PATIENCE = 8

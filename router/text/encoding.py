@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from protocol.errors import ContextLengthExceeded, InvalidRequest
-from router.text.lanes import SHORT, Lanes
-from router.text.memo import Memo
-from router.text.reach import reach_of
-from router.text.text_model import TextModel
-from router.text.words import Words
+from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest
+from kvferry.router.text.lanes import SHORT, Lanes
+from kvferry.router.text.memo import Memo
+from kvferry.router.text.reach import reach_of
+from kvferry.router.text.text_model import TextModel
+from kvferry.router.text.words import Words
 
 T = TypeVar("T")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from grammars.vocabulary import Vocabulary
-from router.text.text_model import TextModel
+from kvferry.grammars.vocabulary import Vocabulary
+from kvferry.router.text.text_model import TextModel
 
 
 def vocabulary_of(text: TextModel) -> Vocabulary:

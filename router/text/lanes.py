@@ -12,7 +12,7 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from protocol.errors import Overloaded
+from kvferry.protocol.errors import Overloaded
 
 T = TypeVar("T")
 

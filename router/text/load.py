@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from model_files.gguf import read_gguf
-from model_files.naming import ModelName, naming, require_distinct, split_names
-from model_files.source import ModelSource, read_facts, read_json, resolve
-from model_files.task import read_task
-from model_files.tokenizer import load_tokenizer
-from protocol.errors import ConfigError
-from protocol.settings import RouterSettings
-from router.text.parsers.families import check_channels, check_names
-from router.text.template import ChatTemplate
-from router.text.text_model import TextModel
+from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.naming import ModelName, naming, require_distinct, split_names
+from kvferry.model_files.source import ModelSource, read_facts, read_json, resolve
+from kvferry.model_files.task import read_task
+from kvferry.model_files.tokenizer import load_tokenizer
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.text.parsers.families import check_channels, check_names
+from kvferry.router.text.template import ChatTemplate
+from kvferry.router.text.text_model import TextModel
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 

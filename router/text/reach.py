@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models
 
-from model_files.tokenizer import BYTE_ALPHABET
+from kvferry.model_files.tokenizer import BYTE_ALPHABET
 
 _FACTORS = {"NFC": 4.0, "NFKC": 4.0, "NFD": 1.0, "NFKD": 1.0, "Lowercase": 1.0, "Prepend": 1.0, "ByteLevel": 1.0}
 """How many characters a normalizer may make one of: Unicode composes four at most."""

@@ -11,8 +11,8 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from protocol.errors import ConfigError, reason
-from router.text.sandbox import Sandbox
+from kvferry.protocol.errors import ConfigError, reason
+from kvferry.router.text.sandbox import Sandbox
 
 _PROBE = "kvferry-probe"
 

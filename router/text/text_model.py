@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model_files.naming import ModelName
-from model_files.source import ModelFacts
-from model_files.task import GENERATES, Task
-from model_files.tokenizer import TextTokenizer
-from protocol.errors import InvalidRequest
-from router.text.channel_history import channelled, described
-from router.text.parsers.families import AUTO, Dialect, dialect, has_channels, thinking
-from router.text.parsers.reasoning import Thinking
-from router.text.template import ChatTemplate
-from router.text.tool_prompt import spelled
+from kvferry.model_files.naming import ModelName
+from kvferry.model_files.source import ModelFacts
+from kvferry.model_files.task import GENERATES, Task
+from kvferry.model_files.tokenizer import TextTokenizer
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.text.channel_history import channelled, described
+from kvferry.router.text.parsers.families import AUTO, Dialect, dialect, has_channels, thinking
+from kvferry.router.text.parsers.reasoning import Thinking
+from kvferry.router.text.template import ChatTemplate
+from kvferry.router.text.tool_prompt import spelled
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """The OpenAI API's. Models that were trained on other roles name them in their chat template."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.text.parsers.hermes import BEGIN, END, REPLY
+from kvferry.router.text.parsers.hermes import BEGIN, END, REPLY
 
 Message = dict[str, Any]
 

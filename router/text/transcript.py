@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from model_files.tokenizer import TextTokenizer
-from protocol.messages import TokenLogprobs
-from protocol.sampling import SamplingParams
-from router.journey.spec import Output
-from router.text.detokenizer import detokenizer
-from router.text.stop_strings import StopMatcher
+from kvferry.model_files.tokenizer import TextTokenizer
+from kvferry.protocol.messages import TokenLogprobs
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.router.journey.spec import Output
+from kvferry.router.text.detokenizer import detokenizer
+from kvferry.router.text.stop_strings import StopMatcher
 
 LIMIT = "max_tokens"
 """The `stop_reason` of a text that its grammar ended because max_tokens was near."""

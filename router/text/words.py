@@ -12,7 +12,7 @@ from itertools import chain
 
 from tokenizers import Tokenizer
 
-from router.text.memo import CUT, Encode, around, cuts
+from kvferry.router.text.memo import CUT, Encode, around, cuts
 
 MOST_WORDS = 2**16
 """That are remembered; then all are forgotten, and those in use come back."""

@@ -14,7 +14,7 @@ import torch
 from benchmarks import gpu, gpu_kernels
 from benchmarks.gpu_rows import Row, Rows, read, table
 from benchmarks.gpu_steps import prompt_of
-from kernels.reference import ReferenceOps
+from kvferry.kernels.reference import ReferenceOps
 
 ROOT = Path(__file__).parents[2]
 CACHES = ("", ", int8", ", fp8")

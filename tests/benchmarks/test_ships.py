@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import ships
-from kv_transfer.sender import Sender
+from kvferry.kv_transfer.sender import Sender
 
 SENDS_END_S = 0.1
 

@@ -54,23 +54,23 @@ CLOCK = Clock(HOME / f"{NAME}.clock")
 
 def prepare_worker() -> None:
     """Put the handles in, before anything of the worker is imported that would hold what they replace."""
-    from cli.door import set_threads
+    from kvferry.cli.door import set_threads
 
     set_threads(1)
     from chaos.weather import StormyLink
 
-    import engine.loop
-    import engine.runner
-    import node.linking
+    import kvferry.engine.loop
+    import kvferry.engine.runner
+    import kvferry.node.linking
 
-    real = node.linking.UcxLink
+    real = kvferry.node.linking.UcxLink
 
     def make_link(*args: Any, **options: Any) -> Any:
         PARTS.link = StormyLink(real(*args, **options), WEATHER)
         return PARTS.link
 
-    node.linking.UcxLink = make_link  # type: ignore[assignment, misc]
-    run, start = engine.runner.Runner.run, engine.loop.EngineLoop.start
+    kvferry.node.linking.UcxLink = make_link  # type: ignore[assignment, misc]
+    run, start = kvferry.engine.runner.Runner.run, kvferry.engine.loop.EngineLoop.start
 
     def paced(self: Any, slices: Any, *rest: Any) -> Any:
         began = time.monotonic()
@@ -84,8 +84,8 @@ def prepare_worker() -> None:
         start(self)
 
     if STEP_S:
-        engine.runner.Runner.run = paced  # type: ignore[assignment, method-assign]
-    engine.loop.EngineLoop.start = started  # type: ignore[method-assign]
+        kvferry.engine.runner.Runner.run = paced  # type: ignore[assignment, method-assign]
+    kvferry.engine.loop.EngineLoop.start = started  # type: ignore[method-assign]
 
 
 def hang(thread: str, seconds: float) -> None:
@@ -100,7 +100,7 @@ def hang(thread: str, seconds: float) -> None:
 
 def sever() -> None:
     """Break every connection of the link under its owner."""
-    from protocol.errors import NodeLost
+    from kvferry.protocol.errors import NodeLost
 
     link = PARTS.link
     link.submit(lambda: [link.sever(peer, NodeLost("cut by the test")) for peer in list(link.met)])
@@ -178,7 +178,7 @@ def main() -> None:
     listen()
     if sys.argv[1] != "router":
         prepare_worker()
-    from cli.main import main as kvferry
+    from kvferry.cli.main import main as kvferry
 
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     kvferry()

@@ -23,10 +23,10 @@ from chaos.plan import DECODES, NODES, PREFILLS, ROUTERS
 from chaos.redis_proxy import Ways
 from chaos.zygote import ForkedChild, Zygote
 
-from cli.child import Child, Command
-from cli.commands import PREFILL_NICENESS
-from cli.serve import valkey_command
-from cli.supervisor import Backoff, Supervisor
+from kvferry.cli.child import Child, Command
+from kvferry.cli.commands import PREFILL_NICENESS
+from kvferry.cli.serve import valkey_command
+from kvferry.cli.supervisor import Backoff, Supervisor
 
 TESTS = Path(__file__).parents[1]
 START_S = 180.0

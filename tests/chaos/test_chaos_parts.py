@@ -24,8 +24,8 @@ from chaos.stage import Shape, Stage
 from chaos.watch import Sample, growth, suspects
 from prometheus_client import generate_latest
 
-from protocol.metrics import RouterMetrics
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 
 def test_a_plan_is_a_function_of_its_seed_and_has_every_kind():

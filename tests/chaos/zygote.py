@@ -20,18 +20,18 @@ from pathlib import Path
 from subprocess import Popen
 from typing import IO, Any
 
-from cli.child import Child, Command
+from kvferry.cli.child import Child, Command
 
 TESTS = Path(__file__).parents[1]
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, CLONE_NEWNET = 1, 36, 0x40000000
 LIBC = ctypes.CDLL(None, use_errno=True)
 IMPORT_S = 120.0
 IMPORTED = (
-    "cli.main",
-    "router.main",
-    "prefill_worker.main",
-    "decode_worker.main",
-    "engine.models.hf",
+    "kvferry.cli.main",
+    "kvferry.router.main",
+    "kvferry.prefill_worker.main",
+    "kvferry.decode_worker.main",
+    "kvferry.engine.models.hf",
     "ucxx",
     "uvloop",
 )
@@ -103,12 +103,12 @@ class Forked:
 
 def serve(descriptor: int) -> None:
     """In the zygote: import, then fork for whoever asks. Ends with the other side."""
-    from cli.door import set_threads
+    from kvferry.cli.door import set_threads
 
     set_threads(1)
     for name in IMPORTED:
         importlib.import_module(name)
-    importlib.import_module("kv_transfer.ucx_library").load()
+    importlib.import_module("kvferry.kv_transfer.ucx_library").load()
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=descriptor) as asked:

@@ -3,11 +3,11 @@
 import sys
 from pathlib import Path
 
-import cli.main
-import cli.serve
+import kvferry.cli.main
+import kvferry.cli.serve
 
 FAKE_CHILD = str(Path(__file__).with_name("fake_child.py"))
-serve_cluster = cli.serve.serve_cluster
+serve_cluster = kvferry.cli.serve.serve_cluster
 
 
 def fake_program(subcommand: str) -> list[str]:
@@ -18,5 +18,5 @@ async def serve_fakes(checked):
     await serve_cluster(checked, fake_program)
 
 
-cli.serve.serve_cluster = serve_fakes
-sys.exit(cli.main.run(["serve", *sys.argv[1:]]))
+kvferry.cli.serve.serve_cluster = serve_fakes
+sys.exit(kvferry.cli.main.run(["serve", *sys.argv[1:]]))

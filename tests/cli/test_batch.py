@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from api_parts import Api, FakeCluster, says, served
 
-from cli.main import run
-from protocol.errors import NoNodes
+from kvferry.cli.main import run
+from kvferry.protocol.errors import NoNodes
 
 
 @pytest.fixture

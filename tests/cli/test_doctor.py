@@ -12,10 +12,10 @@ import pytest
 from object_store import s3
 from redis_servers import redis_server
 
-from cli import doctor, preflight
-from cli.doctor import Result, all_checks, instruction_set, report
-from protocol.errors import ConfigError
-from protocol.settings import ServeSettings
+from kvferry.cli import doctor, preflight
+from kvferry.cli.doctor import Result, all_checks, instruction_set, report
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import ServeSettings
 
 
 def one(check, **settings) -> Result:
@@ -102,7 +102,7 @@ def test_model():
 
 
 def test_weights_and_pools_must_fit_together(monkeypatch):
-    monkeypatch.setattr("cli.seats._kernels_are_compiled", lambda: True)
+    monkeypatch.setattr("kvferry.cli.seats._kernels_are_compiled", lambda: True)
     monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=11 * 1024**3))
     fits = {"device": "cpu", "prefill": 3, "decode": 2, "kv_cache_gib": 2.0}
     assert one(doctor.memory, **fits).level == "ok"
@@ -187,7 +187,7 @@ def test_transfer_uses_the_link_s_settings(monkeypatch):
             raise ConfigError("the self-test failed; try --ucx-transports tcp")
         return types.SimpleNamespace(describe=lambda: f"moved over {transports} on {net_devices}")
 
-    monkeypatch.setitem(sys.modules, "kv_transfer.selftest", types.SimpleNamespace(self_test=self_test))
+    monkeypatch.setitem(sys.modules, "kvferry.kv_transfer.selftest", types.SimpleNamespace(self_test=self_test))
     assert one(doctor.transfer, ucx_transports="tcp", ucx_net_devices="lo").found == "moved over tcp on lo"
     assert one(doctor.transfer, ucx_transports="broken").level == "fail"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
-from cli.door import complain, set_encoding, set_threads, worker_threads
-from process.limits import available_cores
-from process.log import set_up_log
+from kvferry.cli.door import complain, set_encoding, set_threads, worker_threads
+from kvferry.process.limits import available_cores
+from kvferry.process.log import set_up_log
 
 
 def test_zero_threads_means_all_cores():

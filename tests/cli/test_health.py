@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-import cli.main as command
-from cli.health import command_line, url_of
-from cli.main import kvferry
-from protocol.errors import ConfigError
+import kvferry.cli.main as command
+from kvferry.cli.health import command_line, url_of
+from kvferry.cli.main import kvferry
+from kvferry.protocol.errors import ConfigError
 
 
 @contextmanager

@@ -9,11 +9,11 @@ import types
 
 import pytest
 
-from cli import doctor
-from cli import main as command
-from cli.door import ERROR_PREFIX
-from protocol.errors import ConfigError, NoNodes
-from protocol.settings import RouterSettings, WorkerSettings
+from kvferry.cli import doctor
+from kvferry.cli import main as command
+from kvferry.cli.door import ERROR_PREFIX
+from kvferry.protocol.errors import ConfigError, NoNodes
+from kvferry.protocol.settings import RouterSettings, WorkerSettings
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def entry(monkeypatch, no_thread_variables):
 
 
 def test_router_gets_its_settings(entry):
-    calls = entry("router.main", "serve_router")
+    calls = entry("kvferry.router.main", "serve_router")
     assert command.run(["router", "--port", "0", "--served-model-name", "m"]) == 0
     assert calls == [(RouterSettings(port=0, served_model_name=("m",)), None)]
 
@@ -50,13 +50,13 @@ def test_workers_get_their_role_and_threads_before_anything_is_imported(entry, r
 
 
 def test_a_config_error_is_one_line_and_status_2(entry, capsys):
-    entry("router.main", "serve_router", ConfigError("port 1 is taken;\nchoose another --port"))
+    entry("kvferry.router.main", "serve_router", ConfigError("port 1 is taken;\nchoose another --port"))
     assert command.run(["router"]) == 2
     assert capsys.readouterr().err == f"{ERROR_PREFIX}port 1 is taken; choose another --port\n"
 
 
 def test_another_error_of_ours_is_status_1(entry, capsys):
-    entry("router.main", "serve_router", NoNodes("nobody"))
+    entry("kvferry.router.main", "serve_router", NoNodes("nobody"))
     assert command.run(["router"]) == 1
     assert capsys.readouterr().err == f"{ERROR_PREFIX}nobody\n"
 
@@ -70,7 +70,7 @@ def test_usage_mistakes_are_one_line_and_status_2(argv, capsys):
 
 
 def test_ctrl_c_is_no_traceback(entry):
-    entry("router.main", "serve_router", KeyboardInterrupt())
+    entry("kvferry.router.main", "serve_router", KeyboardInterrupt())
     assert command.run(["router"]) == 130
 
 
@@ -87,7 +87,7 @@ def test_help_shows_flags_variables_and_defaults_but_nothing_hidden(capsys):
 
 def test_the_console_script_leaves_at_once_with_its_output_and_status():
     code = (
-        "import atexit, cli.main as m; atexit.register(print, 'taken apart'); "
+        "import atexit, kvferry.cli.main as m; atexit.register(print, 'taken apart'); "
         "m.run = lambda: print('last words') or 3; m.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -101,7 +101,7 @@ def test_no_arguments_show_help(capsys):
 
 def test_help_and_version_import_nothing_large():
     code = (
-        "import sys, cli.main; status = cli.main.run(sys.argv[1:]);"
+        "import sys, kvferry.cli.main; status = kvferry.cli.main.run(sys.argv[1:]);"
         "large = {'torch', 'transformers', 'ucxx', 'fastapi', 'httpx', 'redis', 'numpy'} & set(sys.modules);"
         "sys.exit(status or ' '.join(large) or 0)"
     )

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.options import flag, settings_options, to_argv, variable
-from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
+from kvferry.cli.options import flag, settings_options, to_argv, variable
+from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 
 CLASSES = [RouterSettings, WorkerSettings, ServeSettings]
 

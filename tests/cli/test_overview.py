@@ -7,8 +7,8 @@ import shlex
 from types import SimpleNamespace
 from typing import cast
 
-from cli.child import Child
-from cli.overview import overview, ready_line, stop_line
+from kvferry.cli.child import Child
+from kvferry.cli.overview import overview, ready_line, stop_line
 
 
 def process(name: str, pid: int, url: str | None, facts: dict[str, str], address: str = "") -> Child:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 
-from cli.progress import Bars, Lines, log_through, progress_on
+from kvferry.cli.progress import Bars, Lines, log_through, progress_on
 
 
 class Terminal(io.StringIO):
@@ -67,7 +67,7 @@ def test_the_log_goes_above_the_bars():
     root.handlers[0].setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     try:
         log_through(progress_on(stream))
-        logging.getLogger("cli.supervisor").warning("decode-0 ended")
+        logging.getLogger("kvferry.cli.supervisor").warning("decode-0 ended")
     finally:
         root.handlers[:] = handlers
     assert "WARNING decode-0 ended\n" in stream.getvalue()

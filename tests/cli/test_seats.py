@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from cli import seats
-from cli.formats import kv_dtype, weight_bytes
-from cli.seats import GIB, Seat, gpus, require_memory, take_seats
-from model_files.counts import Count
-from model_files.needs import ModelNeeds
-from protocol.errors import ConfigError
-from protocol.settings import ServeSettings
+from kvferry.cli import seats
+from kvferry.cli.formats import kv_dtype, weight_bytes
+from kvferry.cli.seats import GIB, Seat, gpus, require_memory, take_seats
+from kvferry.model_files.counts import Count
+from kvferry.model_files.needs import ModelNeeds
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import ServeSettings
 
 WEIGHTS_GIB = 4
 NEEDS = ModelNeeds(
@@ -137,7 +137,7 @@ def test_a_gpu_that_is_not_there_is_refused(device, count):
 )
 def test_on_a_cpu_all_weights_and_pools_are_summed_up_first(monkeypatch, available, settings, remedy):
     monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=int(available * GIB)))
-    monkeypatch.setattr("cli.seats._kernels_are_compiled", lambda: True)
+    monkeypatch.setattr("kvferry.cli.seats._kernels_are_compiled", lambda: True)
     wanted = ServeSettings(**{"device": "cpu", "prefill": 1, "decode": 1, "share_weights": False, **settings})
     places = take_seats(wanted, [NEEDS], [])
     if remedy is None:
@@ -152,7 +152,7 @@ def test_on_a_cpu_all_weights_and_pools_are_summed_up_first(monkeypatch, availab
 def test_experts_that_transformers_loads_are_counted_for_each_worker(monkeypatch):
     """They are not in the one copy: with it they would seem to fit."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=7 * GIB))
-    monkeypatch.setattr("cli.seats._kernels_are_compiled", lambda: True)
+    monkeypatch.setattr("kvferry.cli.seats._kernels_are_compiled", lambda: True)
     settings = ServeSettings(device="cpu", prefill=1, decode=1)
     dense = dataclasses.replace(NEEDS.dense, active=float(NEEDS.dense.weights))
     for needs in (NEEDS, dataclasses.replace(NEEDS, own=False, dense=dense)):

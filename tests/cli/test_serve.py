@@ -17,10 +17,10 @@ import psutil
 import pytest
 from waiting import wait_for
 
-from cli.seats import Seat
-from cli.serve import check, cluster_commands, kvferry_program
-from protocol.errors import ConfigError
-from protocol.settings import ServeSettings
+from kvferry.cli.seats import Seat
+from kvferry.cli.serve import check, cluster_commands, kvferry_program
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import ServeSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -320,8 +320,8 @@ def test_workers_of_a_model_on_the_cpu_are_given_one_copy_of_its_weights(devices
 
 
 def test_nodes_of_several_ranks_divide_the_cores_and_have_no_one_copy(monkeypatch):
-    monkeypatch.setattr("cli.door.available_cores", lambda: 4)
-    monkeypatch.setattr("cli.serve.available_cores", lambda: 4)
+    monkeypatch.setattr("kvferry.cli.door.available_cores", lambda: 4)
+    monkeypatch.setattr("kvferry.cli.serve.available_cores", lambda: 4)
     settings = ServeSettings(redis_url="redis://127.0.0.1:1/0", tensor_parallel_size=2)
     program = lambda subcommand: ["kvferry", subcommand]  # noqa: E731
     _, *workers = cluster_commands(settings, [Seat("cpu")] * 2, program, cores_fd=7, weights=lambda: 10)
@@ -353,7 +353,7 @@ def test_each_model_has_workers_of_its_own_and_the_router_all_models():
 
 def test_the_program_is_the_console_script_where_there_is_one(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert kvferry_program("router") == [str(tmp_path / "python"), "-m", "cli.main", "router"]
+    assert kvferry_program("router") == [str(tmp_path / "python"), "-m", "kvferry.cli.main", "router"]
     (tmp_path / "kvferry").touch()
     assert kvferry_program("router") == [str(tmp_path / "kvferry"), "router"]
 

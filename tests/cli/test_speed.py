@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 
-from cli import doctor, speed
-from cli.doctor import all_checks
-from cli.seats import GIB, Seat
-from cli.speed import Limits, expected, measure
-from model_files.counts import Count
-from model_files.needs import ModelNeeds, config_needs
-from protocol.settings import ServeSettings
+from kvferry.cli import doctor, speed
+from kvferry.cli.doctor import all_checks
+from kvferry.cli.seats import GIB, Seat
+from kvferry.cli.speed import Limits, expected, measure
+from kvferry.model_files.counts import Count
+from kvferry.model_files.needs import ModelNeeds, config_needs
+from kvferry.protocol.settings import ServeSettings
 
 DENSE, EMBEDDING = 6_000_000_000, 500_000_000
 NEEDS = ModelNeeds(
@@ -78,7 +78,7 @@ def test_the_machine_is_measured_with_and_without_the_compiled_kernels(monkeypat
     threads = torch.get_num_threads()
     try:
         found = [measure("cpu", 1)]
-        monkeypatch.setattr("kernels.cpu.extension.instruction_set", lambda: None)
+        monkeypatch.setattr("kvferry.kernels.cpu.extension.instruction_set", lambda: None)
         found.append(measure("cpu", 1))
     finally:
         torch.set_num_threads(threads)
@@ -98,8 +98,8 @@ def test_the_doctor_asks_for_no_weights(monkeypatch, tmp_path):
         asked.append(patterns)
         return tmp_path
 
-    monkeypatch.setattr("model_files.source.download", download)
-    monkeypatch.setattr("cli.speed.measure", lambda device, threads: LIMITS)
+    monkeypatch.setattr("kvferry.model_files.source.download", download)
+    monkeypatch.setattr("kvferry.cli.speed.measure", lambda device, threads: LIMITS)
     monkeypatch.setattr(doctor, "gpus", list)
     settings = ServeSettings(model=("org/model",), threads=1)
     results = list(all_checks(settings, [(name, getattr(doctor, name)) for name in ("model", "memory", "speed")]))
@@ -112,7 +112,7 @@ def test_the_doctor_asks_for_no_weights(monkeypatch, tmp_path):
 def test_on_a_gpu_the_doctor_tells_of_that_gpu(monkeypatch):
     monkeypatch.setattr(doctor, "gpus", lambda: [80 * GIB, 40 * GIB])
     measured = []
-    monkeypatch.setattr("cli.speed.measure", lambda *given: measured.append(given) or LIMITS)
+    monkeypatch.setattr("kvferry.cli.speed.measure", lambda *given: measured.append(given) or LIMITS)
     (result,) = all_checks(ServeSettings(threads=3), [("speed", doctor.speed)])
     assert measured == [("cuda:1", 3)]
     assert "31.9 GiB of pool" in result.found

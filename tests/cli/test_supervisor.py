@@ -11,10 +11,10 @@ from itertools import pairwise
 
 import pytest
 
-from cli.child import Child, Command
-from cli.door import GivenUp
-from cli.supervisor import Backoff, Supervisor, describe
-from protocol.errors import ConfigError
+from kvferry.cli.child import Child, Command
+from kvferry.cli.door import GivenUp
+from kvferry.cli.supervisor import Backoff, Supervisor, describe
+from kvferry.protocol.errors import ConfigError
 
 SERVE = "import os, sys, time; os.write(int(os.environ['KVFERRY_STATUS_FD']), b'{}'); time.sleep({})"
 READY = '{"status": "ready", "url": "http://x"}\\n'

@@ -13,9 +13,9 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from gguf_files import finish
 from safetensors.torch import save_file
 
-from cli import doctor
-from cli.doctor import Result, all_checks, report
-from protocol.settings import ServeSettings
+from kvferry.cli import doctor
+from kvferry.cli.doctor import Result, all_checks, report
+from kvferry.protocol.settings import ServeSettings
 
 QWEN3 = {
     "model_type": "qwen3",

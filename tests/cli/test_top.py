@@ -18,12 +18,12 @@ from api_parts import FakeCluster, app_of, demo_text, says, served
 from dashboard_states import ScriptedBoard, busy, hostile
 from rich.console import Console
 
-import cli.main as command
-from cli.top import Unseen, Watching, run_top
-from cli.top_picture import BAR, picture, pool, spark
-from protocol.metrics import RouterMetrics
-from protocol.settings import RouterSettings
-from router.dashboard.state import Blocks, State
+import kvferry.cli.main as command
+from kvferry.cli.top import Unseen, Watching, run_top
+from kvferry.cli.top_picture import BAR, picture, pool, spark
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.dashboard.state import Blocks, State
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def test_a_terminal_shows_it_live_until_q_is_pressed() -> None:
     board = ScriptedBoard(busy())
     with router(board) as url:
         ours, theirs = pty.openpty()
-        argv = [sys.executable, "-m", "cli.main", "top", "--url", url, "--interval", "0.2"]
+        argv = [sys.executable, "-m", "kvferry.cli.main", "top", "--url", url, "--interval", "0.2"]
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "150", "LINES": "50"}
         process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
         os.close(theirs)
@@ -142,7 +142,7 @@ def test_a_router_that_stops_answering_is_waited_for() -> None:
     ours, theirs = pty.openpty()
     try:
         with router(board) as url:
-            argv = [sys.executable, "-m", "cli.main", "top", "--url", url, "--interval", "0.2"]
+            argv = [sys.executable, "-m", "kvferry.cli.main", "top", "--url", url, "--interval", "0.2"]
             environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "150", "LINES": "50"}
             process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
             read_until(ours, b"router-3f9c0a61d2b4")

@@ -11,9 +11,9 @@ import pytest
 from environments import OUTCOMES, table
 from local_cluster import LocalCluster, local_cluster
 
-from model_files.source import resolve
-from protocol.settings import RouterSettings
-from router.text.load import load_text_model
+from kvferry.model_files.source import resolve
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.text.load import load_text_model
 
 TEXT = Path(__file__).parents[2] / "benchmarks" / "prose.txt"
 

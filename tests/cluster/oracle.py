@@ -9,9 +9,9 @@ from pydoc_data.topics import topics
 
 import torch
 
-from model_files.source import resolve
-from protocol.settings import RouterSettings
-from router.text.load import load_text_model
+from kvferry.model_files.source import resolve
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.text.load import load_text_model
 
 NEW_TOKENS = 16
 TIE = 1e-4

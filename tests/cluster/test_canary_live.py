@@ -15,8 +15,8 @@ from local_cluster import LocalCluster, local_cluster, scrape, value
 from tiny_checkpoints import VOCAB, save_checkpoint
 from waiting import wait_for
 
-from model_files.source import resolve
-from router.nodes.quarantine import MOST
+from kvferry.model_files.source import resolve
+from kvferry.router.nodes.quarantine import MOST
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

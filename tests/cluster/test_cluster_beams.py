@@ -11,7 +11,7 @@ import torch
 from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
 from oracle import prompts
 
-from model_files.source import resolve
+from kvferry.model_files.source import resolve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 WIDTH, LENGTH = 3, 8

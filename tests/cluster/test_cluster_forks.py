@@ -10,7 +10,7 @@ import httpx
 import pytest
 from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
 
-from kernels.cpu import instruction_sets
+from kvferry.kernels.cpu import instruction_sets
 
 pytestmark = [
     pytest.mark.slow,

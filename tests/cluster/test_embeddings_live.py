@@ -14,10 +14,10 @@ import torch
 from local_cluster import MODEL, LocalCluster, local_cluster, scrape, streams_running, value
 from wordpiece import VOCAB_SIZE, save_wordpiece
 
-from engine.models.hf import transformers_module
-from model_files.source import resolve
-from protocol.settings import RouterSettings
-from router.text.load import load_text_model
+from kvferry.engine.models.hf import transformers_module
+from kvferry.model_files.source import resolve
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.text.load import load_text_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

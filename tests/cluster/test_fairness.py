@@ -11,7 +11,7 @@ import httpx
 import pytest
 from local_cluster import LocalCluster, local_cluster, scrape, value
 
-from router.tenants.keys import entry
+from kvferry.router.tenants.keys import entry
 
 FLOOD, STEADY = 24, 6
 SETTLE_S = 3.0

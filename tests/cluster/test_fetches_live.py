@@ -16,8 +16,8 @@ from tiny_checkpoints import VOCAB, save_checkpoint
 from waiting import wait_for
 
 from benchmarks.fetching import Asked, Node, nodes
-from node.fetches import SHUN_S
-from protocol.messages import Holder, TokenDelta
+from kvferry.node.fetches import SHUN_S
+from kvferry.protocol.messages import Holder, TokenDelta
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -12,15 +12,15 @@ from local_cluster import LocalCluster, local_cluster, scrape, streams_running, 
 from oracle import prompts
 from tiny_checkpoints import VOCAB, save_checkpoint
 
-from engine.engine import Engine
-from engine.events import Generated
-from kernels.cpu import instruction_sets
-from node.assembly import assemble
-from protocol.errors import ConfigError
-from protocol.messages import Job, TokenLogprobs
-from protocol.sampling import SamplingParams
-from protocol.settings import WorkerSettings
-from protocol.work import Generate
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Generated
+from kvferry.kernels.cpu import instruction_sets
+from kvferry.node.assembly import assemble
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.messages import Job, TokenLogprobs
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.work import Generate
 
 pytestmark = [
     pytest.mark.slow,

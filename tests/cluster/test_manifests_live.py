@@ -17,7 +17,7 @@ import pytest
 from local_cluster import MODEL
 from waiting import wait_for
 
-from cli.preflight import free_port, valkey_binary
+from kvferry.cli.preflight import free_port, valkey_binary
 from tests.deploy.binaries import ROOT
 from tests.deploy.manifests import manifest_command
 
@@ -49,7 +49,7 @@ def started(deployment: str, redis_port: int, password_file: Path) -> Iterator[s
     reports, write = os.pipe()
     more = ["--port", "0"] + ([] if argv[1] == "router" else ["--link-port", "0"])
     process = subprocess.Popen(
-        [sys.executable, "-m", "cli.main", *argv[1:], *more],
+        [sys.executable, "-m", "kvferry.cli.main", *argv[1:], *more],
         env={**os.environ, **env, **secrets, "KVFERRY_STATUS_FD": str(write)},
         pass_fds=(write,),
     )

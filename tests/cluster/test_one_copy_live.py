@@ -12,7 +12,7 @@ import pytest
 from local_cluster import MODEL, LocalCluster, local_cluster
 from waiting import wait_for
 
-from kernels.cpu import instruction_set
+from kvferry.kernels.cpu import instruction_set
 
 pytestmark = [
     pytest.mark.slow,

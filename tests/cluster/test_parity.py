@@ -11,13 +11,13 @@ import pytest
 from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
 from oracle import LENGTHS, NEW_TOKENS, answers, prompts
 
-from engine.engine import Engine
-from engine.events import Generated
-from node.assembly import assemble
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.settings import WorkerSettings
-from protocol.work import Generate
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Generated
+from kvferry.node.assembly import assemble
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.work import Generate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -22,7 +22,7 @@ EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def other_ranks(cluster: LocalCluster, node: str) -> list[psutil.Process]:
-    return [child for child in cluster.worker(node).children() if "node.rank" in child.cmdline()]
+    return [child for child in cluster.worker(node).children() if "kvferry.node.rank" in child.cmdline()]
 
 
 def expect(cluster: LocalCluster, answer: Answer, path: str) -> None:
@@ -67,7 +67,7 @@ def test_what_ranks_cannot_divide_is_refused_in_one_line(tmp_path: Path) -> None
         ("decode", ("-tp", "4"), "tensor_parallel_size 4 does not divide the model's K/V heads: 2"),
         ("serve", ("-tp", "2", "--enable-expert-parallel"), "--enable-expert-parallel: the model has no experts"),
     ):
-        line = [sys.executable, "-m", "cli.main", command, "--model", str(path), "--port", "0", *FLAGS, *flags]
+        line = [sys.executable, "-m", "kvferry.cli.main", command, "--model", str(path), "--port", "0", *FLAGS, *flags]
         done = subprocess.run(line, capture_output=True, text=True, timeout=100)
         assert done.returncode == 2
         errors = [each for each in done.stderr.splitlines() if each.startswith("kvferry: error: ")]

@@ -11,15 +11,15 @@ import pytest
 from local_cluster import MODEL, LocalCluster, local_cluster, scrape, value
 from tiny_checkpoints import VOCAB, save_checkpoint
 
-from engine.engine import Engine
-from engine.events import Generated
-from kernels.cpu import instruction_sets
-from node.assembly import assemble
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.settings import RouterSettings, WorkerSettings
-from protocol.work import Generate
-from router.text.load import load_text_model
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Generated
+from kvferry.kernels.cpu import instruction_sets
+from kvferry.node.assembly import assemble
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.settings import RouterSettings, WorkerSettings
+from kvferry.protocol.work import Generate
+from kvferry.router.text.load import load_text_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -88,7 +88,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused_in_one_line(tmp_path: Pa
     save_checkpoint(tmp_path, "LlamaConfig")
     for command in ("serve", "decode"):
         flags = ("--num-speculative-tokens", "4", "--speculative-model", str(tmp_path))
-        words = (sys.executable, "-m", "cli.main", command, "--model", "smollm2", *flags)
+        words = (sys.executable, "-m", "kvferry.cli.main", command, "--model", "smollm2", *flags)
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2, done.stderr
         (line,) = [line for line in done.stderr.splitlines() if "error" in line]

@@ -14,7 +14,7 @@ from tiny_checkpoints import VOCAB, save_checkpoint
 from waiting import wait_for
 
 from benchmarks.fetching import Asked, nodes
-from kv_transfer.tiers.groups import GROUP
+from kvferry.kv_transfer.tiers.groups import GROUP
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -12,7 +12,7 @@ import pytest
 from local_cluster import MODEL, LocalCluster
 from waiting import wait_for
 
-from router.dashboard.state import State
+from kvferry.router.dashboard.state import State
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 COUNT, LONG, OUT = 6, 320, 5
@@ -53,7 +53,7 @@ def test_what_is_shown_is_what_clients_were_told(cluster: LocalCluster) -> None:
     ships = [each for each in after.transfers if each.kind == "ship"]
     assert all((roles[each.source], roles[each.target]) == ("prefill", "decode") for each in ships)
 
-    command = [sys.executable, "-m", "cli.main", "top", "--once", "--url", cluster.url]
+    command = [sys.executable, "-m", "kvferry.cli.main", "top", "--once", "--url", cluster.url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     for part in (after.router, *(node.id for node in after.nodes), *told):

@@ -10,7 +10,7 @@ import torch
 from oracle import Answer, answer_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.models.hf import transformers_module
+from kvferry.engine.models.hf import transformers_module
 
 VOCAB = 512
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

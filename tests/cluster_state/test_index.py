@@ -8,15 +8,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from cluster_state.index import ON_STORE, STORE_EPOCH, on_tier
-from cluster_state.index_writer import IndexWriter
-from cluster_state.memory_store import MemoryStore
-from cluster_state.prefixes import longest
-from cluster_state.redis_store import RedisStore
-from protocol.errors import RegistryUnavailable
-from protocol.layout import STORE_GROUP
-from protocol.lease import NodeLease
-from protocol.rows import GROUP, alone, rows_of
+from kvferry.cluster_state.index import ON_STORE, STORE_EPOCH, on_tier
+from kvferry.cluster_state.index_writer import IndexWriter
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.cluster_state.prefixes import longest
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.protocol.errors import RegistryUnavailable
+from kvferry.protocol.layout import STORE_GROUP
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.rows import GROUP, alone, rows_of
 
 LEASE = NodeLease("a", "decode", 1, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 

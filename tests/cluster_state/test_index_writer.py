@@ -7,12 +7,12 @@ import time
 import pytest
 from waiting import until
 
-from cluster_state import rows
-from cluster_state.index_writer import IndexWriter
-from cluster_state.losses import NEWEST, SAMPLE, Losses
-from cluster_state.memory_store import MemoryStore
-from cluster_state.redis_store import RedisStore
-from protocol.rows import GROUP, alone, key_and_tag, rows_of
+from kvferry.cluster_state import rows
+from kvferry.cluster_state.index_writer import IndexWriter
+from kvferry.cluster_state.losses import NEWEST, SAMPLE, Losses
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.protocol.rows import GROUP, alone, key_and_tag, rows_of
 
 
 def _hashes(count: int, tag: int = 0) -> list[bytes]:

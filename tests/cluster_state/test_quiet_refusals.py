@@ -12,14 +12,14 @@ import pytest
 from redis_servers import RedisServer, redis_server
 from waiting import until
 
-from cluster_state.redis_store import RedisStore
-from model_files.naming import ModelName
-from node.membership import Membership
-from protocol.lease import NodeLease
-from protocol.metrics import RouterMetrics
-from protocol.worker_metrics import WorkerMetrics
-from router.nodes.group import NodeGroup
-from router.nodes.table import NodeTable
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.model_files.naming import ModelName
+from kvferry.node.membership import Membership
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.worker_metrics import WorkerMetrics
+from kvferry.router.nodes.group import NodeGroup
+from kvferry.router.nodes.table import NodeTable
 
 LEASE = NodeLease("a", "decode", 5, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 REFUSED_S = 3.0

@@ -13,17 +13,17 @@ import redis.asyncio
 from redis.asyncio.sentinel import Sentinel
 from redis_servers import RedisServer, free_ports, redis_server
 
-from cluster_state import redis_responses, redis_scripts, row_scripts
-from cluster_state.redis_responses import RedisResponses
-from cluster_state.redis_store import RedisStore
-from decode_worker.service import DecodeService
-from node.node import Node
-from process.signals import Stop
-from protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
-from protocol.lease import NodeLease
-from protocol.rows import rows_of
-from protocol.settings import RouterSettings, WorkerSettings
-from router.main import serve_router
+from kvferry.cluster_state import redis_responses, redis_scripts, row_scripts
+from kvferry.cluster_state.redis_responses import RedisResponses
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.decode_worker.service import DecodeService
+from kvferry.node.node import Node
+from kvferry.process.signals import Stop
+from kvferry.protocol.errors import ConfigError, RegistryRefuses, RegistryUnavailable
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.rows import rows_of
+from kvferry.protocol.settings import RouterSettings, WorkerSettings
+from kvferry.router.main import serve_router
 
 HASHES = [bytes([i]) * 16 for i in range(20)]
 ROWS = rows_of(HASHES)

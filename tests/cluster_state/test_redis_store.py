@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from cluster_state.redis_store import RedisStore
-from cluster_state.registry import Announced
-from protocol import lease as lease_module
-from protocol.errors import ConfigError, RegistryUnavailable, from_body
-from protocol.layout import WIRE_VERSION
-from protocol.lease import Foreign, NodeLease
-from protocol.rows import rows_of
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.cluster_state.registry import Announced
+from kvferry.protocol import lease as lease_module
+from kvferry.protocol.errors import ConfigError, RegistryUnavailable, from_body
+from kvferry.protocol.layout import WIRE_VERSION
+from kvferry.protocol.lease import Foreign, NodeLease
+from kvferry.protocol.rows import rows_of
 
 HASHES = [bytes([i]) * 16 for i in range(20)]
 ROWS = rows_of(HASHES)

@@ -10,13 +10,13 @@ import pytest
 from redis_servers import MASTER, free_ports, redis_server, watched
 from waiting import until
 
-from cluster_state.index_writer import IndexWriter
-from cluster_state.redis_client import answered
-from cluster_state.redis_store import RedisStore
-from cluster_state.registry import Announced
-from protocol.errors import RegistryFull, RegistryUnavailable
-from protocol.lease import NodeLease
-from protocol.rows import key_and_tag, rows_of
+from kvferry.cluster_state.index_writer import IndexWriter
+from kvferry.cluster_state.redis_client import answered
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.cluster_state.registry import Announced
+from kvferry.protocol.errors import RegistryFull, RegistryUnavailable
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.rows import key_and_tag, rows_of
 
 HASHES = [bytes([i]) * 16 for i in range(20)]
 ROWS = rows_of(HASHES)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cluster_state import redis_client
-from cluster_state.redis_url import has_password, read, shown
-from protocol.errors import ConfigError
+from kvferry.cluster_state import redis_client
+from kvferry.cluster_state.redis_url import has_password, read, shown
+from kvferry.protocol.errors import ConfigError
 
 SECRET = "hunter2"
 

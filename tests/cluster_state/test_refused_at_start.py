@@ -16,11 +16,11 @@ from toy import make_engine
 from waiting import until
 from worker_pair import worker
 
-from cli.preflight import redis_answers
-from cluster_state.redis_store import RedisStore
-from protocol.errors import ConfigError
-from protocol.settings import RouterSettings
-from router.main import serve_router
+from kvferry.cli.preflight import redis_answers
+from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.main import serve_router
 
 RIGHT = "the right one"
 
@@ -33,7 +33,7 @@ def guarded() -> object:
 
 @asynccontextmanager
 async def router(settings: RouterSettings, log: pytest.LogCaptureFixture) -> AsyncIterator[httpx.AsyncClient]:
-    log.set_level("INFO", "router.main")
+    log.set_level("INFO", "kvferry.router.main")
     run = asyncio.create_task(serve_router(settings))
     await until(lambda: run.done() or "router ready at" in log.text, 60)
     assert not run.done(), run.exception()

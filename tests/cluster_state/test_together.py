@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster_state.together import MOST_BYTES, Question, Together
-from protocol.errors import RegistryFull, RegistryUnavailable
+from kvferry.cluster_state.together import MOST_BYTES, Question, Together
+from kvferry.protocol.errors import RegistryFull, RegistryUnavailable
 
 
 class Server:

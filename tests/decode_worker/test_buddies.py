@@ -14,10 +14,10 @@ from toy import VOCAB, expected, make_engine, make_job
 from waiting import until
 from worker_pair import Router, Worker, pair, worker
 
-from decode_worker import buddies
-from engine.engine import Engine
-from engine.request import Request
-from protocol.messages import DecodeTarget, Job
+from kvferry.decode_worker import buddies
+from kvferry.engine.engine import Engine
+from kvferry.engine.request import Request
+from kvferry.protocol.messages import DecodeTarget, Job
 
 MOST = 150
 

@@ -14,10 +14,10 @@ from toy import VOCAB, expected, make_engine, make_job
 from waiting import until
 from worker_pair import Router, worker
 
-from engine.events import Generated
-from protocol.errors import NodeLost
-from protocol.messages import Job, TokenDelta
-from protocol.reuse import Reuse
+from kvferry.engine.events import Generated
+from kvferry.protocol.errors import NodeLost
+from kvferry.protocol.messages import Job, TokenDelta
+from kvferry.protocol.reuse import Reuse
 
 
 def prompt(length: int = 40, seed: int = 0) -> list[int]:

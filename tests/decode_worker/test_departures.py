@@ -18,10 +18,10 @@ from toy import VOCAB, expected, make_engine, make_job
 from waiting import until
 from worker_pair import Router, Worker, worker
 
-from cluster_state.memory_store import MemoryStore
-from engine.engine import Engine
-from protocol.messages import Job, MoveRequest
-from protocol.wire import pack
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.engine.engine import Engine
+from kvferry.protocol.messages import Job, MoveRequest
+from kvferry.protocol.wire import pack
 
 MOST = 200
 

@@ -10,9 +10,9 @@ from toy import VOCAB, ToyModel, expected, make_engine, make_job
 from waiting import until
 from worker_pair import Router, worker
 
-from engine.canary import Canary
-from engine.engine import Engine
-from protocol.messages import Deviation
+from kvferry.engine.canary import Canary
+from kvferry.engine.engine import Engine
+from kvferry.protocol.messages import Deviation
 
 
 class Wrong(ToyModel):

@@ -10,8 +10,8 @@ from toy import make_job
 from waiting import until
 from worker_pair import pair
 
-from decode_worker import spans as spans_module
-from decode_worker.spans import Spans
+from kvferry.decode_worker import spans as spans_module
+from kvferry.decode_worker.spans import Spans
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 PROMPT = list(range(3, 40))

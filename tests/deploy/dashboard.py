@@ -10,8 +10,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from protocol.metrics import RouterMetrics
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.worker_metrics import WorkerMetrics
 from tests.deploy.binaries import ROOT
 from tests.deploy.prometheus import query
 

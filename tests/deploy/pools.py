@@ -11,12 +11,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 
-from node.pressure import decode_pressure, latency_share, prefill_backlog_s
-from placement.capacity import Capacity
-from protocol.lease import Load
-from router.tenants.backlog import Backlog, Waiting
-from router.tenants.flow import Flow
-from router.tenants.turns import AHEAD
+from kvferry.node.pressure import decode_pressure, latency_share, prefill_backlog_s
+from kvferry.placement.capacity import Capacity
+from kvferry.protocol.lease import Load
+from kvferry.router.tenants.backlog import Backlog, Waiting
+from kvferry.router.tenants.flow import Flow
+from kvferry.router.tenants.turns import AHEAD
 from tests.deploy.remote_write import STALE, Series, series
 
 TICK_S = 0.5

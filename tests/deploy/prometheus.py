@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from cli.preflight import free_port
+from kvferry.cli.preflight import free_port
 from tests.deploy.binaries import need, prometheus_binary
 
 START_TIMEOUT_S = 30.0

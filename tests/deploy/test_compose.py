@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from cli.main import kvferry
-from cli.options import ENV_PREFIX, variable
-from cli.preflight import valkey_binary
+from kvferry.cli.main import kvferry
+from kvferry.cli.options import ENV_PREFIX, variable
+from kvferry.cli.preflight import valkey_binary
 from tests.deploy.binaries import CACHE, ROOT
 from tests.deploy.docker_plugins import composed, plugin, run
 from tests.deploy.dockerfile import read_dockerfile

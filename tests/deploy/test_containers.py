@@ -69,7 +69,7 @@ def test_an_image_runs_with_nothing_but_its_files(name: str) -> None:
 def test_an_image_has_the_bytecode_of_what_it_runs(name: str) -> None:
     """Its root is read-only, so that what is not compiled there is compiled at each start and each health check."""
     code = (
-        "import os, sys, importlib.util as u, cli.main, cli.health\n"
+        "import os, sys, importlib.util as u, kvferry.cli.main, kvferry.cli.health\n"
         "files = [str(getattr(each, '__file__', '')) for each in list(sys.modules.values())]\n"
         "print(*(f for f in files if f.endswith('.py') and not os.path.exists(u.cache_from_source(f))))"
     )

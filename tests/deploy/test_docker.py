@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import kvferry
+from kvferry.cli.main import kvferry
 from tests.deploy.binaries import ROOT
 from tests.deploy.dockerfile import Dockerfile, reaches_build, read_dockerfile
 from tests.test_floors import WORKERS
@@ -209,10 +209,10 @@ class Absent(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {{name!r}} (not in the router image)", name=name)
 
 sys.meta_path.insert(0, Absent())
-import cli.main
-import grammars.child
-import router.main
-cli.main.run(["router", "--help"])
+import kvferry.cli.main
+import kvferry.grammars.child
+import kvferry.router.main
+kvferry.cli.main.run(["router", "--help"])
 """
 
 

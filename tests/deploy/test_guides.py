@@ -9,8 +9,8 @@ import shlex
 
 import pytest
 
-from cli.main import kvferry
-from cli.options import ENV_PREFIX, variable
+from kvferry.cli.main import kvferry
+from kvferry.cli.options import ENV_PREFIX, variable
 from tests.deploy.binaries import ROOT
 from tests.deploy.charts import CHART
 from tests.deploy.dashboard import known_names, load, metric_names

@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster_state import redis_url
 from docs import chart as made_docs
-from process import tracing
+from kvferry.cluster_state import redis_url
+from kvferry.process import tracing
 from tests.deploy.charts import CHART, EXAMPLES, chart, plain, refusal
 from tests.deploy.installations import FULL
 from tests.deploy.manifests import PROCESSES, Manifest, Objects, container_command, of_kind, pod_specs, render

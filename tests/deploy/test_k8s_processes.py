@@ -11,11 +11,11 @@ import httpx
 import pytest
 from api_parts import Api, FakeCluster, says
 
-from cli.main import kvferry
-from cli.options import ENV_PREFIX, variable
-from cluster_state import redis_url
-from process.http import make_app, serve_metrics
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.cli.main import kvferry
+from kvferry.cli.options import ENV_PREFIX, variable
+from kvferry.cluster_state import redis_url
+from kvferry.process.http import make_app, serve_metrics
+from kvferry.protocol.worker_metrics import WorkerMetrics
 from tests.deploy.dockerfile import read_dockerfile
 from tests.deploy.installations import INSTALLATIONS
 from tests.deploy.manifests import (

@@ -8,8 +8,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from cli.main import kvferry
-from protocol.settings import RouterSettings
+from kvferry.cli.main import kvferry
+from kvferry.protocol.settings import RouterSettings
 from tests.deploy.charts import chart, refusal
 from tests.deploy.installations import own
 from tests.deploy.manifests import Manifest, Objects, container_command, of_kind, pod_specs

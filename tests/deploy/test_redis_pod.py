@@ -14,10 +14,10 @@ import redis
 from redis_servers import LOOPBACK, free_ports
 from waiting import wait_for
 
-from cli.preflight import redis_answers, valkey_binary
-from protocol.errors import ConfigError
-from protocol.settings import RouterSettings
-from simulate.calibrate import leases_of
+from kvferry.cli.preflight import redis_answers, valkey_binary
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import RouterSettings
+from kvferry.simulate.calibrate import leases_of
 from tests.deploy.binaries import ROOT, need, redis_cli_binary
 from tests.deploy.charts import chart
 from tests.deploy.manifests import Manifest, Objects, of_kind, pod_specs, render

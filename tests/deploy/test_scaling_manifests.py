@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cli.options import variable
-from protocol.settings import RouterSettings
+from kvferry.cli.options import variable
+from kvferry.protocol.settings import RouterSettings
 from tests.deploy.binaries import ROOT, need, promtool_binary
 from tests.deploy.dashboard import known_names, metric_names
 from tests.deploy.keda import complaints, rendered

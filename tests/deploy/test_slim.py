@@ -14,7 +14,7 @@ import pytest
 from gguf import GGUFWriter
 from gguf_files import finish
 
-from model_files.gguf import read_gguf
+from kvferry.model_files.gguf import read_gguf
 from tests.deploy.binaries import ROOT
 
 SLIM = ROOT / "deploy" / "docker" / "slim.py"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import kvferry
-from cli.options import SERVE_FIXED, flag
 from docs.api_tables import openapi
 from docs.tables import REFERENCE, renew, tables
-from protocol.settings import ServeSettings
+from kvferry.cli.main import kvferry
+from kvferry.cli.options import SERVE_FIXED, flag
+from kvferry.protocol.settings import ServeSettings
 
 PAGES = {page.name: page.read_text() for page in sorted(REFERENCE.glob("*.md"))}
 LIMIT = re.compile(r"`(--[\w-]+)` \((\d[\d,^]*)")

@@ -18,19 +18,19 @@ from toy import VOCAB, ToyModel, expected, make_engine, make_job
 from waiting import until
 from worker_pair import Worker, worker
 
-from cluster_state.memory_store import MemoryStore
-from model_files.naming import ModelName
-from protocol.errors import InvalidRequest, RoleKept
-from protocol.messages import GenerateRequest, PrefillRequest
-from protocol.metrics import RouterMetrics
-from protocol.roles import ChangeRole
-from protocol.sampling import SamplingParams
-from protocol.wire import pack
-from protocol.work import Generate
-from router.call import Call
-from router.journey.cluster import RouterCluster
-from router.journey.spec import RequestSpec
-from router.nodes.table import NodeTable
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.model_files.naming import ModelName
+from kvferry.protocol.errors import InvalidRequest, RoleKept
+from kvferry.protocol.messages import GenerateRequest, PrefillRequest
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.roles import ChangeRole
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.wire import pack
+from kvferry.protocol.work import Generate
+from kvferry.router.call import Call
+from kvferry.router.journey.cluster import RouterCluster
+from kvferry.router.journey.spec import RequestSpec
+from kvferry.router.nodes.table import NodeTable
 
 ROLES = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
 

@@ -9,13 +9,13 @@ from dataclasses import fields, replace
 
 import torch
 
-from engine.flight import Flight
-from engine.models.base import Halfway, Wanted
-from engine.runner import Found, Runner
-from engine.sampler import SampleRow, draw_plain
-from engine.slices import Slice
-from kernels.readback import Readback
-from kernels.step import always
+from kvferry.engine.flight import Flight
+from kvferry.engine.models.base import Halfway, Wanted
+from kvferry.engine.runner import Found, Runner
+from kvferry.engine.sampler import SampleRow, draw_plain
+from kvferry.engine.slices import Slice
+from kvferry.kernels.readback import Readback
+from kvferry.kernels.step import always
 
 POISON = -1000
 

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from tiny_models import Cache, tokens_for
 
-from engine.models import load_model
-from engine.models.base import Model
-from engine.ranks.calls import follow
-from engine.ranks.device_group import DeviceGroup
-from engine.ranks.group import Group
-from engine.ranks.led import Led
-from engine.ranks.own import Own
-from engine.ranks.part import Part
-from engine.ranks.shared_group import TURNS, SharedGroup
-from kernels.ops import Ops
-from kernels.reference import ReferenceOps
-from model_files.source import resolve
+from kvferry.engine.models import load_model
+from kvferry.engine.models.base import Model
+from kvferry.engine.ranks.calls import follow
+from kvferry.engine.ranks.device_group import DeviceGroup
+from kvferry.engine.ranks.group import Group
+from kvferry.engine.ranks.led import Led
+from kvferry.engine.ranks.own import Own
+from kvferry.engine.ranks.part import Part
+from kvferry.engine.ranks.shared_group import TURNS, SharedGroup
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.source import resolve
 
 CPU = torch.device("cpu")
 PATIENCE_S = 30.0

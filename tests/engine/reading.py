@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.engine import Engine
-from engine.events import Generated
-from protocol.messages import Job
-from protocol.reuse import Reuse
-from protocol.work import Work
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Generated
+from kvferry.protocol.messages import Job
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.work import Work
 
 
 def reading(name: str, token_ids: Sequence[int], work: Work) -> Job:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from toy import finish, make_engine, make_job
 
-from engine.absences import REMEMBERED, Absences
-from engine.engine import Engine
-from engine.events import Generated
-from engine.request import Request
-from protocol.errors import TransferFailed
-from protocol.hashing import chain, root_hash
-from protocol.reuse import Missed, Reuse
+from kvferry.engine.absences import REMEMBERED, Absences
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Generated
+from kvferry.engine.request import Request
+from kvferry.protocol.errors import TransferFailed
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.reuse import Missed, Reuse
 
 PROMPT = list(range(1, 41))
 BLOCK = 4

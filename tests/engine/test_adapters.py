@@ -27,22 +27,22 @@ from tiny_models import (
 )
 from toy import make_job
 
-from engine.block_pool import BlockPool
-from engine.budget import Limits
-from engine.engine import Engine, EngineConfig
-from engine.events import Failed, Generated
-from engine.ledger import Ledger
-from engine.models import load_model
-from engine.models.adapters import load_adapter
-from engine.models.decoder import Decoder
-from engine.runner import Runner
-from kernels.cpu import CpuOps, instruction_set
-from kernels.low_rank import Adapted, Adapter
-from kernels.ops import Ops
-from kernels.reference import ReferenceOps
-from model_files.adapter import FUSED, TARGETS, read_adapter
-from model_files.source import resolve
-from protocol.errors import ConfigError
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.budget import Limits
+from kvferry.engine.engine import Engine, EngineConfig
+from kvferry.engine.events import Failed, Generated
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.models import load_model
+from kvferry.engine.models.adapters import load_adapter
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.runner import Runner
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.low_rank import Adapted, Adapter
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.adapter import FUSED, TARGETS, read_adapter
+from kvferry.model_files.source import resolve
+from kvferry.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
 ROWS = {"reference": ReferenceOps, "cpu": CpuOps} if instruction_set() else {"reference": ReferenceOps}

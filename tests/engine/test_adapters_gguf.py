@@ -12,12 +12,12 @@ from test_adapters import adapter_of, hf, wearing
 from test_models_gguf import Kind, write_gguf
 from tiny_models import BLOCK, chunked_logits, family, save_tiny, tokens_for, transformers
 
-from engine.models import load_model
-from engine.models.decoder import Decoder
-from kernels.cpu import CpuOps, instruction_set
-from kernels.ops import Ops
-from kernels.reference import ReferenceOps
-from model_files.source import resolve
+from kvferry.engine.models import load_model
+from kvferry.engine.models.decoder import Decoder
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.source import resolve
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,16 +14,16 @@ from test_adapters import adapter_of, engine_of, hf, load
 from tiny_models import BLOCK, VOCAB, family, save_tiny, tokens_for
 from toy import make_job
 
-from engine.block_pool import BlockPool
-from engine.budget import Limits
-from engine.engine import Engine, EngineConfig
-from engine.events import Generated
-from engine.ledger import Ledger
-from engine.masks import Masks
-from engine.runner import Runner
-from grammars.pool import Inline
-from protocol.sampling import SamplingParams
-from protocol.work import Embed, Generate
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.budget import Limits
+from kvferry.engine.engine import Engine, EngineConfig
+from kvferry.engine.events import Generated
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.masks import Masks
+from kvferry.engine.runner import Runner
+from kvferry.grammars.pool import Inline
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Embed, Generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = tokens_for(30).tolist()

@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import VOCAB, ToyModel, expected, finish, make_engine, make_job, tokens_of
 
-from engine import late, roster
-from engine.engine import Engine
-from engine.events import Computed, Event, Failed, Generated, ReservationFailed, Reserved
-from engine.loop import EngineLoop
-from engine.ports import GRANT, SHIP
-from engine.states import State
-from kernels.plan import BatchPlan
-from protocol.errors import TransferFailed
-from protocol.messages import Job, TokenDelta
+from kvferry.engine import late, roster
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Computed, Event, Failed, Generated, ReservationFailed, Reserved
+from kvferry.engine.loop import EngineLoop
+from kvferry.engine.ports import GRANT, SHIP
+from kvferry.engine.states import State
+from kvferry.kernels.plan import BatchPlan
+from kvferry.protocol.errors import TransferFailed
+from kvferry.protocol.messages import Job, TokenDelta
 
 BLOCK = 4
 KINDS = [Eager, Lazy]

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from toy import VOCAB, expected, make_engine, make_job
 
-from engine.engine import Engine
-from engine.events import Event, Failed, Generated, ReservationFailed
-from engine.request import Request
-from protocol.messages import Job, TokenDelta
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Event, Failed, Generated, ReservationFailed
+from kvferry.engine.request import Request
+from kvferry.protocol.messages import Job, TokenDelta
 
 
 def broken(name: str = "a") -> Job:

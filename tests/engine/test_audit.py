@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import make_engine
 
-from engine import recount
-from engine.block_pool import BlockPool
-from engine.ledger import Ledger
-from engine.ports import GRANT, QUIESCE, REQUEST, SHIP
-from node.news import block_books
-from protocol.hashing import chain
-from protocol.layout import blocks_for
+from kvferry.engine import recount
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.ports import GRANT, QUIESCE, REQUEST, SHIP
+from kvferry.node.news import block_books
+from kvferry.protocol.hashing import chain
+from kvferry.protocol.layout import blocks_for
 
 
 @pytest.fixture(autouse=True)

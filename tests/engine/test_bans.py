@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import VOCAB, expected, make_engine, make_job
 
-from engine.edits import edits_for
-from engine.engine import Engine
-from engine.events import Generated
-from kernels.adjustments import Adjustments
-from protocol.errors import InvalidRequest
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
+from kvferry.engine.edits import edits_for
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Generated
+from kvferry.kernels.adjustments import Adjustments
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
 
 PROMPT = [1, 2, 3, 4, 5]
 CPU = torch.device("cpu")

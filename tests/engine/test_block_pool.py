@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_pool import BlockPool
-from engine.idle import PROTECTED, Idle
-from engine.ledger import Ledger
-from engine.ports import REQUEST
-from protocol.hashing import chain
-from protocol.layout import blocks_for
-from protocol.rows import GROUP, rows_of
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.idle import PROTECTED, Idle
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.ports import REQUEST
+from kvferry.protocol.hashing import chain
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.rows import GROUP, rows_of
 
 BS = 2
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from toy import make_engine, make_job
 
-from engine.budget import ALONE, LEAST, Budget, Limits
-from engine.request import Request
+from kvferry.engine.budget import ALONE, LEAST, Budget, Limits
+from kvferry.engine.request import Request
 
 FIRST_S, TOKEN_S = 0.010, 0.001
 

@@ -15,26 +15,26 @@ import torch
 from tiny_models import BLOCK, OURS, VOCAB, save_tiny
 from waiting import wait_for
 
-from engine import canary as canary_module
-from engine import likeness
-from engine.block_pool import BlockPool
-from engine.budget import Limits
-from engine.canary import MOST_S, PATIENCE_S, REST, Canary
-from engine.engine import Engine, EngineConfig
-from engine.events import BlocksChanged, Computed, Generated, Looked, Reserved
-from engine.isolation import DeviceLost
-from engine.ledger import Ledger
-from engine.loop import EngineLoop
-from engine.models import load_model
-from engine.models.base import Model, Unwanted
-from engine.runner import Runner
-from kernels.ops import select
-from kernels.reference import ReferenceOps
-from model_files.source import resolve
-from protocol.messages import Job
-from protocol.names import NodeName
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.engine import canary as canary_module
+from kvferry.engine import likeness
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.budget import Limits
+from kvferry.engine.canary import MOST_S, PATIENCE_S, REST, Canary
+from kvferry.engine.engine import Engine, EngineConfig
+from kvferry.engine.events import BlocksChanged, Computed, Generated, Looked, Reserved
+from kvferry.engine.isolation import DeviceLost
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.loop import EngineLoop
+from kvferry.engine.models import load_model
+from kvferry.engine.models.base import Model, Unwanted
+from kvferry.engine.runner import Runner
+from kvferry.kernels.ops import select
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.source import resolve
+from kvferry.protocol.messages import Job
+from kvferry.protocol.names import NodeName
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 CPU = torch.device("cpu")
 SENDER: NodeName = ("p1", 7)

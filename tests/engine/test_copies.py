@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from toy import FINGERPRINT, VOCAB, expected, finish, make_engine, make_job, tokens_of
 
-from engine import copies
-from engine.engine import Engine
-from engine.request import Request
-from protocol.errors import GrantRefused
-from protocol.hashing import chain, root_hash
-from protocol.messages import DecodeTarget
+from kvferry.engine import copies
+from kvferry.engine.engine import Engine
+from kvferry.engine.request import Request
+from kvferry.protocol.errors import GrantRefused
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.messages import DecodeTarget
 
 BUDDY = DecodeTarget("p", 1, "p:1", FINGERPRINT)
 PROMPT = random.Random(5).choices(range(VOCAB), k=21)

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 from toy import expected, make_engine, make_job, tokens_of
 
-from engine.courtesy import BRIEF_S, EARNED, LONGEST_S, Courtesy
-from engine.engine import Engine
-from engine.events import Event, Generated, Reserved
-from engine.loop import EngineLoop
-from protocol.errors import TransferFailed
-from protocol.messages import Job, TokenDelta
+from kvferry.engine.courtesy import BRIEF_S, EARNED, LONGEST_S, Courtesy
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Event, Generated, Reserved
+from kvferry.engine.loop import EngineLoop
+from kvferry.protocol.errors import TransferFailed
+from kvferry.protocol.messages import Job, TokenDelta
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 

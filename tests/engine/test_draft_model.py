@@ -13,28 +13,28 @@ from test_grammars import EOS, OUTPUTS, job_of
 from test_speculation import figures, finish, prompt
 from toy import FINGERPRINT, VOCAB, ToyModel, expected, make_job, tokens_of
 
-from engine import draft_model, drafter
-from engine.block_pool import BlockPool
-from engine.budget import Limits
-from engine.draft_model import DraftModel
-from engine.drafts import Drafts
-from engine.engine import Engine, EngineConfig
-from engine.events import Generated
-from engine.ledger import Ledger
-from engine.masks import Masks
-from engine.models.base import Halfway, ModelInfo, Wanted
-from engine.planner import Planner, build_plan
-from engine.runner import Runner
-from engine.shift import Shift
-from engine.slices import Slice
-from grammars.pool import Inline
-from kernels.plan import BatchPlan
-from kernels.staging import Staging
-from kernels.step import always
-from protocol.layout import blocks_for
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.engine import draft_model, drafter
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.budget import Limits
+from kvferry.engine.draft_model import DraftModel
+from kvferry.engine.drafts import Drafts
+from kvferry.engine.engine import Engine, EngineConfig
+from kvferry.engine.events import Generated
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.masks import Masks
+from kvferry.engine.models.base import Halfway, ModelInfo, Wanted
+from kvferry.engine.planner import Planner, build_plan
+from kvferry.engine.runner import Runner
+from kvferry.engine.shift import Shift
+from kvferry.engine.slices import Slice
+from kvferry.grammars.pool import Inline
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.staging import Staging
+from kvferry.kernels.step import always
+from kvferry.protocol.layout import blocks_for
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 BLOCK = 4
 Guess = Callable[[int], bool]
@@ -84,7 +84,8 @@ def eager(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(drafter, "worth", lambda streams, count, step, pass_: ([most for _, most in streams], 1.0))
     patch.setattr(drafter, "DEBT_S", 1e9)
     patch.setattr(
-        "engine.speculation.Speculation._counts", lambda self, drafts: [len(d.found) if d else 0 for d in drafts]
+        "kvferry.engine.speculation.Speculation._counts",
+        lambda self, drafts: [len(d.found) if d else 0 for d in drafts],
     )
 
 

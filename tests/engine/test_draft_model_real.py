@@ -10,24 +10,24 @@ import torch
 from test_draft_model import eager
 from tiny_models import BLOCK, OURS, VOCAB, save_tiny, tokens_for
 
-from engine.block_pool import BlockPool
-from engine.budget import Limits
-from engine.draft_model import DraftModel
-from engine.drafts import Drafts
-from engine.engine import Engine, EngineConfig
-from engine.events import Generated, Stepped
-from engine.ledger import Ledger
-from engine.models.base import Model
-from engine.models.loader import load_model
-from engine.runner import Runner
-from engine.shift import Shift
-from kernels.cpu import CpuOps, instruction_sets
-from kernels.ops import Ops
-from kernels.reference import ReferenceOps
-from model_files.source import resolve
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.budget import Limits
+from kvferry.engine.draft_model import DraftModel
+from kvferry.engine.drafts import Drafts
+from kvferry.engine.engine import Engine, EngineConfig
+from kvferry.engine.events import Generated, Stepped
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.models.base import Model
+from kvferry.engine.models.loader import load_model
+from kvferry.engine.runner import Runner
+from kvferry.engine.shift import Shift
+from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.source import resolve
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = tuple(int(token) for token in tokens_for(21))

@@ -12,14 +12,14 @@ from test_draft_model import Guess, make_draft, make_engine
 from test_speculation import figures, prompt
 from toy import VOCAB, ToyModel, make_job
 
-from engine import draft_model, drafter, step
-from engine.drafter import worth
-from engine.drafts import Drafts
-from engine.engine import Engine
-from engine.models.base import Halfway, Wanted
-from engine.shift import Shift
-from kernels.plan import BatchPlan
-from kernels.step import always
+from kvferry.engine import draft_model, drafter, step
+from kvferry.engine.drafter import worth
+from kvferry.engine.drafts import Drafts
+from kvferry.engine.engine import Engine
+from kvferry.engine.models.base import Halfway, Wanted
+from kvferry.engine.shift import Shift
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.step import always
 
 STEP_S, ROW_S = 0.050, 0.002
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from tiny_models import chunked_logits, family, tokens_for
 
-from engine.models import load_model
-from engine.models.config import parse_config
-from engine.models.dummy_weights import DummyWeights
-from kernels.reference import ReferenceOps
-from model_files.refusals import resolve_runnable
-from model_files.source import resolve
-from node.assembly import assemble
-from protocol.errors import ConfigError
-from protocol.settings import WorkerSettings
+from kvferry.engine.models import load_model
+from kvferry.engine.models.config import parse_config
+from kvferry.engine.models.dummy_weights import DummyWeights
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.refusals import resolve_runnable
+from kvferry.model_files.source import resolve
+from kvferry.node.assembly import assemble
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
 
 CPU = torch.device("cpu")
 

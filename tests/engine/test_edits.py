@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import VOCAB, make_engine, make_job
 
-from engine.engine import Engine
-from engine.events import Computed, Generated, Reserved
-from engine.sampler import SampleRow, sample
-from kernels.adjustments import Tally
-from kernels.reference import ReferenceOps
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Computed, Generated, Reserved
+from kvferry.engine.sampler import SampleRow, sample
+from kvferry.kernels.adjustments import Tally
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 PENALISED = SamplingParams(
     max_tokens=24, temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.4

@@ -13,16 +13,16 @@ from reading import accounts, finish, reading, vectors
 from tiny_encoders import FAMILIES, VOCAB, oracle_hidden, oracle_logits, save_encoder
 from toy import make_job
 
-from engine.encoder_runner import batches
-from engine.engine import Engine
-from engine.events import Failed
-from engine.models.base import Unwanted
-from node.assembled import describe
-from node.assembly import assemble
-from node.rates import warm_up
-from protocol.errors import ConfigError
-from protocol.settings import WorkerSettings
-from protocol.work import Classify, Embed
+from kvferry.engine.encoder_runner import batches
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Failed
+from kvferry.engine.models.base import Unwanted
+from kvferry.node.assembled import describe
+from kvferry.node.assembly import assemble
+from kvferry.node.rates import warm_up
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.work import Classify, Embed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from ledger_books import owners
 from toy import VOCAB, expected, make_engine, make_job, toy_next
 
-from engine import roster
-from engine.engine import Engine
-from engine.events import BlocksChanged, Computed, Failed, Generated, ReservationFailed, Reserved
-from engine.ports import GRANT
-from engine.states import Awaits
-from protocol.errors import TransferFailed
-from protocol.messages import TokenDelta
+from kvferry.engine import roster
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import BlocksChanged, Computed, Failed, Generated, ReservationFailed, Reserved
+from kvferry.engine.ports import GRANT
+from kvferry.engine.states import Awaits
+from kvferry.protocol.errors import TransferFailed
+from kvferry.protocol.messages import TokenDelta
 
 
 def run(engine: Engine, limit: int = 2000) -> dict[str, list[int]]:

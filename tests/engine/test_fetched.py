@@ -7,13 +7,13 @@ import random
 import pytest
 from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
-from engine.engine import Engine
-from engine.events import Generated
-from engine.output import _fetched_len
-from engine.request import Request
-from engine.roster import expect
-from engine.states import Awaits, State
-from protocol.reuse import Reuse
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Generated
+from kvferry.engine.output import _fetched_len
+from kvferry.engine.request import Request
+from kvferry.engine.roster import expect
+from kvferry.engine.states import Awaits, State
+from kvferry.protocol.reuse import Reuse
 
 PROMPT = random.Random(3).choices(range(VOCAB), k=22)
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
-from engine.engine import Engine
-from engine.events import Failed, Generated, Reserved, Stepped
-from engine.states import Awaits
-from engine.tails import Tail, Tails
-from protocol.errors import TransferFailed
-from protocol.messages import Job, TokenDelta
-from protocol.reuse import Reuse
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Failed, Generated, Reserved, Stepped
+from kvferry.engine.states import Awaits
+from kvferry.engine.tails import Tail, Tails
+from kvferry.protocol.errors import TransferFailed
+from kvferry.protocol.messages import Job, TokenDelta
+from kvferry.protocol.reuse import Reuse
 
 LENGTHS = [1, 3, 4, 5, 8, 14, 16, 17]
 

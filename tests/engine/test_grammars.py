@@ -10,15 +10,15 @@ from listed_grammars import ListedCompiler, ListedMatcher, listed
 from toy import VOCAB, expected, make_engine, make_job
 from waiting import wait_for
 
-from engine.engine import Engine
-from engine.events import Failed, Generated, ReservationFailed
-from engine.loop import EngineLoop
-from engine.masks import Masks
-from engine.states import State
-from grammars.pool import Inline, Pool
-from protocol.messages import Job, TokenDelta
-from protocol.sampling import SamplingParams
-from protocol.work import Generate, Grammar
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Failed, Generated, ReservationFailed
+from kvferry.engine.loop import EngineLoop
+from kvferry.engine.masks import Masks
+from kvferry.engine.states import State
+from kvferry.grammars.pool import Inline, Pool
+from kvferry.protocol.messages import Job, TokenDelta
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate, Grammar
 
 EOS = 2
 OUTPUTS = ([5, 6, 7, 8, 9, 10], [5, 6, 50, 51], [60])

@@ -9,13 +9,13 @@ import pytest
 import torch
 from tiny_models import OURS, chunked_logits, expect_equal_logits, family, oracle_logits, save_tiny, tokens_for
 
-from engine.models import load_model
-from engine.models.decoder import Decoder
-from engine.models.hf import HFModel
-from engine.models.hf_attention import LayerShape, ShapeProbe, seated_attention
-from kernels.reference import ReferenceOps
-from model_files.source import resolve
-from protocol.errors import ConfigError
+from kvferry.engine.models import load_model
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.models.hf import HFModel
+from kvferry.engine.models.hf_attention import LayerShape, ShapeProbe, seated_attention
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.source import resolve
+from kvferry.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -160,7 +160,7 @@ import importlib.metadata
 assert importlib.metadata.version("kernels") == {version!r}
 from transformers.utils import import_utils
 assert import_utils._is_package_available("kernels", return_version=True) == (True, {version!r})
-from engine.models.hf import transformers_module
+from kvferry.engine.models.hf import transformers_module
 transformers = transformers_module()
 assert not import_utils.is_kernels_available()
 assert not transformers.utils.is_kernels_available()
@@ -168,8 +168,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import transformers.integrations.hub_kernels, transformers.models.mra.modeling_mra
 LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                              num_attention_heads=1))
-import kernels
-assert kernels.__file__ == {package!r}, kernels.__file__
+import kvferry.kernels
+assert kvferry.kernels.__file__ == {package!r}, kvferry.kernels.__file__
 """
 
 WITHOUT_THE_DOOR = """

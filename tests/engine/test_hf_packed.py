@@ -29,24 +29,24 @@ from tiny_models import (
     transformers,
 )
 
-from engine.block_pool import BlockPool
-from engine.budget import Limits
-from engine.engine import Engine, EngineConfig
-from engine.events import Generated, Stepped
-from engine.ledger import Ledger
-from engine.models.hf import HFModel
-from engine.models.hf_dense import DenseModule, WordsModule, outputs_first
-from engine.models.hf_stored import GGUFRows
-from engine.runner import Runner
-from kernels.cpu import instruction_set
-from kernels.cpu.dense import PackedLinear
-from kernels.reference import ReferenceOps
-from model_files.gguf import read_gguf
-from process.written_once import make
-from protocol.errors import ConfigError
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.budget import Limits
+from kvferry.engine.engine import Engine, EngineConfig
+from kvferry.engine.events import Generated, Stepped
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.models.hf import HFModel
+from kvferry.engine.models.hf_dense import DenseModule, WordsModule, outputs_first
+from kvferry.engine.models.hf_stored import GGUFRows
+from kvferry.engine.runner import Runner
+from kvferry.kernels.cpu import instruction_set
+from kvferry.kernels.cpu.dense import PackedLinear
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.gguf import read_gguf
+from kvferry.process.written_once import make
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 pytestmark = [
     pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension"),

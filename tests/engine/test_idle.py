@@ -7,12 +7,12 @@ import random
 import pytest
 from toy import finish, make_engine, make_job
 
-from engine.block_pool import BlockPool
-from engine.events import Admitted
-from engine.idle import PROTECTED, Idle
-from engine.ledger import Ledger
-from engine.ports import REQUEST
-from protocol.hashing import chain
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.events import Admitted
+from kvferry.engine.idle import PROTECTED, Idle
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.ports import REQUEST
+from kvferry.protocol.hashing import chain
 
 BS = 2
 

@@ -10,14 +10,14 @@ import torch
 from toy import VOCAB, ToyModel, expected, finish, make_engine, make_job, tokens_of
 from waiting import wait_for
 
-from engine.engine import Engine
-from engine.events import Failed, Generated
-from engine.loop import EngineLoop
-from engine.models.base import Halfway, Wanted
-from engine.slices import Slice
-from kernels.step import always
-from protocol.messages import Job
-from protocol.work import Embed
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Failed, Generated
+from kvferry.engine.loop import EngineLoop
+from kvferry.engine.models.base import Halfway, Wanted
+from kvferry.engine.slices import Slice
+from kvferry.kernels.step import always
+from kvferry.protocol.messages import Job
+from kvferry.protocol.work import Embed
 
 POISON = VOCAB - 1
 """The token that the model below cannot compute."""

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
-from engine import step
-from engine.engine import Engine
-from engine.events import Reserved
-from protocol.messages import TokenDelta
+from kvferry.engine import step
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Reserved
+from kvferry.protocol.messages import TokenDelta
 
 PROMPT = [(5 * i + 1) % VOCAB for i in range(41)]
 """Ten full blocks."""

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from ledger_books import blocks, count, holds_of, owners
 
-from engine.ledger import Ledger
-from engine.ports import GRANT, QUIESCE, REQUEST, SHIP
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.ports import GRANT, QUIESCE, REQUEST, SHIP
 
 NUM_BLOCKS = 8
 OWNERS = st.sampled_from(["a", "b", ("peer", 3)])

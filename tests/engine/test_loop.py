@@ -12,17 +12,17 @@ import torch
 from toy import HeldModel, ToyModel, expected, make_engine, make_job
 from waiting import wait_for
 
-from engine import late, self_check, suspended
-from engine import loop as engine_loop
-from engine.engine import Engine
-from engine.events import BlocksChanged, Event, Failed, Generated
-from engine.loop import EngineLoop
-from engine.models.base import Halfway, Unwanted, Wanted
-from engine.ports import GRANT
-from engine.self_check import audit
-from kernels.plan import BatchPlan
-from kernels.step import always
-from protocol.messages import Job
+from kvferry.engine import late, self_check, suspended
+from kvferry.engine import loop as engine_loop
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import BlocksChanged, Event, Failed, Generated
+from kvferry.engine.loop import EngineLoop
+from kvferry.engine.models.base import Halfway, Unwanted, Wanted
+from kvferry.engine.ports import GRANT
+from kvferry.engine.self_check import audit
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.step import always
+from kvferry.protocol.messages import Job
 
 
 class Outbox:

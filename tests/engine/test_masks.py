@@ -12,13 +12,13 @@ from listed_grammars import ListedCompiler, ListedMatcher, listed
 from toy import VOCAB
 from waiting import wait_for
 
-from engine import mask as one_mask
-from engine import masks as all_masks
-from engine.masks import Mask, Masks
-from grammars.pool import Pool
-from protocol.errors import GrammarFailed
-from protocol.sampling import SamplingParams
-from protocol.work import Grammar
+from kvferry.engine import mask as one_mask
+from kvferry.engine import masks as all_masks
+from kvferry.engine.masks import Mask, Masks
+from kvferry.grammars.pool import Pool
+from kvferry.protocol.errors import GrammarFailed
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Grammar
 
 EOS = 2
 OUTPUT = list(range(30, 50))

@@ -17,12 +17,12 @@ from tiny_models import (
     tokens_for,
 )
 
-from engine.models import load_model
-from engine.models.base import Unwanted
-from engine.models.loader import auto_dtype
-from kernels.reference import ReferenceOps
-from model_files.source import read_facts, resolve
-from protocol.errors import ConfigError
+from kvferry.engine.models import load_model
+from kvferry.engine.models.base import Unwanted
+from kvferry.engine.models.loader import auto_dtype
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.source import read_facts, resolve
+from kvferry.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
 

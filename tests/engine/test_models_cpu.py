@@ -23,16 +23,16 @@ from tiny_models import (
     transformers,
 )
 
-from engine.models import load_model
-from engine.models.adapters import load_adapter
-from engine.models.decoder import Decoder
-from kernels.cpu import CpuOps, instruction_set
-from kernels.ops import Ops
-from kernels.reference import ReferenceOps
-from model_files.adapter import read_adapter
-from model_files.source import resolve
-from node.invariance import require_batch_invariance
-from protocol.errors import ConfigError
+from kvferry.engine.models import load_model
+from kvferry.engine.models.adapters import load_adapter
+from kvferry.engine.models.decoder import Decoder
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.adapter import read_adapter
+from kvferry.model_files.source import resolve
+from kvferry.node.invariance import require_batch_invariance
+from kvferry.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
 LATENT = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3")

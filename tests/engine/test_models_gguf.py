@@ -7,12 +7,12 @@ import torch
 from gguf_files import finish, gguf_name
 from tiny_models import BLOCK, LLAMA3, OURS, Cache, chunked_logits, family, save_tiny, tokens_for, transformers
 
-from engine.models import load_model
-from engine.models.dequantise import dequantise, stored_bytes
-from kernels.cpu import CpuOps, instruction_set
-from kernels.reference import ReferenceOps
-from model_files.source import resolve
-from protocol.errors import ConfigError
+from kvferry.engine.models import load_model
+from kvferry.engine.models.dequantise import dequantise, stored_bytes
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.source import resolve
+from kvferry.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
 Kind = gguf.GGMLQuantizationType

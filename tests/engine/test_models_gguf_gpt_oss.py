@@ -16,14 +16,14 @@ from test_models_packed import correlation
 from test_models_stacked import mxfp4, plain  # noqa: F401
 from tiny_models import GPT_OSS, family, save_tiny
 
-from engine.models import load_model
-from engine.models.dequantise import dequantise, stored_bytes
-from engine.models.route import OWN, route_of
-from kernels.cpu import CpuOps, instruction_set
-from kernels.reference import ReferenceOps
-from model_files.needs import model_needs
-from model_files.source import read_facts, resolve
-from protocol.errors import ConfigError
+from kvferry.engine.models import load_model
+from kvferry.engine.models.dequantise import dequantise, stored_bytes
+from kvferry.engine.models.route import OWN, route_of
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.needs import model_needs
+from kvferry.model_files.source import read_facts, resolve
+from kvferry.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OWN_NAMES = {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}

@@ -16,13 +16,13 @@ from test_models_gguf import CPU, Kind, load, same_logits
 from test_models_packed import correlation
 from tiny_models import DEEPSEEK, YARN, family, save_tiny
 
-from engine.models import load_model
-from engine.models.route import OWN, route_of
-from kernels.cpu import CpuOps, instruction_set
-from model_files.needs import model_needs
-from model_files.refusals import require_runnable
-from model_files.source import resolve
-from protocol.errors import ConfigError
+from kvferry.engine.models import load_model
+from kvferry.engine.models.route import OWN, route_of
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.model_files.needs import model_needs
+from kvferry.model_files.refusals import require_runnable
+from kvferry.model_files.source import resolve
+from kvferry.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STRETCHED = {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}

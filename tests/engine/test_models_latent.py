@@ -13,17 +13,17 @@ from quantised_files import fp8, quantise
 from safetensors.torch import load_file, save_file
 from tiny_models import OURS, chunked_logits, save_tiny, tokens_for, transformers
 
-from engine.models import load_model
-from engine.models.adapters import load_adapter
-from engine.models.decoder import Decoder
-from kernels.cpu import CpuOps, instruction_set
-from kernels.ops import Ops
-from kernels.reference import ReferenceOps
-from kernels.step import Experts, Latent
-from model_files.adapter import read_adapter
-from model_files.needs import config_needs, model_needs
-from model_files.source import resolve
-from protocol.errors import ConfigError
+from kvferry.engine.models import load_model
+from kvferry.engine.models.adapters import load_adapter
+from kvferry.engine.models.decoder import Decoder
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.step import Experts, Latent
+from kvferry.model_files.adapter import read_adapter
+from kvferry.model_files.needs import config_needs, model_needs
+from kvferry.model_files.source import resolve
+from kvferry.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
 CHUNKS = [21, 4, 1, 1, 13]

@@ -10,16 +10,16 @@ import pytest
 import torch
 from tiny_models import chunked_logits, family, save_tiny, tokens_for
 
-from engine.models import load_model
-from engine.models.decoder import Decoder
-from kernels.reference import ReferenceOps
-from model_files.source import resolve
+from kvferry.engine.models import load_model
+from kvferry.engine.models.decoder import Decoder
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.source import resolve
 
 MEASURE = """
 import ctypes, pathlib, re, torch
-from engine.models import load_model
-from kernels.ops import select
-from model_files.source import resolve
+from kvferry.engine.models import load_model
+from kvferry.kernels.ops import select
+from kvferry.model_files.source import resolve
 
 def resident():
     return int(re.search(r"RssAnon:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])

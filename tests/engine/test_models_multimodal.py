@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import SHAPE, chunked_logits, tokens_for, transformers
 
-from engine.models import load_model
-from engine.models.decoder import Decoder
-from kernels.reference import ReferenceOps
-from model_files.needs import model_needs
-from model_files.source import resolve
-from protocol.errors import ConfigError
+from kvferry.engine.models import load_model
+from kvferry.engine.models.decoder import Decoder
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.needs import model_needs
+from kvferry.model_files.source import resolve
+from kvferry.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")

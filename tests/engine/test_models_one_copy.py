@@ -15,12 +15,12 @@ import torch
 from test_models_gguf import CPU, Kind, write_gguf
 from tiny_models import chunked_logits, family, save_tiny, tokens_for
 
-from engine.models import load_model
-from engine.models.base import Model
-from kernels.cpu import CpuOps, instruction_set
-from kernels.step import StoredRows
-from model_files.source import resolve
-from process.written_once import WrittenOnce, make
+from kvferry.engine.models import load_model
+from kvferry.engine.models.base import Model
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.step import StoredRows
+from kvferry.model_files.source import resolve
+from kvferry.process.written_once import WrittenOnce, make
 
 pytestmark = [
     pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension"),
@@ -29,9 +29,9 @@ pytestmark = [
 
 LOAD = """
 import os, resource, signal, sys, torch
-from engine.models import load_model
-from kernels.cpu import CpuOps
-from model_files.source import resolve
+from kvferry.engine.models import load_model
+from kvferry.kernels.cpu import CpuOps
+from kvferry.model_files.source import resolve
 
 path, descriptor, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 reports = []
@@ -158,7 +158,7 @@ def test_where_there_is_no_room_weights_are_ones_own(llama, descriptor, caplog, 
     def full(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("engine.models.one_copy.write", full)
+    monkeypatch.setattr("kvferry.engine.models.one_copy.write", full)
     with caplog.at_level(logging.INFO):
         model = load(llama, descriptor)
     assert caplog.text.count("in memory of this process alone: out of memory") == 1

@@ -8,11 +8,11 @@ import torch
 from test_models_gguf import CPU, Kind, write_gguf
 from tiny_models import chunked_logits, family, save_tiny, tokens_for
 
-from engine.models import load_model
-from kernels.cpu import CpuOps, instruction_set
-from kernels.reference import ReferenceOps
-from model_files.source import resolve
-from protocol.errors import ConfigError
+from kvferry.engine.models import load_model
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.source import resolve
+from kvferry.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension")
 

@@ -13,18 +13,18 @@ from test_models_gguf import same_logits
 from test_models_packed import CPU, correlation, load
 from tiny_models import EXPERTS, family, save_tiny
 
-from engine.models import load_model
-from engine.models.directory import open_directory
-from engine.models.quantised import QuantisedWeights
-from kernels.cpu import CpuOps, instruction_set
-from kernels.cpu.coded import rows_of
-from kernels.form import form_of
-from kernels.reference import ReferenceOps
-from model_files.counts import ON_CPU, ON_GPU
-from model_files.needs import model_needs
-from model_files.quantisation import quantisation
-from model_files.source import resolve
-from protocol.errors import ConfigError
+from kvferry.engine.models import load_model
+from kvferry.engine.models.directory import open_directory
+from kvferry.engine.models.quantised import QuantisedWeights
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.cpu.coded import rows_of
+from kvferry.kernels.form import form_of
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.counts import ON_CPU, ON_GPU
+from kvferry.model_files.needs import model_needs
+from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.source import resolve
+from kvferry.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 compiled = pytest.mark.skipif(instruction_set() is None, reason="installed without the CPU extension")

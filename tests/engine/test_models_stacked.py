@@ -13,17 +13,17 @@ from test_models_gguf import same_logits
 from test_models_packed import CPU, correlation
 from tiny_models import OURS, expect_equal_logits, oracle_logits, save_tiny
 
-from engine.models import load_model
-from engine.models.decoder import Decoder
-from engine.models.directory import SafetensorsWeights
-from engine.models.route import OWN, route_of
-from engine.models.stacked import StackedWeights
-from kernels.cpu import CpuOps, instruction_set
-from kernels.ops import Ops
-from kernels.reference import ReferenceOps
-from model_files.needs import model_needs
-from model_files.source import resolve
-from protocol.errors import ConfigError
+from kvferry.engine.models import load_model
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.models.directory import SafetensorsWeights
+from kvferry.engine.models.route import OWN, route_of
+from kvferry.engine.models.stacked import StackedWeights
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.needs import model_needs
+from kvferry.model_files.source import resolve
+from kvferry.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STACKS = ("gate_up_proj", "down_proj")

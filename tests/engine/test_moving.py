@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
-from engine import moving
-from engine.engine import Engine
-from engine.events import Failed, ReservationFailed, Reserved, Stepped
-from engine.moving import Move, Stand
-from engine.states import State
-from protocol.errors import TransferFailed
-from protocol.messages import Job, TokenDelta
+from kvferry.engine import moving
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Failed, ReservationFailed, Reserved, Stepped
+from kvferry.engine.moving import Move, Stand
+from kvferry.engine.states import State
+from kvferry.protocol.errors import TransferFailed
+from kvferry.protocol.messages import Job, TokenDelta
 
 PROMPT = random.Random(5).choices(range(VOCAB), k=21)
 

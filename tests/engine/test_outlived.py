@@ -6,12 +6,12 @@ import pytest
 from toy import expected, finish, make_engine, make_job, tokens_of
 from waiting import wait_for
 
-from engine.engine import Engine
-from engine.loop import EngineLoop
-from engine.outlived import Outlived
-from engine.ports import REQUEST
-from protocol.errors import TransferFailed
-from protocol.hashing import chain, root_hash
+from kvferry.engine.engine import Engine
+from kvferry.engine.loop import EngineLoop
+from kvferry.engine.outlived import Outlived
+from kvferry.engine.ports import REQUEST
+from kvferry.protocol.errors import TransferFailed
+from kvferry.protocol.hashing import chain, root_hash
 
 PROMPT = list(range(1, 20))
 

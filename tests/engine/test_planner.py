@@ -8,11 +8,11 @@ import pytest
 import torch
 from toy import VOCAB, expected, make_engine, make_job
 
-from engine.planner import SPARE_BLOCKS, Planner, build_plan
-from engine.request import Request
-from engine.slices import Slice
-from kernels.plan import BatchPlan
-from kernels.staging import Staging
+from kvferry.engine.planner import SPARE_BLOCKS, Planner, build_plan
+from kvferry.engine.request import Request
+from kvferry.engine.slices import Slice
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.staging import Staging
 
 
 def assert_same(kept: BatchPlan, fresh: BatchPlan) -> None:

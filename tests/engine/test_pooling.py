@@ -12,15 +12,15 @@ from reading import accounts, finish, reading, vectors
 from tiny_models import OURS, save_tiny, tokens_for
 from toy import make_engine, make_job
 
-from engine.engine import Engine
-from engine.events import Failed, Generated
-from engine.models.hf import transformers_module
-from node.assembly import assemble
-from protocol.errors import ContextLengthExceeded, InvalidRequest
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.settings import WorkerSettings
-from protocol.work import POOLINGS, Classify, Embed, Generate
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Failed, Generated
+from kvferry.engine.models.hf import transformers_module
+from kvferry.node.assembly import assemble
+from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.work import POOLINGS, Classify, Embed, Generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

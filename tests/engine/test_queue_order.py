@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
-from engine.engine import Engine
-from engine.events import Admitted, Generated, Reserved
-from protocol.messages import Job
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Admitted, Generated, Reserved
+from kvferry.protocol.messages import Job
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -10,15 +10,15 @@ import torch
 from joined_ranks import Pooled, Threads, expect_equal, joined_ranks, whole
 from tiny_models import OURS, Cache, family, oracle_logits, save_tiny, tokens_for
 
-from engine.isolation import DeviceLost
-from engine.models.base import Unwanted
-from engine.models.config import DecoderConfig, parse_config
-from engine.ranks.shard import Shard
-from engine.ranks.weights import ShardWeights
-from kernels.codes import Codes
-from kernels.cpu import CpuOps, instruction_set
-from kernels.step import StoredRows
-from protocol.errors import ConfigError
+from kvferry.engine.isolation import DeviceLost
+from kvferry.engine.models.base import Unwanted
+from kvferry.engine.models.config import DecoderConfig, parse_config
+from kvferry.engine.ranks.shard import Shard
+from kvferry.engine.ranks.weights import ShardWeights
+from kvferry.kernels.codes import Codes
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.step import StoredRows
+from kvferry.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}

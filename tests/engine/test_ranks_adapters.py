@@ -15,12 +15,12 @@ from joined_ranks import Pooled, Threads, expect_equal, joined_ranks, whole
 from test_adapters import FAMILIES, hf, targets_of
 from tiny_models import BLOCK, Cache, family, save_tiny, tokens_for
 
-from engine.models.adapters import load_adapter
-from engine.models.base import Model
-from kernels.cpu import CpuOps, instruction_set
-from kernels.low_rank import Adapted, Adapter
-from model_files.adapter import TARGETS, read_adapter
-from protocol.errors import ConfigError
+from kvferry.engine.models.adapters import load_adapter
+from kvferry.engine.models.base import Model
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.low_rank import Adapted, Adapter
+from kvferry.model_files.adapter import TARGETS, read_adapter
+from kvferry.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}

@@ -12,12 +12,12 @@ import torch
 from joined_ranks import CPU, Pooled, connected, expect_equal, joined_ranks, whole
 from tiny_models import OURS, family, oracle_logits, save_tiny, tokens_for
 
-from engine.isolation import DeviceLost
-from engine.models.base import Unwanted
-from engine.ranks import device_group
-from engine.ranks.device_group import DeviceGroup
-from kernels.cpu import CpuOps, instruction_set
-from protocol.errors import ConfigError
+from kvferry.engine.isolation import DeviceLost
+from kvferry.engine.models.base import Unwanted
+from kvferry.engine.ranks import device_group
+from kvferry.engine.ranks.device_group import DeviceGroup
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}

@@ -12,9 +12,9 @@ from test_models_gguf import experts_of, write_gguf
 from test_models_stacked import in_mxfp4
 from tiny_models import OURS, chunked_logits, family, oracle_logits, save_tiny, tokens_for
 
-from kernels.cpu import CpuOps, instruction_set
-from kernels.step import Experts
-from protocol.errors import ConfigError
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.step import Experts
+from kvferry.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MIXTURES = [name for name in OURS if name.startswith(("qwen3-moe", "mixtral", "olmoe", "gpt-oss", "deepseek"))]

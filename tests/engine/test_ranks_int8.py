@@ -10,11 +10,11 @@ import torch
 from joined_ranks import Threads, expect_equal, joined_ranks, whole
 from tiny_models import OURS, family, save_tiny
 
-from engine.models.decoder import Decoder
-from engine.ranks.layers import Summed
-from kernels.cpu import CpuOps, instruction_set
-from kernels.step import Gated, Gqa, Linear
-from protocol.errors import ConfigError
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.ranks.layers import Summed
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.step import Gated, Gqa, Linear
+from kvferry.protocol.errors import ConfigError
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

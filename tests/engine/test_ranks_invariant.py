@@ -10,9 +10,9 @@ import torch
 from joined_ranks import Pooled, Threads, joined_ranks
 from tiny_models import EXPERTS, family, save_tiny, tokens_for
 
-from kernels.cpu import CpuOps, instruction_set
-from node.invariance import require_batch_invariance
-from protocol.errors import ConfigError
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.node.invariance import require_batch_invariance
+from kvferry.protocol.errors import ConfigError
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

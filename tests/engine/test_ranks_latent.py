@@ -11,7 +11,7 @@ import torch
 from joined_ranks import expect_equal, joined_ranks, whole
 from tiny_models import OURS, oracle_logits, save_tiny, tokens_for
 
-from kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.cpu import CpuOps, instruction_set
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LATENT = [name for name in OURS if name.startswith("deepseek")]

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampler import Sampled, SampleRow
-from engine.sampler import sample as sample_by
-from kernels.cpu import CpuOps, instruction_set
-from kernels.draw import NO_TOKEN
-from kernels.noise import gumbel
-from kernels.ops import Ops
-from kernels.reference import ReferenceOps
-from protocol.sampling import SamplingParams
+from kvferry.engine.sampler import Sampled, SampleRow
+from kvferry.engine.sampler import sample as sample_by
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.draw import NO_TOKEN
+from kvferry.kernels.noise import gumbel
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.protocol.sampling import SamplingParams
 
 VOCAB = 40
 DRAWS = 4000

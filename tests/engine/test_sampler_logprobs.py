@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from engine.sampler import SampleRow, sample, score_prompt
-from kernels.reference import ReferenceOps
-from protocol.messages import TokenLogprobs
-from protocol.sampling import SamplingParams
+from kvferry.engine.sampler import SampleRow, sample, score_prompt
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.protocol.messages import TokenLogprobs
+from kvferry.protocol.sampling import SamplingParams
 
 
 def _check(entry: TokenLogprobs, logits: torch.Tensor, top: int) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from toy import VOCAB, expected, finish, make_engine, make_job, tokens_of
 
-from engine.events import Admitted, Failed, Generated, Reserved
-from protocol.messages import TokenDelta
+from kvferry.engine.events import Admitted, Failed, Generated, Reserved
+from kvferry.protocol.messages import TokenDelta
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

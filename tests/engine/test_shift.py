@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from toy import expected, make_engine, make_job, tokens_of
 
-from engine.models.base import Wanted
-from engine.runner import SHORT
-from engine.shift import LEAST_S, PATIENCE_S, Shift
-from kernels.step import always
+from kvferry.engine.models.base import Wanted
+from kvferry.engine.runner import SHORT
+from kvferry.engine.shift import LEAST_S, PATIENCE_S, Shift
+from kvferry.kernels.step import always
 
 TURN_S = 0.05
 

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import VOCAB, expected, make_engine, make_job, tokens_of, toy_next
 
-from engine.acceptance import Accepted, accept
-from engine.drafts import AT_FIRST, LONGEST, SURE, Drafts
-from engine.engine import Engine
-from engine.events import Generated, Stepped
-from engine.sampler import Sampled
-from engine.step_cost import ROW, StepCost
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.engine.acceptance import Accepted, accept
+from kvferry.engine.drafts import AT_FIRST, LONGEST, SURE, Drafts
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Generated, Stepped
+from kvferry.engine.sampler import Sampled
+from kvferry.engine.step_cost import ROW, StepCost
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 Guess = Callable[[int], bool]
 Oracle = Callable[..., None]

@@ -9,18 +9,18 @@ import pytest
 import torch
 from tiny_models import BLOCK, OURS, save_tiny, tokens_for
 
-from engine.block_pool import BlockPool
-from engine.budget import Limits
-from engine.engine import Engine, EngineConfig
-from engine.events import Generated, Stepped
-from engine.ledger import Ledger
-from engine.models.loader import load_model
-from engine.runner import Runner
-from kernels.reference import ReferenceOps
-from model_files.source import resolve
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.budget import Limits
+from kvferry.engine.engine import Engine, EngineConfig
+from kvferry.engine.events import Generated, Stepped
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.models.loader import load_model
+from kvferry.engine.runner import Runner
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.source import resolve
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = [int(token) for token in tokens_for(12)] * 3

@@ -7,12 +7,12 @@ from itertools import product
 import pytest
 from toy import expected, finish, make_engine, make_job, tokens_of
 
-from engine.engine import Engine
-from engine.events import Failed, ReservationFailed, Reserved
-from engine.request import Request
-from engine.states import MOVES, Awaits, State
-from protocol.errors import InvalidRequest, KvferryError, TransferFailed
-from protocol.messages import TokenDelta
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Failed, ReservationFailed, Reserved
+from kvferry.engine.request import Request
+from kvferry.engine.states import MOVES, Awaits, State
+from kvferry.protocol.errors import InvalidRequest, KvferryError, TransferFailed
+from kvferry.protocol.messages import TokenDelta
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 BAD = InvalidRequest("the grammar is too large", param="response_format")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from toy import VOCAB, expected, make_engine, make_job, tokens_of
 
-from engine import runner
-from kernels.readback import Readback
-from kernels.staging import Staging
+from kvferry.engine import runner
+from kvferry.kernels.readback import Readback
+from kvferry.kernels.staging import Staging
 
 CPU = torch.device("cpu")
 

@@ -13,16 +13,16 @@ import torch
 from tiny_models import OURS, Cache, save_tiny, tokens_for
 from toy import ToyModel, expected, finish, make_engine, make_job, tokens_of
 
-from engine import suspended
-from engine.engine import Engine
-from engine.models import load_model
-from engine.models.base import Halfway, Unwanted, Wanted
-from engine.suspended import DEEPEST
-from kernels.plan import BatchPlan
-from kernels.reference import ReferenceOps
-from kernels.step import always
-from model_files.source import resolve
-from protocol.messages import Job
+from kvferry.engine import suspended
+from kvferry.engine.engine import Engine
+from kvferry.engine.models import load_model
+from kvferry.engine.models.base import Halfway, Unwanted, Wanted
+from kvferry.engine.suspended import DEEPEST
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.step import always
+from kvferry.model_files.source import resolve
+from kvferry.protocol.messages import Job
 
 LAYERS = 4
 LONG = list(range(1, 15))

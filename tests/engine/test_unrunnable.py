@@ -10,11 +10,11 @@ import pytest
 import torch
 from tiny_models import family, save_tiny
 
-from cli.door import ERROR_PREFIX
-from engine.models import load_model
-from kernels.ops import select
-from model_files.source import resolve
-from protocol.errors import ConfigError
+from kvferry.cli.door import ERROR_PREFIX
+from kvferry.engine.models import load_model
+from kvferry.kernels.ops import select
+from kvferry.model_files.source import resolve
+from kvferry.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def test_a_config_that_makes_no_sense_is_one_line_with_its_name(change, tmp_path
 
 def test_a_node_whose_model_cannot_run_ends_with_status_2_and_one_error_line(tmp_path):
     save_tiny(more_experts_than_there_are(), tmp_path)
-    command = [sys.executable, "-m", "cli.main", "decode", "--model", str(tmp_path), "--kv-blocks", "64"]
+    command = [sys.executable, "-m", "kvferry.cli.main", "decode", "--model", str(tmp_path), "--kv-blocks", "64"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

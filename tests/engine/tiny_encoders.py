@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.models.hf import transformers_module
+from kvferry.engine.models.hf import transformers_module
 
 VOCAB = 120
 SHAPE = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from device_plans import moved
 
-from engine.models.base import Halfway, Model, Wanted
-from engine.models.hf import transformers_module
-from kernels.plan import BatchPlan
-from kernels.quantised_cache import PEAKS
-from kernels.step import always
+from kvferry.engine.models.base import Halfway, Model, Wanted
+from kvferry.engine.models.hf import transformers_module
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.quantised_cache import PEAKS
+from kvferry.kernels.step import always
 
 transformers = transformers_module()
 

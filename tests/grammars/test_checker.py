@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from api_parts import demo_text
 
-from grammars.checker import PENDING, RUNAWAYS, Checker
-from protocol.errors import InvalidRequest, Overloaded
-from protocol.work import Grammar
-from router.text.grammar_vocabulary import vocabulary_of
+from kvferry.grammars.checker import PENDING, RUNAWAYS, Checker
+from kvferry.protocol.errors import InvalidRequest, Overloaded
+from kvferry.protocol.work import Grammar
+from kvferry.router.text.grammar_vocabulary import vocabulary_of
 
 CHILD = (
     "import sys, json, time\n"
@@ -31,7 +31,7 @@ def checker_of(*command: str) -> Checker:
 
 
 async def test_what_took_too_long_on_a_busy_machine_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grammars.checker.CHECK_S", 0.3)
+    monkeypatch.setattr("kvferry.grammars.checker.CHECK_S", 0.3)
     checker = checker_of(sys.executable, "-c", CHILD)
     try:
         with pytest.raises(InvalidRequest, match="not ready within"):
@@ -57,8 +57,8 @@ async def test_those_that_ran_away_leave_no_verdict_on_others(monkeypatch: pytes
         "late = True",
         f"import pathlib; p = pathlib.Path({str(tmp_path / 'was')!r}); first = not p.exists(); p.touch()\nlate = True",
     )
-    monkeypatch.setattr("grammars.checker.CHECK_S", 2.0)
-    monkeypatch.setattr("grammars.checker._TRIES", 1)
+    monkeypatch.setattr("kvferry.grammars.checker.CHECK_S", 2.0)
+    monkeypatch.setattr("kvferry.grammars.checker._TRIES", 1)
     checker = checker_of(sys.executable, "-c", code)
     try:
         await checker.check(Grammar("regex", "fine"), "guided_regex")

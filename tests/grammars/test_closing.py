@@ -12,8 +12,8 @@ import pytest
 from random_schemas import random_schema
 from test_library import EOS, allowed, demo_text, ids_of, library
 
-from grammars.closing import SPARE
-from protocol.work import Grammar
+from kvferry.grammars.closing import SPARE
+from kvferry.protocol.work import Grammar
 
 ORDER = {
     "type": "object",

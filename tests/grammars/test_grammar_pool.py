@@ -9,8 +9,8 @@ import time
 import pytest
 from waiting import wait_for
 
-from grammars.pool import CREDIT_S, STEPS, Pool
-from protocol.errors import Overloaded
+from kvferry.grammars.pool import CREDIT_S, STEPS, Pool
+from kvferry.protocol.errors import Overloaded
 
 
 def test_jobs_run_in_order_on_one_thread() -> None:

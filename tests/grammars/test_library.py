@@ -12,14 +12,14 @@ from api_parts import demo_text
 from random_schemas import UNSUPPORTED
 from vocabularies import sentencepiece
 
-from grammars import lark
-from grammars.library import Library
-from grammars.seam import Matcher, words_for
-from grammars.vocabulary import Vocabulary
-from model_files.gguf_tokenizer import build_tokenizer
-from protocol.errors import ConfigError, InvalidRequest
-from protocol.work import Grammar
-from router.text.grammar_vocabulary import vocabulary_of
+from kvferry.grammars import lark
+from kvferry.grammars.library import Library
+from kvferry.grammars.seam import Matcher, words_for
+from kvferry.grammars.vocabulary import Vocabulary
+from kvferry.model_files.gguf_tokenizer import build_tokenizer
+from kvferry.protocol.errors import ConfigError, InvalidRequest
+from kvferry.protocol.work import Grammar
+from kvferry.router.text.grammar_vocabulary import vocabulary_of
 
 EOS = 2
 

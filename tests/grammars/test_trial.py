@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from listed_grammars import ListedCompiler, listed
 
-from grammars.seam import empty_mask, without
-from grammars.trial import check
-from protocol.errors import InvalidRequest
+from kvferry.grammars.seam import empty_mask, without
+from kvferry.grammars.trial import check
+from kvferry.protocol.errors import InvalidRequest
 
 EOS, VOCABULARY = 63, 100
 

@@ -6,9 +6,9 @@ import functools
 
 import pytest
 
-from kernels.cpu import CpuOps, instruction_sets
-from kernels.ops import Ops
-from kernels.reference import ReferenceOps
+from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.reference import ReferenceOps
 
 
 @functools.cache

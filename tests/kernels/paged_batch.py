@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from device_plans import moved
 
-from kernels.gate import GELU, SILU, Gate
-from kernels.plan import BatchPlan
-from kernels.quantised_cache import dequantise, quantise, vector_width
-from protocol.layout import blocks_for
+from kvferry.kernels.gate import GELU, SILU, Gate
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.quantised_cache import dequantise, quantise, vector_width
+from kvferry.protocol.layout import blocks_for
 
 LAYERS, LAYER = 3, 1
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

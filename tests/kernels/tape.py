@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
-from kernels.graphs import CudaCapture
+from kvferry.kernels.graphs import CudaCapture
 
 T = TypeVar("T")
 _launch = InterpretedFunction.run

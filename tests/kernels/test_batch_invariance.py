@@ -9,10 +9,10 @@ import pytest
 import torch
 from paged_batch import Case, close, dense_attention, make_case, sinks_of
 
-from kernels.cpu import CpuOps, instruction_sets
-from kernels.ops import select
-from kernels.plan import BatchPlan
-from protocol.errors import ConfigError
+from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.ops import select
+from kvferry.kernels.plan import BatchPlan
+from kvferry.protocol.errors import ConfigError
 
 SETS = instruction_sets()
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_batch import GATES, LAYER, close, dense_attention, gated, make_case, rope_table, rotate_complex, sinks_of
 
-from kernels.cpu import CpuOps, instruction_set, instruction_sets
-from kernels.ops import select
-from kernels.reference import ReferenceOps
+from kvferry.kernels.cpu import CpuOps, instruction_set, instruction_sets
+from kvferry.kernels.ops import select
+from kvferry.kernels.reference import ReferenceOps
 
 DTYPES = [torch.float32, torch.bfloat16]
 SETS = instruction_sets()

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from kernels.cpu import CpuOps, instruction_sets
-from kernels.cpu.extension import extension
+from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.cpu.extension import extension
 
 SETS = instruction_sets()
 pytestmark = pytest.mark.skipif("amx" not in SETS, reason="this processor has no AMX tiles, or they are refused")
@@ -29,7 +29,7 @@ program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(filter), ctype
 if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
     sys.exit(77)
 import torch
-from kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.cpu import CpuOps, instruction_sets
 ops = CpuOps(2)
 x = torch.ones(3, 64, dtype=torch.bfloat16)
 print(ops.instruction_set, *instruction_sets(), int(ops.linear(x)(x)[0, 0]))
@@ -38,7 +38,7 @@ print(ops.instruction_set, *instruction_sets(), int(ops.linear(x)(x)[0, 0]))
 
 SUMMING = """
 import torch
-from kernels.cpu import CpuOps
+from kvferry.kernels.cpu import CpuOps
 random = torch.Generator().manual_seed(0)
 layer = CpuOps(2, "amx").linear(torch.randn(64, 130, generator=random).bfloat16())
 x = torch.randn(40, 130, generator=random).bfloat16()

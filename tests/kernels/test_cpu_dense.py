@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.cpu import CpuOps, instruction_sets
-from kernels.cpu.dense import PackedLinear
+from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.cpu.dense import PackedLinear
 
 SETS = instruction_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="installed without the CPU extension")

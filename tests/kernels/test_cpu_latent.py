@@ -10,8 +10,8 @@ import torch
 from paged_batch import LAYER, close
 from test_latent import BATCHES, HEADS, PLAIN, RANK, SCALE, VALUE, Case, made, weights
 
-from kernels.cpu import CpuOps, instruction_sets
-from kernels.plan import BatchPlan
+from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.plan import BatchPlan
 
 BF16 = torch.bfloat16
 SETS = instruction_sets()
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not SETS, reason="installed without the CPU exte
 @pytest.fixture(params=[False, True], ids=["absorbed", "expanded"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is left to the reference."""
-    monkeypatch.setattr("kernels.cpu.ops.ReferenceOps.latent_attention", None)
-    monkeypatch.setattr("kernels.cpu.latent.expands", lambda *_: request.param)
+    monkeypatch.setattr("kvferry.kernels.cpu.ops.ReferenceOps.latent_attention", None)
+    monkeypatch.setattr("kvferry.kernels.cpu.latent.expands", lambda *_: request.param)
 
 
 @pytest.fixture(params=SETS)
@@ -32,8 +32,8 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 
 def held(monkeypatch: pytest.MonkeyPatch, positions: int, size: int) -> None:
-    monkeypatch.setattr("kernels.cpu.latent._SPAN", positions)
-    monkeypatch.setattr("kernels.cpu.latent._BYTES", size)
+    monkeypatch.setattr("kvferry.kernels.cpu.latent._SPAN", positions)
+    monkeypatch.setattr("kvferry.kernels.cpu.latent._BYTES", size)
 
 
 def part_of(case: Case, begin: int, end: int) -> tuple[BatchPlan, torch.Tensor]:
@@ -96,7 +96,7 @@ def test_a_context_longer_than_what_is_expanded_at_a_time() -> None:
 def test_bits_do_not_depend_on_what_is_held_at_a_time(
     ops: CpuOps, cache: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kernels.cpu.latent.expands", lambda *_: True)
+    monkeypatch.setattr("kvferry.kernels.cpu.latent.expands", lambda *_: True)
     case = Case("chunks of prompts", BF16, cache=cache)
     wanted = case.run(ops, BF16)
     for positions, size in ((128, 1), (128, 300_000), (256, 1 << 20)):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu import CpuOps, instruction_sets
-from kernels.cpu.dense import PackedLinear
-from kernels.step import Linear, StoredRows
+from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.cpu.dense import PackedLinear
+from kvferry.kernels.step import Linear, StoredRows
 
 SETS = instruction_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="installed without the CPU extension")

@@ -9,21 +9,21 @@ import pytest
 import torch
 from paged_batch import make_plan
 
-from engine.models.base import Halfway, ModelInfo, Unwanted
-from engine.models.config import DecoderConfig
-from engine.models.decoder import Decoder
-from engine.models.parameters import ParameterLoader
-from engine.models.reader import TensorReader
-from engine.models.rope import rope_tables
-from engine.models.rope_config import RopeConfig
-from kernels.cpu import CpuOps, instruction_sets
-from kernels.cpu.step import MAX_DECODES, MAX_ROWS, CpuStep
-from kernels.draw import NO_TOKEN
-from kernels.ops import Ops
-from kernels.plan import BatchPlan
-from kernels.quantised_cache import quantise
-from kernels.reference import ReferenceOps
-from kernels.step import DecoderForm, OneByOne
+from kvferry.engine.models.base import Halfway, ModelInfo, Unwanted
+from kvferry.engine.models.config import DecoderConfig
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.models.parameters import ParameterLoader
+from kvferry.engine.models.reader import TensorReader
+from kvferry.engine.models.rope import rope_tables
+from kvferry.engine.models.rope_config import RopeConfig
+from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.cpu.step import MAX_DECODES, MAX_ROWS, CpuStep
+from kvferry.kernels.draw import NO_TOKEN
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.quantised_cache import quantise
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.step import DecoderForm, OneByOne
 
 SETS = instruction_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="installed without the CPU extension")

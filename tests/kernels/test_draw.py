@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu import CpuOps, instruction_sets
-from kernels.draw import NO_TOKEN, NoiseKeys, _kept
-from kernels.noise import gumbel, random_bits
-from kernels.ops import Ops
-from protocol.sampling import SamplingParams
+from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.draw import NO_TOKEN, NoiseKeys, _kept
+from kvferry.kernels.noise import gumbel, random_bits
+from kvferry.kernels.ops import Ops
+from kvferry.protocol.sampling import SamplingParams
 
 VOCAB = 10_000
 CLOSE = 1e-5

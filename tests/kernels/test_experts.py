@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.cpu import CpuOps, instruction_sets
-from kernels.experts import mixture
-from kernels.ops import Ops
-from kernels.reference import ReferenceOps
-from kernels.routing import Routing, route
-from kernels.shared import grouped_by_torch
-from kernels.step import Experts, Gated
+from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.experts import mixture
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.routing import Routing, route
+from kvferry.kernels.shared import grouped_by_torch
+from kvferry.kernels.step import Experts, Gated
 
 COUNT, HIDDEN, INNER = 6, 64, 96
 SETS = instruction_sets()

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks import gpu_kernels, gpu_subject
 from benchmarks.gpu_products import FORMS, product
-from kernels.form import form_of_stored
-from kernels.quantised_cache import FP8
-from kernels.reference import ReferenceOps
+from kvferry.kernels.form import form_of_stored
+from kvferry.kernels.quantised_cache import FP8
+from kvferry.kernels.reference import ReferenceOps
 
 
 class CodesAsTold(ReferenceOps):

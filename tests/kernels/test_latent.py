@@ -8,12 +8,12 @@ import pytest
 import torch
 from paged_batch import LAYER, close, make_plan, moved, rope_table, rotate_complex
 
-from kernels import latent
-from kernels.cpu import CpuOps, instruction_sets
-from kernels.ops import Ops
-from kernels.quantised_cache import FP8, dequantise, quantise, vector_width
-from kernels.reference import ReferenceOps
-from kernels.step import Latent
+from kvferry.kernels import latent
+from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.quantised_cache import FP8, dequantise, quantise, vector_width
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.step import Latent
 
 ROTATED, PLAIN, RANK, VALUE = 64, 128, 512, 128
 HEADS, LAYERS, SLOTS = 3, 2, 16
@@ -116,7 +116,7 @@ def test_latents_in_8_bits(row: str, dtype: torch.dtype, cache: torch.dtype) -> 
 @pytest.mark.parametrize("expanded", [False, True])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_both_forms_are_the_same(batch: str, expanded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.reference.expands", lambda *_: expanded)
+    monkeypatch.setattr("kvferry.kernels.reference.expands", lambda *_: expanded)
     case = Case(batch, torch.float32)
     close(case.run(ReferenceOps(), torch.float32), case.wanted(torch.float32), torch.float32)
 

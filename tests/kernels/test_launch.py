@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from kernels.triton.launch import (
+from kvferry.kernels.triton.launch import (
     MAX_SPLITS,
     MIN_TILES_PER_SPLIT,
     PROGRAMS_PER_PROCESSOR,

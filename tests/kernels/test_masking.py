@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.draw import NO_TOKEN, NoiseKeys
-from kernels.masking import keep_only
-from kernels.ops import Ops
-from protocol.sampling import SamplingParams
+from kvferry.kernels.draw import NO_TOKEN, NoiseKeys
+from kvferry.kernels.masking import keep_only
+from kvferry.kernels.ops import Ops
+from kvferry.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.noise import gumbel, gumbel_at, random_bits, row_key
+from kvferry.kernels.noise import gumbel, gumbel_at, random_bits, row_key
 
 EULER = 0.5772156649015329
 KOLMOGOROV_99_9 = 1.95

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-import kernels.cpu
-from kernels.ops import select
-from protocol.errors import ConfigError
+import kvferry.kernels.cpu
+from kvferry.kernels.ops import select
+from kvferry.protocol.errors import ConfigError
 
 
 def test_a_cpu_runs_its_own_kernels_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     assert select("reference", device).name == "reference"
-    assert select("auto", device).name == ("reference" if kernels.cpu.instruction_set() is None else "cpu")
-    monkeypatch.setattr(kernels.cpu, "instruction_set", lambda: None)
+    assert select("auto", device).name == ("reference" if kvferry.kernels.cpu.instruction_set() is None else "cpu")
+    monkeypatch.setattr(kvferry.kernels.cpu, "instruction_set", lambda: None)
     assert select("auto", device).name == "reference"
     with pytest.raises(ConfigError, match="extension") as refusal:
         select("cpu", device)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_batch import LAYER, close, dense_attention, make_case, rope_table
 
-from kernels.cpu import CpuOps, instruction_sets
-from kernels.ops import Ops
-from kernels.quantised_cache import FP8, PEAKS, dequantise, quantise
-from kernels.reference import ReferenceOps
+from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.quantised_cache import FP8, PEAKS, dequantise, quantise
+from kvferry.kernels.reference import ReferenceOps
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = ["reference", *instruction_sets()]

@@ -21,8 +21,8 @@ from paged_batch import (
     sinks_of,
 )
 
-from kernels.batch_index import BatchIndex, block_rows
-from kernels.reference import ReferenceOps
+from kvferry.kernels.batch_index import BatchIndex, block_rows
+from kvferry.kernels.reference import ReferenceOps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kernels.routing import Routing, route
+from kvferry.kernels.routing import Routing, route
 
 EXPERTS, TOKENS = 12, 60
 LOGITS = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(5)) * 2

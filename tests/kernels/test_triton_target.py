@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.triton import target
+from kvferry.kernels.triton import target
 
 CUDA = torch.device("cuda")
 

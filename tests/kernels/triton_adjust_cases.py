@@ -12,12 +12,12 @@ import pytest
 import torch
 from interpreted import DEVICE
 
-from engine.sampler import SampleRow, sample
-from kernels.adjustments import Adjusted, Adjustments
-from kernels.reference import ReferenceOps
-from kernels.triton import TritonOps
-from kernels.triton.adjust import Adjuster
-from protocol.sampling import SamplingParams
+from kvferry.engine.sampler import SampleRow, sample
+from kvferry.kernels.adjustments import Adjusted, Adjustments
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.triton import TritonOps
+from kvferry.kernels.triton.adjust import Adjuster
+from kvferry.protocol.sampling import SamplingParams
 
 VOCAB = 5000
 PLACE = torch.device(DEVICE)

@@ -8,9 +8,9 @@ import torch
 from interpreted import DEVICE, bfloat16_products  # noqa: F401
 from paged_batch import LAYER, close, dense_attention, make_case, rope_table, sinks_of
 
-from kernels.quantised_cache import FP8, PEAKS, dequantise, quantise
-from kernels.reference import ReferenceOps
-from kernels.triton import TritonOps
+from kvferry.kernels.quantised_cache import FP8, PEAKS, dequantise, quantise
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.triton import TritonOps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

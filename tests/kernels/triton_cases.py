@@ -11,16 +11,16 @@ from interpreted import DEVICE, bfloat16_products  # noqa: F401
 from paged_batch import GATES, Case, close, dense_attention, gated, make_case, rope_table, sinks_of
 from xxhash import xxh3_64_intdigest
 
-from kernels.experts import mixture
-from kernels.reference import ReferenceOps
-from kernels.routing import Routing
-from kernels.shared import grouped_by_torch
-from kernels.step import Experts, Gated
-from kernels.triton import TritonOps
-from kernels.triton.checksum import digests
-from kernels.triton.decode import decode
-from kernels.triton.launch import decode_tile, prefill_tile
-from kernels.triton.parts import Division
+from kvferry.kernels.experts import mixture
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.routing import Routing
+from kvferry.kernels.shared import grouped_by_torch
+from kvferry.kernels.step import Experts, Gated
+from kvferry.kernels.triton import TritonOps
+from kvferry.kernels.triton.checksum import digests
+from kvferry.kernels.triton.decode import decode
+from kvferry.kernels.triton.launch import decode_tile, prefill_tile
+from kvferry.kernels.triton.parts import Division
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -10,16 +10,16 @@ import torch
 from hopper import HOPPER_SHARED_BYTES, compiled_kernels  # noqa: F401
 from paged_batch import GATES, make_case, rope_table
 
-from kernels.adjustments import Adjusted, Adjustments
-from kernels.blocks import FORMATS
-from kernels.codes import Codes
-from kernels.draw import NoiseKeys
-from kernels.quantised_cache import FP8
-from kernels.step import Stored, StoredRows
-from kernels.triton import TritonOps, product
-from kernels.triton.checksum import digests
-from kernels.triton.product import ORDERED
-from protocol.sampling import SamplingParams
+from kvferry.kernels.adjustments import Adjusted, Adjustments
+from kvferry.kernels.blocks import FORMATS
+from kvferry.kernels.codes import Codes
+from kvferry.kernels.draw import NoiseKeys
+from kvferry.kernels.quantised_cache import FP8
+from kvferry.kernels.step import Stored, StoredRows
+from kvferry.kernels.triton import TritonOps, product
+from kvferry.kernels.triton.checksum import digests
+from kvferry.kernels.triton.product import ORDERED
+from kvferry.protocol.sampling import SamplingParams
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

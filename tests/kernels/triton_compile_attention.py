@@ -13,8 +13,8 @@ from paged_batch import make_case, rope_table, sinks_of
 from test_latent import LAYER, SCALE, made
 from test_latent import Case as LatentCase
 
-from kernels.quantised_cache import FP8, PEAKS
-from kernels.triton import TritonOps, eight_bits
+from kvferry.kernels.quantised_cache import FP8, PEAKS
+from kvferry.kernels.triton import TritonOps, eight_bits
 
 
 def copies_ahead(kernel: Any) -> bool:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from interpreted import DEVICE
 
-from kernels.draw import NO_TOKEN, NoiseKeys, draw
-from kernels.triton import TritonOps
-from protocol.sampling import SamplingParams
+from kvferry.kernels.draw import NO_TOKEN, NoiseKeys, draw
+from kvferry.kernels.triton import TritonOps
+from kvferry.protocol.sampling import SamplingParams
 
 VOCAB = 500
 OPS = TritonOps(4)

@@ -13,16 +13,16 @@ from interpreted import DEVICE
 from paged_batch import make_plan
 from tape import capture
 
-from engine.models.base import ModelInfo
-from engine.models.config import parse_config
-from engine.models.decoder import Decoder
-from engine.models.dummy_weights import DummyWeights
-from engine.models.parameters import ParameterLoader
-from engine.models.reader import TensorReader
-from engine.models.rope import rope_tables
-from kernels.graphs import LADDER, GraphStep
-from kernels.plan import BatchPlan
-from kernels.triton import TritonOps
+from kvferry.engine.models.base import ModelInfo
+from kvferry.engine.models.config import parse_config
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.models.dummy_weights import DummyWeights
+from kvferry.engine.models.parameters import ParameterLoader
+from kvferry.engine.models.reader import TensorReader
+from kvferry.engine.models.rope import rope_tables
+from kvferry.kernels.graphs import LADDER, GraphStep
+from kvferry.kernels.plan import BatchPlan
+from kvferry.kernels.triton import TritonOps
 
 PLACE = torch.device(DEVICE)
 VOCAB, LONGEST, BLOCK = 61, 96, 16
@@ -154,7 +154,7 @@ def test_without_the_arrays_that_a_step_fills_a_replay_would_repeat_itself(
     plain: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the tape would find if steps read anything else."""
-    from kernels import graphs
+    from kvferry.kernels import graphs
 
     original = graphs._Inputs.fill
     calls: list[int] = []

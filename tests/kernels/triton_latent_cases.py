@@ -18,11 +18,11 @@ from tiny_models import OURS, chunked_logits, save_tiny, tokens_for
 from benchmarks.gpu_kernels import check
 from benchmarks.gpu_latent import latent_attention
 from benchmarks.gpu_subject import Shape
-from engine.models import load_model
-from kernels.quantised_cache import FP8
-from kernels.reference import ReferenceOps
-from kernels.triton import TritonOps, latent_batch
-from model_files.source import resolve
+from kvferry.engine.models import load_model
+from kvferry.kernels.quantised_cache import FP8
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.triton import TritonOps, latent_batch
+from kvferry.model_files.source import resolve
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -18,12 +18,12 @@ from test_models_gguf import Kind, write_gguf
 from test_models_quantised import AWQ, FP8, GPTQ, INT4, compressed
 from tiny_models import COHERE, chunked_logits, family, save_tiny, tokens_for
 
-from engine.models import load_model
-from engine.models.base import Model
-from kernels.cpu import CpuOps, instruction_set
-from kernels.reference import ReferenceOps
-from kernels.triton import TritonOps
-from model_files.source import resolve
+from kvferry.engine.models import load_model
+from kvferry.engine.models.base import Model
+from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.triton import TritonOps
+from kvferry.model_files.source import resolve
 
 CASES = {
     "gptq-ordered": (gptq(4, 32, True, ordered=True), GPTQ | {"desc_act": True}, "W4A16"),

@@ -13,14 +13,14 @@ from interpreted import DEVICE, bfloat16_products  # noqa: F401
 from paged_batch import TOLERANCE
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.codes import Codes
-from kernels.form import form_of, laid_together
-from kernels.step import StoredRows
-from kernels.triton import TritonOps, unpacking
-from kernels.triton.coded_linear import CodedLinear
-from kernels.triton.product import ORDERED
-from kernels.triton.unpacking import unpacked_rows
-from model_files.needs import _CODED
+from kvferry.kernels.codes import Codes
+from kvferry.kernels.form import form_of, laid_together
+from kvferry.kernels.step import StoredRows
+from kvferry.kernels.triton import TritonOps, unpacking
+from kvferry.kernels.triton.coded_linear import CodedLinear
+from kvferry.kernels.triton.product import ORDERED
+from kvferry.kernels.triton.unpacking import unpacked_rows
+from kvferry.model_files.needs import _CODED
 
 OUT = 70
 WIDER = [torch.float32, torch.float16]
@@ -182,7 +182,7 @@ def test_a_row_has_the_same_bits_in_every_batch_of_the_ladder(name: str) -> None
 
 
 def test_large_layers_are_split_along_their_inputs_and_added_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kernels.triton import product
+    from kvferry.kernels.triton import product
 
     splits: list[int] = []
     original = product.kv_splits

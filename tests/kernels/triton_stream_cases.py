@@ -14,23 +14,23 @@ import torch
 from interpreted import DEVICE, bfloat16_products  # noqa: F401
 from tape import capture
 
-from engine.models.base import ModelInfo
-from engine.models.config import parse_config
-from engine.models.decoder import Decoder
-from engine.models.dummy_weights import DummyWeights
-from engine.models.parameters import ParameterLoader
-from engine.models.reader import TensorReader
-from engine.models.rope import rope_tables
-from engine.request import Request
-from engine.runner import Runner
-from engine.slices import Slice
-from kernels.draw import NoiseKeys, draw
-from kernels.ops import Ops
-from kernels.reference import ReferenceOps
-from kernels.triton import TritonOps
-from protocol.messages import Job
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.engine.models.base import ModelInfo
+from kvferry.engine.models.config import parse_config
+from kvferry.engine.models.decoder import Decoder
+from kvferry.engine.models.dummy_weights import DummyWeights
+from kvferry.engine.models.parameters import ParameterLoader
+from kvferry.engine.models.reader import TensorReader
+from kvferry.engine.models.rope import rope_tables
+from kvferry.engine.request import Request
+from kvferry.engine.runner import Runner
+from kvferry.engine.slices import Slice
+from kvferry.kernels.draw import NoiseKeys, draw
+from kvferry.kernels.ops import Ops
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.kernels.triton import TritonOps
+from kvferry.protocol.messages import Job
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 GPU = DEVICE != "cpu"
 PLACE = torch.device(DEVICE)

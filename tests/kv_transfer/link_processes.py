@@ -69,7 +69,7 @@ def _guarded(target, pipe, *args):
 def send_blocks(pipe, address: str, count: int, size: int, options: dict) -> None:
     """Child: connect, send a greeting, then `count` blocks with tags 1 << 40 | index; answer commands from the pipe:
     ("send", first, last) posts those blocks, ("message", bytes) sends it, ("stop",) ends."""
-    from kv_transfer.ucx import UcxLink
+    from kvferry.kv_transfer.ucx import UcxLink
 
     link = UcxLink(**{"host": "127.0.0.1"} | options)
     recorder = Recorder()
@@ -94,7 +94,7 @@ def send_blocks(pipe, address: str, count: int, size: int, options: dict) -> Non
 
 def listen(pipe, port: int) -> None:
     """Child: listen on the port and pass on what is heard until killed."""
-    from kv_transfer.ucx import UcxLink
+    from kvferry.kv_transfer.ucx import UcxLink
 
     link = UcxLink("127.0.0.1", port)
     link.start(Recorder(lambda peer, data: pipe.send(data)))

@@ -6,10 +6,10 @@ import select
 import socket
 import time
 
-from kv_transfer.greeting import Greeting, Terms
-from kv_transfer.stream import CHALLENGE, HEADER, HELLO, Stream
-from kv_transfer.ucx_library import context_options, load
-from process.address import parse_host_port
+from kvferry.kv_transfer.greeting import Greeting, Terms
+from kvferry.kv_transfer.stream import CHALLENGE, HEADER, HELLO, Stream
+from kvferry.kv_transfer.ucx_library import context_options, load
+from kvferry.process.address import parse_host_port
 
 
 def worker_address() -> bytes:

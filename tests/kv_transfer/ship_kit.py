@@ -7,18 +7,18 @@ import itertools
 import numpy as np
 from later_checksums import LaterChecksums
 
-from engine.ledger import Ledger
-from engine.ports import GRANT, QUIESCE, REQUEST, SHIP
-from kv_transfer.dock import Dock
-from kv_transfer.faulty import Faults, FaultyLink
-from kv_transfer.loopback import LoopbackNetwork
-from kv_transfer.ports import BlockMemory
-from kv_transfer.receiver import Receiver
-from kv_transfer.sender import Sender
-from protocol.errors import GrantRefused
-from protocol.messages import DecodeTarget, Job, TokenDelta
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.ports import GRANT, QUIESCE, REQUEST, SHIP
+from kvferry.kv_transfer.dock import Dock
+from kvferry.kv_transfer.faulty import Faults, FaultyLink
+from kvferry.kv_transfer.loopback import LoopbackNetwork
+from kvferry.kv_transfer.ports import BlockMemory
+from kvferry.kv_transfer.receiver import Receiver
+from kvferry.kv_transfer.sender import Sender
+from kvferry.protocol.errors import GrantRefused
+from kvferry.protocol.messages import DecodeTarget, Job, TokenDelta
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 64

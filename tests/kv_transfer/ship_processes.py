@@ -7,13 +7,13 @@ import queue
 import numpy as np
 from link_processes import pattern
 
-from kv_transfer.dock import Dock
-from kv_transfer.ports import BlockMemory
-from kv_transfer.sender import Sender
-from kv_transfer.ucx import UcxLink
-from protocol.messages import Job, TokenDelta
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
+from kvferry.kv_transfer.dock import Dock
+from kvferry.kv_transfer.ports import BlockMemory
+from kvferry.kv_transfer.sender import Sender
+from kvferry.kv_transfer.ucx import UcxLink
+from kvferry.protocol.messages import Job, TokenDelta
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
 
 
 class Memory(BlockMemory):

@@ -7,7 +7,7 @@ import queue
 import numpy as np
 import pytest
 
-from kv_transfer.checksum import MAX_CHECKSUM, InlineChecksums, ThreadedChecksums, checksum, digests, is_sampled
+from kvferry.kv_transfer.checksum import MAX_CHECKSUM, InlineChecksums, ThreadedChecksums, checksum, digests, is_sampled
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])

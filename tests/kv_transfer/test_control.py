@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutations import mutated
 
-from kv_transfer.control import read
-from kv_transfer.tags import MAX_BLOCKS, MAX_NONCE
-from protocol.link_messages import (
+from kvferry.kv_transfer.control import read
+from kvferry.kv_transfer.tags import MAX_BLOCKS, MAX_NONCE
+from kvferry.protocol.link_messages import (
     Abort,
     Commit,
     CommitAck,
@@ -27,11 +27,11 @@ from protocol.link_messages import (
     Refusal,
     Supply,
 )
-from protocol.messages import DecodeTarget, Job, TokenDelta, TokenLogprobs
-from protocol.reuse import Reuse
-from protocol.sampling import SamplingParams
-from protocol.wire import WireError, pack
-from protocol.work import Embed, Generate
+from kvferry.protocol.messages import DecodeTarget, Job, TokenDelta, TokenLogprobs
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.wire import WireError, pack
+from kvferry.protocol.work import Embed, Generate
 
 PARAMS = SamplingParams(temperature=1, logit_bias=((3, 1.5), (4, -2)), logprobs=2, stop_token_ids=(1, 2))
 JOB = Job("r", 1, (5, 6, 7), 3, Generate(PARAMS), "router", deadline_s=30)

@@ -9,12 +9,12 @@ import pytest
 from later_checksums import LaterChecksums
 from ship_kit import BothSides, Pool, delta
 
-from kv_transfer.dock import SWEEP_S, Dock
-from kv_transfer.loopback import LoopbackNetwork
-from kv_transfer.transfers import Transfers
-from protocol.errors import NodeLost, TransferFailed
-from protocol.link_messages import Abort, CommitAck, Grant
-from protocol.wire import WireError, pack
+from kvferry.kv_transfer.dock import SWEEP_S, Dock
+from kvferry.kv_transfer.loopback import LoopbackNetwork
+from kvferry.kv_transfer.transfers import Transfers
+from kvferry.protocol.errors import NodeLost, TransferFailed
+from kvferry.protocol.link_messages import Abort, CommitAck, Grant
+from kvferry.protocol.wire import WireError, pack
 
 
 @dataclass

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from link_processes import Recorder
 
-from kv_transfer.faulty import LATE_BYTE, Faults, FaultyLink
-from kv_transfer.loopback import LoopbackNetwork
-from protocol.errors import NodeLost
+from kvferry.kv_transfer.faulty import LATE_BYTE, Faults, FaultyLink
+from kvferry.kv_transfer.loopback import LoopbackNetwork
+from kvferry.protocol.errors import NodeLost
 
 
 def ends(faults: Faults):

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from ship_kit import EPOCH, FINGERPRINT, Process
 
-from kv_transfer.faulty import Faults
-from kv_transfer.fetch import Asker, Giver, split
-from kv_transfer.loopback import LoopbackNetwork
-from protocol.errors import Cancelled, DeadlineExceeded, NodeLost, NotFound
-from protocol.link_messages import Fetch, Supply
-from protocol.messages import DecodeTarget
-from protocol.wire import unpack
+from kvferry.kv_transfer.faulty import Faults
+from kvferry.kv_transfer.fetch import Asker, Giver, split
+from kvferry.kv_transfer.loopback import LoopbackNetwork
+from kvferry.protocol.errors import Cancelled, DeadlineExceeded, NodeLost, NotFound
+from kvferry.protocol.link_messages import Fetch, Supply
+from kvferry.protocol.messages import DecodeTarget
+from kvferry.protocol.wire import unpack
 
 HASHES = [bytes([number]) * 16 for number in range(1, 6)]
 

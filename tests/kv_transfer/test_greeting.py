@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.greeting import Greeting, Terms
-from protocol.errors import Incompatible
-from protocol.wire import WireError
+from kvferry.kv_transfer.greeting import Greeting, Terms
+from kvferry.protocol.errors import Incompatible
+from kvferry.protocol.wire import WireError
 
 SETTINGS = {"checksums": "crc32"}
 SECRET = Terms(lambda: (b"s" * 32,), SETTINGS)

@@ -10,11 +10,11 @@ import pytest
 from link_processes import Recorder
 from waiting import wait_for
 
-from kv_transfer import bell, listening
-from kv_transfer.listening import MAX_LOOKUPS, Resolver, listeners
-from kv_transfer.ucx import UcxLink
-from process.address import parse_host_port
-from protocol.errors import ConfigError
+from kvferry.kv_transfer import bell, listening
+from kvferry.kv_transfer.listening import MAX_LOOKUPS, Resolver, listeners
+from kvferry.kv_transfer.ucx import UcxLink
+from kvferry.process.address import parse_host_port
+from kvferry.protocol.errors import ConfigError
 
 OTHER = "127.0.0.2"
 """Another address of every Linux machine."""

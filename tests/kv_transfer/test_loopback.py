@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from link_processes import Recorder
 
-from kv_transfer.loopback import LoopbackNetwork
-from protocol.errors import NodeLost
+from kvferry.kv_transfer.loopback import LoopbackNetwork
+from kvferry.protocol.errors import NodeLost
 
 
 def pair():

@@ -8,12 +8,12 @@ import pytest
 from ledger_books import blocks
 from ship_kit import DecodeSide, PrefillSide, delta
 
-from engine.ports import QUIESCE
-from kv_transfer.faulty import LATE_BYTE, Faults
-from kv_transfer.loopback import LoopbackNetwork
-from protocol import errors
-from protocol.link_messages import Commit, CommitAck, Grant, GrantRequest
-from protocol.wire import pack, unpack
+from kvferry.engine.ports import QUIESCE
+from kvferry.kv_transfer.faulty import LATE_BYTE, Faults
+from kvferry.kv_transfer.loopback import LoopbackNetwork
+from kvferry.protocol import errors
+from kvferry.protocol.link_messages import Commit, CommitAck, Grant, GrantRequest
+from kvferry.protocol.wire import pack, unpack
 
 
 def sides(faults: Faults | None = None, prefill_faults: Faults | None = None, **options):
@@ -46,7 +46,7 @@ def test_receives_are_posted_before_the_grant_goes_out():
 
 @pytest.mark.parametrize("by", ["decode", "prefill", "death"])
 def test_receives_are_posted_in_slices_and_one_given_up_between_them_ends_alone(by, monkeypatch):
-    monkeypatch.setattr("kv_transfer.receiver.POSTED_AT_ONCE", 2)
+    monkeypatch.setattr("kvferry.kv_transfer.receiver.POSTED_AT_ONCE", 2)
     network, prefill, decode = sides()
     t, other = prefill.offer(decode.target, 9), prefill.offer(decode.target, 1)
     while len(decode.watched.posted) < 2:

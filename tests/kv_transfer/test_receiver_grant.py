@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ship_kit import check_moves, job
 
-from kv_transfer.receiver_grant import GRANT_LIVE, GRANT_MOVES, GrantState, OpenGrant
+from kvferry.kv_transfer.receiver_grant import GRANT_LIVE, GRANT_MOVES, GrantState, OpenGrant
 
 
 def test_every_state_reaches_an_end_and_every_live_one_may_fail():

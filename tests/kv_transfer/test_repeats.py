@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from ship_kit import DecodeSide, PrefillSide, delta
 
-from kv_transfer import answers
-from kv_transfer.answers import REMEMBERED, REPEAT_S, SendingProcess
-from kv_transfer.faulty import Faults
-from kv_transfer.loopback import LoopbackNetwork
-from kv_transfer.receiver_grant import COMMIT_TIMEOUT_S
-from protocol.errors import GrantRefused
-from protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
-from protocol.wire import unpack
+from kvferry.kv_transfer import answers
+from kvferry.kv_transfer.answers import REMEMBERED, REPEAT_S, SendingProcess
+from kvferry.kv_transfer.faulty import Faults
+from kvferry.kv_transfer.loopback import LoopbackNetwork
+from kvferry.kv_transfer.receiver_grant import COMMIT_TIMEOUT_S
+from kvferry.protocol.errors import GrantRefused
+from kvferry.protocol.link_messages import Abort, Commit, CommitAck, Grant, GrantRequest, Refusal
+from kvferry.protocol.wire import unpack
 
 
 class Pair:

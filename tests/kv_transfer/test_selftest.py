@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from link_processes import no_thread_left
 
-from kv_transfer.selftest import self_test
-from protocol.errors import ConfigError
+from kvferry.kv_transfer.selftest import self_test
+from kvferry.protocol.errors import ConfigError
 
 
 @pytest.mark.parametrize("transports", ["", "tcp"])
@@ -23,7 +23,7 @@ def test_an_unknown_device_is_a_config_error_that_lists_the_devices():
 
 
 def test_a_failure_names_what_to_try(monkeypatch):
-    monkeypatch.setattr("kv_transfer.selftest.LIMIT_S", 0.3)
-    monkeypatch.setattr("kv_transfer.selftest.UcxLink.send", lambda *args: None)
+    monkeypatch.setattr("kvferry.kv_transfer.selftest.LIMIT_S", 0.3)
+    monkeypatch.setattr("kvferry.kv_transfer.selftest.UcxLink.send", lambda *args: None)
     with pytest.raises(ConfigError, match="--ucx-net-devices"):
         self_test(size_bytes=1 << 20)

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 from ship_kit import DecodeSide, PrefillSide, delta, job
 
-from kv_transfer.faulty import Faults
-from kv_transfer.loopback import LoopbackNetwork
-from protocol import errors
-from protocol.link_messages import CommitAck
-from protocol.wire import unpack
+from kvferry.kv_transfer.faulty import Faults
+from kvferry.kv_transfer.loopback import LoopbackNetwork
+from kvferry.protocol import errors
+from kvferry.protocol.link_messages import CommitAck
+from kvferry.protocol.wire import unpack
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ship_kit import check_moves
 
-from kv_transfer.sender_ship import SHIP_LIVE, SHIP_MOVES, Ship, ShipState
+from kvferry.kv_transfer.sender_ship import SHIP_LIVE, SHIP_MOVES, Ship, ShipState
 
 
 def test_every_state_reaches_an_end_and_every_live_one_may_fail():

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from ship_kit import BLOCK_BYTES, DecodeSide, Lending, Pool, PrefillSide, delta
 
-from kv_transfer.faulty import Faults
-from kv_transfer.loopback import LoopbackNetwork
-from kv_transfer.window import Window
-from protocol.errors import Cancelled, NodeLost
+from kvferry.kv_transfer.faulty import Faults
+from kvferry.kv_transfer.loopback import LoopbackNetwork
+from kvferry.kv_transfer.window import Window
+from kvferry.protocol.errors import Cancelled, NodeLost
 
 
 class Ships(RuleBasedStateMachine):
@@ -24,7 +24,7 @@ class Ships(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slices = patch("kv_transfer.receiver.POSTED_AT_ONCE", 2)
+        self.slices = patch("kvferry.kv_transfer.receiver.POSTED_AT_ONCE", 2)
         self.slices.start()
         self.network = LoopbackNetwork()
         self.faults = Faults(

@@ -12,10 +12,10 @@ from link_processes import child, pattern
 from ship_processes import Memory, prefill_process
 from waiting import wait_for
 
-from kv_transfer.dock import Dock
-from kv_transfer.receiver import Receiver
-from kv_transfer.ucx import UcxLink
-from protocol.messages import DecodeTarget
+from kvferry.kv_transfer.dock import Dock
+from kvferry.kv_transfer.receiver import Receiver
+from kvferry.kv_transfer.ucx import UcxLink
+from kvferry.protocol.messages import DecodeTarget
 
 BLOCK = 368_640
 BLOCKS = 64
@@ -138,7 +138,7 @@ def test_abort_in_mid_ship_frees_the_grant_and_the_connection_serves_on(decode):
 
 
 def test_cancel_by_decode_in_mid_ship_ends_both_sides(decode):
-    from protocol.errors import Cancelled
+    from kvferry.protocol.errors import Cancelled
 
     with child(prefill_process, decode.target, BLOCKS, BLOCK, {}) as (_, pipe):
         started(pipe)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.link import MAX_MESSAGE_BYTES
-from kv_transfer.stream import (
+from kvferry.kv_transfer.link import MAX_MESSAGE_BYTES
+from kvferry.kv_transfer.stream import (
     ALIVE,
     CHALLENGE,
     HEADER,
@@ -20,8 +20,8 @@ from kv_transfer.stream import (
     MESSAGE,
     Stream,
 )
-from protocol.errors import NodeLost
-from protocol.wire import WireError
+from kvferry.protocol.errors import NodeLost
+from kvferry.protocol.wire import WireError
 
 ONE, TWO = b"1" * KEY_BYTES, b"2" * KEY_BYTES
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.tags import MAX_BLOCKS, MAX_NONCE, MAX_TRANSFER, WARM_TAG, block_tag
+from kvferry.kv_transfer.tags import MAX_BLOCKS, MAX_NONCE, MAX_TRANSFER, WARM_TAG, block_tag
 
 BLOCK = st.tuples(st.integers(1, MAX_NONCE), st.integers(0, MAX_TRANSFER), st.integers(0, MAX_BLOCKS - 1))
 

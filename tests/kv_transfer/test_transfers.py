@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.transfers import Transfers
+from kvferry.kv_transfer.transfers import Transfers
 
 
 @dataclass

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_transfer.tags import block_tag
-from kv_transfer.ucx_blocks import SCAN, TURN, Post, UcxBlocks
-from protocol.errors import TransferFailed
+from kvferry.kv_transfer.tags import block_tag
+from kvferry.kv_transfer.ucx_blocks import SCAN, TURN, Post, UcxBlocks
+from kvferry.protocol.errors import TransferFailed
 
 
 class UCXError(Exception): ...

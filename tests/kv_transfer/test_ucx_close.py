@@ -12,12 +12,12 @@ import pytest
 from link_processes import Recorder, child, no_thread_left
 from waiting import wait_for
 
-from kv_transfer.tags import block_tag
-from kv_transfer.ucx import UcxLink
-from kv_transfer.ucx_left import MOST_LEFT, LeftBehind, MemoryNotQuiet
-from kv_transfer.ucx_library import UcxLibrary, load
-from kv_transfer.ucx_loop import UcxLoop
-from kv_transfer.ucx_worker import LETTING_GO_S, UcxWorker
+from kvferry.kv_transfer.tags import block_tag
+from kvferry.kv_transfer.ucx import UcxLink
+from kvferry.kv_transfer.ucx_left import MOST_LEFT, LeftBehind, MemoryNotQuiet
+from kvferry.kv_transfer.ucx_library import UcxLibrary, load
+from kvferry.kv_transfer.ucx_loop import UcxLoop
+from kvferry.kv_transfer.ucx_worker import LETTING_GO_S, UcxWorker
 
 PAUSES_S = (0.0, 0.0, 1e-4, 3e-4, 1e-3, 2e-3)
 """Between a peer's first word and the end of its connection: the block that warms it up is under way for so long."""

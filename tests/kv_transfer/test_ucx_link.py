@@ -14,9 +14,9 @@ import pytest
 from link_processes import Recorder, child, listen, no_thread_left, pattern, send_blocks
 from waiting import wait_for
 
-from kv_transfer.ucx import UcxLink
-from process.address import knows_ipv6, parse_host_port
-from protocol.errors import ConfigError, NodeLost
+from kvferry.kv_transfer.ucx import UcxLink
+from kvferry.process.address import knows_ipv6, parse_host_port
+from kvferry.protocol.errors import ConfigError, NodeLost
 
 BLOCK = 368_640
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.ucx_library import context_options, load
-from protocol.errors import ConfigError
+from kvferry.kv_transfer.ucx_library import context_options, load
+from kvferry.protocol.errors import ConfigError
 
 
 def test_with_cuda_ucx_chooses_how_blocks_meet() -> None:

@@ -15,13 +15,13 @@ from ship_processes import prefill_process
 from test_ship_ucx import BLOCK, BLOCKS, Decode, ask, event, started
 from waiting import wait_for
 
-from kv_transfer import ucx_greetings
-from kv_transfer.greeting import Terms
-from kv_transfer.stream import ALIVE, CHALLENGE, HEADER, HELLO, MESSAGE, REFUSED, WELCOME
-from kv_transfer.ucx import UcxLink
-from protocol.link_messages import Abort, Commit, Grant, GrantRequest
-from protocol.messages import TokenDelta
-from protocol.wire import pack
+from kvferry.kv_transfer import ucx_greetings
+from kvferry.kv_transfer.greeting import Terms
+from kvferry.kv_transfer.stream import ALIVE, CHALLENGE, HEADER, HELLO, MESSAGE, REFUSED, WELCOME
+from kvferry.kv_transfer.ucx import UcxLink
+from kvferry.protocol.link_messages import Abort, Commit, Grant, GrantRequest
+from kvferry.protocol.messages import TokenDelta
+from kvferry.protocol.wire import pack
 
 DELTA = TokenDelta("r", 1, 0, (1,))
 WRONG = (

@@ -7,7 +7,7 @@ from link_processes import Recorder, child, send_blocks
 from waiting import wait_for
 from wedging import freezes, kills
 
-from kv_transfer.ucx import UcxLink
+from kvferry.kv_transfer.ucx import UcxLink
 
 
 def test_kills_in_mid_ship_leave_the_others_heard():

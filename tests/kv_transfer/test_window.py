@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from ship_kit import DecodeSide, PrefillSide, delta
 
-from kv_transfer.faulty import Faults
-from kv_transfer.loopback import LoopbackNetwork
-from kv_transfer.sender import STALL_TIMEOUT_S
-from kv_transfer.window import MOST_BLOCKS, Window
-from protocol.errors import Cancelled
-from protocol.link_messages import Commit
-from protocol.wire import unpack
+from kvferry.kv_transfer.faulty import Faults
+from kvferry.kv_transfer.loopback import LoopbackNetwork
+from kvferry.kv_transfer.sender import STALL_TIMEOUT_S
+from kvferry.kv_transfer.window import MOST_BLOCKS, Window
+from kvferry.protocol.errors import Cancelled
+from kvferry.protocol.link_messages import Commit
+from kvferry.protocol.wire import unpack
 
 SMALL, LARGE = 4, 512
 BLOCK_BYTES = 1 << 15

@@ -16,9 +16,9 @@ import numpy as np
 from link_processes import Recorder, child, pattern
 from waiting import wait_for
 
-from kv_transfer.link import Peer
-from kv_transfer.tags import block_tag
-from kv_transfer.ucx import UcxLink
+from kvferry.kv_transfer.link import Peer
+from kvferry.kv_transfer.tags import block_tag
+from kvferry.kv_transfer.ucx import UcxLink
 
 SIZE = 368_640
 AHEAD = 8

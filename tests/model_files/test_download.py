@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 from fake_hub import COMMIT, FakeHub
 
-from model_files import download
-from model_files.source import resolve
-from protocol.errors import ConfigError
+from kvferry.model_files import download
+from kvferry.model_files.source import resolve
+from kvferry.protocol.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 CONFIG = json.dumps({"vocab_size": 100, "max_position_embeddings": 64}).encode()
 WEIGHTS = os.urandom(3_000_000)
 RESOLVE = """
 import logging, sys
-from model_files import download
-from model_files.source import resolve
-from protocol.errors import ConfigError
+from kvferry.model_files import download
+from kvferry.model_files.source import resolve
+from kvferry.protocol.errors import ConfigError
 
 logging.basicConfig(level="INFO", format="%(message)s")
 logging.getLogger("httpx2").setLevel("WARNING")

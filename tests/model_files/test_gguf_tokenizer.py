@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 from vocabularies import sentencepiece
 
-from model_files.gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED, build_tokenizer
-from model_files.tokenizer import TextTokenizer
-from protocol.errors import ConfigError
+from kvferry.model_files.gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED, build_tokenizer
+from kvferry.model_files.tokenizer import TextTokenizer
+from kvferry.protocol.errors import ConfigError
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 

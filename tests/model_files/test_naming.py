@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from model_files.naming import ModelName, require_distinct, split_names
-from protocol.errors import ConfigError
+from kvferry.model_files.naming import ModelName, require_distinct, split_names
+from kvferry.protocol.errors import ConfigError
 
 
 def test_a_model_goes_by_its_own_name_until_it_is_given_others() -> None:

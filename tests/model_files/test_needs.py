@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.models.families import FAMILIES
-from model_files.counts import ON_CPU, ON_GPU, counted
-from model_files.decoders import DECODERS
-from model_files.gguf import GGUFFile, GGUFTensor
-from model_files.headers import Tensor
-from model_files.needs import config_needs, gguf_needs, model_needs
-from model_files.source import resolve
-from protocol.errors import ConfigError
+from kvferry.engine.models.families import FAMILIES
+from kvferry.model_files.counts import ON_CPU, ON_GPU, counted
+from kvferry.model_files.decoders import DECODERS
+from kvferry.model_files.gguf import GGUFFile, GGUFTensor
+from kvferry.model_files.headers import Tensor
+from kvferry.model_files.needs import config_needs, gguf_needs, model_needs
+from kvferry.model_files.source import resolve
+from kvferry.protocol.errors import ConfigError
 
 CONFIG = {
     "model_type": "qwen3",
@@ -108,7 +108,7 @@ def test_the_block_formats_take_what_their_forms_take():
     """Small blocks as much as in their files; the others more, for scales of their own and codes of whole bits."""
     import gguf
 
-    from model_files.needs import _STORED
+    from kvferry.model_files.needs import _STORED
 
     sizes = {gguf.GGMLQuantizationType(kind).name: size for kind, size in _STORED.items()}
     small = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}

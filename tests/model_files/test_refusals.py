@@ -9,9 +9,9 @@ import pytest
 from gguf import GGUFWriter
 from gguf_files import finish
 
-from model_files.refusals import require_runnable, resolve_runnable
-from model_files.source import resolve
-from protocol.errors import ConfigError
+from kvferry.model_files.refusals import require_runnable, resolve_runnable
+from kvferry.model_files.source import resolve
+from kvferry.protocol.errors import ConfigError
 
 TEXT = {"model_type": "x", "vocab_size": 100, "max_position_embeddings": 64}
 
@@ -68,7 +68,7 @@ def test_of_a_hub_s_model_that_cannot_run_no_weights_are_downloaded(tmp_path, mo
         asked.extend(patterns)
         return tmp_path
 
-    monkeypatch.setattr("model_files.source.download", download)
+    monkeypatch.setattr("kvferry.model_files.source.download", download)
     with pytest.raises(ConfigError, match=r"org/deep .* cannot be served"):
         resolve_runnable("org/deep")
     assert "*.json" in asked

@@ -7,11 +7,11 @@ import pytest
 from gguf import GGUFWriter
 from gguf_files import finish
 
-from model_files import source as model_source
-from model_files.gguf import read_gguf
-from model_files.length import context_length
-from model_files.source import read_facts, resolve
-from protocol.errors import ConfigError
+from kvferry.model_files import source as model_source
+from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.length import context_length
+from kvferry.model_files.source import read_facts, resolve
+from kvferry.protocol.errors import ConfigError
 
 
 def write_directory(path, weights=b"\1" * 100_000, **config):
@@ -213,7 +213,7 @@ def test_context_length(rope, length):
 
 def test_neither_torch_nor_transformers_is_imported():
     code = (
-        "import sys; from model_files.source import *; read_facts(resolve('smollm2')); "
+        "import sys; from kvferry.model_files.source import *; read_facts(resolve('smollm2')); "
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -11,10 +11,10 @@ import pytest
 from gguf import GGUFWriter
 from gguf_files import finish
 
-from model_files.refusals import require_runnable
-from model_files.source import read_facts, resolve
-from model_files.task import Task, read_task
-from protocol.errors import ConfigError
+from kvferry.model_files.refusals import require_runnable
+from kvferry.model_files.source import read_facts, resolve
+from kvferry.model_files.task import Task, read_task
+from kvferry.protocol.errors import ConfigError
 
 BERT = {"model_type": "bert", "vocab_size": 9, "hidden_size": 32, "max_position_embeddings": 512, "type_vocab_size": 2}
 LLAMA = {"model_type": "llama", "vocab_size": 9, "hidden_size": 48, "max_position_embeddings": 512}

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from vocabularies import CHARS
 
-from model_files.gguf import read_gguf
-from model_files.source import resolve
-from model_files.tokenizer import BYTE_ALPHABET, TextTokenizer
-from protocol.errors import ConfigError
+from kvferry.model_files.gguf import read_gguf
+from kvferry.model_files.source import resolve
+from kvferry.model_files.tokenizer import BYTE_ALPHABET, TextTokenizer
+from kvferry.protocol.errors import ConfigError
 
 TEXT = st.text(CHARS, max_size=60)
 

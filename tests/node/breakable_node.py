@@ -13,15 +13,15 @@ from unittest.mock import patch
 
 from toy import FINGERPRINT, ToyModel, make_engine
 
-import node.node as node_module
-from cluster_state.memory_store import MemoryStore
-from decode_worker.service import DecodeService
-from engine import self_check
-from node import vitals
-from node.assembled import Assembled
-from node.serve import serve_node
-from node.service import Base
-from protocol.settings import WorkerSettings
+import kvferry.node.node as node_module
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.decode_worker.service import DecodeService
+from kvferry.engine import self_check
+from kvferry.node import vitals
+from kvferry.node.assembled import Assembled
+from kvferry.node.serve import serve_node
+from kvferry.node.service import Base
+from kvferry.protocol.settings import WorkerSettings
 
 
 class Store(MemoryStore):

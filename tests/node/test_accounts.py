@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from node.accounts import audit
-from protocol.messages import TokenDelta
-from protocol.reuse import Reuse
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.node.accounts import audit
+from kvferry.protocol.messages import TokenDelta
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 
 def violations(reuse: Reuse | None, prompt_len: int | None = None) -> float:

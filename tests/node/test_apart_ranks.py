@@ -33,20 +33,20 @@ from toy import make_job
 from waiting import until, wait_for
 from worker_pair import Router, routed, worker
 
-from engine.isolation import DeviceLost
-from engine.ranks.device_group import DeviceGroup
-from node import apart_pool, rank, segments
-from node.apart_pool import ApartPool
-from node.apart_ranks import ApartRanks
-from node.pool_memory import PoolMemory, make_pool
-from node.rank_memory import make_memory
-from node.rows import Rows
-from node.segments import Segments
-from node.start_ranks import start_ranks
-from process.lines import Line, Lines
-from protocol.errors import ConfigError
-from protocol.layout import KVLayout
-from protocol.settings import WorkerSettings
+from kvferry.engine.isolation import DeviceLost
+from kvferry.engine.ranks.device_group import DeviceGroup
+from kvferry.node import apart_pool, rank, segments
+from kvferry.node.apart_pool import ApartPool
+from kvferry.node.apart_ranks import ApartRanks
+from kvferry.node.pool_memory import PoolMemory, make_pool
+from kvferry.node.rank_memory import make_memory
+from kvferry.node.rows import Rows
+from kvferry.node.segments import Segments
+from kvferry.node.start_ranks import start_ranks
+from kvferry.process.lines import Line, Lines
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.settings import WorkerSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 CPU = torch.device("cpu")
@@ -299,8 +299,8 @@ def test_a_rank_connects_once_all_have_loaded_their_parts(monkeypatch: pytest.Mo
 
 MOVING = """
 import os, sys, threading, time
-from node.rank import _move
-from process.lines import Line
+from kvferry.node.rank import _move
+from kvferry.process.lines import Line
 threading.Thread(target=_move, args=(Line(int(sys.argv[1])), None, None), daemon=True).start()
 time.sleep(600)
 """
@@ -323,7 +323,7 @@ print(other.pid, flush=True)
 """
 OTHER = """
 import threading, time, numpy
-from node.rank import _live
+from kvferry.node.rank import _live
 signs = numpy.zeros(2, int)
 threading.Thread(target=_live, args=(signs, 1)).start()
 while not signs[1]:

@@ -9,14 +9,14 @@ from typing import cast
 import pytest
 import torch
 
-from engine.models.base import Model, ModelInfo
-from kernels.capabilities import Capabilities
-from node.assembled import Assembled, describe
-from node.assembly import choose_device, longest_sequence, refuse_expandable_segments, step_limits
-from node.kv_format import kv_format
-from protocol.errors import ConfigError
-from protocol.layout import KVLayout
-from protocol.settings import WorkerSettings
+from kvferry.engine.models.base import Model, ModelInfo
+from kvferry.kernels.capabilities import Capabilities
+from kvferry.node.assembled import Assembled, describe
+from kvferry.node.assembly import choose_device, longest_sequence, refuse_expandable_segments, step_limits
+from kvferry.node.kv_format import kv_format
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.settings import WorkerSettings
 
 CPU = torch.device("cpu")
 LAYOUT = KVLayout(2, 2, 8, "float32", 4)

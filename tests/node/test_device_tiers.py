@@ -17,15 +17,15 @@ from toy import FINGERPRINT, make_engine, make_job
 from waiting import until
 from worker_pair import Router, routed, worker
 
-from cluster_state.index import on_tier
-from kv_transfer.tiers import groups
-from node import tier_opening, tiers
-from node.device_copies import DeviceCopies
-from node.pool_memory import PoolMemory
-from node.tier_opening import open_tiers
-from protocol.errors import ConfigError
-from protocol.hashing import chain, root_hash
-from protocol.settings import WorkerSettings
+from kvferry.cluster_state.index import on_tier
+from kvferry.kv_transfer.tiers import groups
+from kvferry.node import tier_opening, tiers
+from kvferry.node.device_copies import DeviceCopies
+from kvferry.node.pool_memory import PoolMemory
+from kvferry.node.tier_opening import open_tiers
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.settings import WorkerSettings
 
 POOL = 40
 """Blocks: three prompts fill it, with what a read must leave available."""

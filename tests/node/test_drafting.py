@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from engine.models.hf import transformers_module
-from node.assembly import assemble
-from node.rates import warm_up
-from protocol.errors import ConfigError
-from protocol.settings import WorkerSettings
+from kvferry.engine.models.hf import transformers_module
+from kvferry.node.assembly import assemble
+from kvferry.node.rates import warm_up
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
 
 SHAPE = {
     "vocab_size": 96,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from node.face import Face
-from protocol.errors import ConfigError
-from protocol.settings import WorkerSettings
+from kvferry.node.face import Face
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
 
 
 def face(**settings: object) -> Face:

@@ -13,9 +13,9 @@ from toy import VOCAB, expected, make_job
 from waiting import until
 from worker_pair import Router, Worker, pair
 
-from engine import copies
-from node import fetches, supplies
-from protocol.messages import Holder, Job
+from kvferry.engine import copies
+from kvferry.node import fetches, supplies
+from kvferry.protocol.messages import Holder, Job
 
 LENGTH = 42
 FULL = LENGTH // 4

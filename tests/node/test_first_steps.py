@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from toy import make_engine, make_job
 
-from engine.request import Request
-from engine.slices import Slice
-from kernels.adjustments import Adjusted
-from kernels.graphs import LADDER
-from node import rates
-from node.first_steps import first_steps
+from kvferry.engine.request import Request
+from kvferry.engine.slices import Slice
+from kvferry.kernels.adjustments import Adjusted
+from kvferry.kernels.graphs import LADDER
+from kvferry.node import rates
+from kvferry.node.first_steps import first_steps
 
-launch = pytest.importorskip("kernels.triton.launch")
+launch = pytest.importorskip("kvferry.kernels.triton.launch")
 
 
 def steps(longest: int, most: int) -> list[list[Slice]]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from node.frames import FrameResponse
-from protocol.messages import CancelRequest
-from protocol.wire import FrameReader, pack
+from kvferry.node.frames import FrameResponse
+from kvferry.protocol.messages import CancelRequest
+from kvferry.protocol.wire import FrameReader, pack
 
 
 class Connection:

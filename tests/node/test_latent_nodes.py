@@ -14,12 +14,12 @@ from worker_pair import Router, routed, worker
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 from tiny_models import OURS, save_tiny, tokens_for
 
-from model_files.needs import model_needs
-from model_files.source import resolve
-from node.assembled import Assembled
-from node.assembly import assemble
-from protocol.errors import ConfigError
-from protocol.settings import WorkerSettings
+from kvferry.model_files.needs import model_needs
+from kvferry.model_files.source import resolve
+from kvferry.node.assembled import Assembled
+from kvferry.node.assembly import assemble
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
 
 PROMPT = tokens_for(70).tolist()
 BLOCK_BYTES = {"auto": 3 * 16 * (24 + 8) * 4, "fp8": 3 * 16 * (24 + 8 + 4)}

@@ -12,11 +12,11 @@ from unittest.mock import patch
 import pytest
 from waiting import until
 
-from cluster_state.memory_store import MemoryStore
-from node import membership
-from node.membership import Membership
-from protocol.lease import NodeLease
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.node import membership
+from kvferry.node.membership import Membership
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 LEASE = NodeLease("d1", "decode", 1, "ready", "http://h:1", "h:2", "f", "m", 64, 16, 1024)
 SOON_S = 0.3

@@ -18,13 +18,13 @@ from toy import VOCAB, expected, make_engine, make_job
 from waiting import until
 from worker_pair import Router, Worker, routed, worker
 
-from cluster_state.index import on_tier
-from cluster_state.memory_store import MemoryStore
-from kv_transfer.tiers import files, remote
-from kv_transfer.tiers.objects import Objects
-from node import fetches, tier_writes, tiers
-from protocol.messages import Holder
-from protocol.rows import key_and_tag
+from kvferry.cluster_state.index import on_tier
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.kv_transfer.tiers import files, remote
+from kvferry.kv_transfer.tiers.objects import Objects
+from kvferry.node import fetches, tier_writes, tiers
+from kvferry.protocol.messages import Holder
+from kvferry.protocol.rows import key_and_tag
 
 LANES, EACH = 5, 40
 """Clients at once, and requests of each."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine.events import Admitted, BlocksChanged, Computed, Event, Stepped
-from node.news import News
-from node.rates import RateMeter
-from protocol.lease import Rates
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.engine.events import Admitted, BlocksChanged, Computed, Event, Stepped
+from kvferry.node.news import News
+from kvferry.node.rates import RateMeter
+from kvferry.protocol.lease import Rates
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 EVENTS: list[Event] = [
     Computed(1, ((0, 7),)),

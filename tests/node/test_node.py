@@ -15,10 +15,10 @@ from toy import expected, make_engine, make_job
 from waiting import until
 from worker_pair import Router, Worker, worker
 
-from cluster_state.memory_store import MemoryStore
-from cluster_state.registry import LeaseKeeper
-from node import membership, vitals
-from node.node import Ending
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.cluster_state.registry import LeaseKeeper
+from kvferry.node import membership, vitals
+from kvferry.node.node import Ending
 
 PROMPT = list(range(20))
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from adapter_files import save_adapter
 
-from engine.adapters import Adapters
-from engine.models import load_model
-from engine.models.base import Model
-from engine.models.hf import transformers_module
-from kernels.reference import ReferenceOps
-from model_files.source import resolve
-from node.adapters import NodeAdapters, read_first
-from protocol.adapters import AdapterName, ChangeAdapter
-from protocol.errors import AdapterNotLoaded, ConfigError, InvalidRequest
-from protocol.settings import WorkerSettings
-from protocol.wire import pack
+from kvferry.engine.adapters import Adapters
+from kvferry.engine.models import load_model
+from kvferry.engine.models.base import Model
+from kvferry.engine.models.hf import transformers_module
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.source import resolve
+from kvferry.node.adapters import NodeAdapters, read_first
+from kvferry.protocol.adapters import AdapterName, ChangeAdapter
+from kvferry.protocol.errors import AdapterNotLoaded, ConfigError, InvalidRequest
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.wire import pack
 
 SHAPE = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,

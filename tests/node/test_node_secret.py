@@ -11,13 +11,13 @@ import pytest
 from toy import make_engine
 from worker_pair import worker
 
-from kv_transfer.checksum import ALGORITHM
-from kv_transfer.greeting import Terms
-from kv_transfer.stream import REFUSED, WELCOME
-from process.secret import read_secrets
-from protocol.errors import OtherCluster
-from protocol.messages import CancelRequest
-from router.nodes.client import NodeClient
+from kvferry.kv_transfer.checksum import ALGORITHM
+from kvferry.kv_transfer.greeting import Terms
+from kvferry.kv_transfer.stream import REFUSED, WELCOME
+from kvferry.process.secret import read_secrets
+from kvferry.protocol.errors import OtherCluster
+from kvferry.protocol.messages import CancelRequest
+from kvferry.router.nodes.client import NodeClient
 
 sys.path.append(str(Path(__file__).parents[1] / "kv_transfer"))
 from raw_client import Stranger

@@ -9,11 +9,11 @@ import psutil
 import pytest
 import torch
 
-from node import pool_memory
-from node.pool_memory import PoolMemory, make_pool, pool_blocks
-from protocol.errors import ConfigError
-from protocol.layout import KVLayout
-from protocol.settings import WorkerSettings
+from kvferry.node import pool_memory
+from kvferry.node.pool_memory import PoolMemory, make_pool, pool_blocks
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import KVLayout
+from kvferry.protocol.settings import WorkerSettings
 
 CPU = torch.device("cpu")
 LAYOUT = KVLayout(2, 2, 8, "float32", 4)

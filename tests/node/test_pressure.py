@@ -13,14 +13,14 @@ from toy import make_engine, make_job
 from waiting import until
 from worker_pair import Router, Worker, worker
 
-from engine.engine import Engine
-from engine.events import Stepped
-from node.pressure import SLOWER, WAIT_S, decode_pressure, latency_share, prefill_backlog_s, set_scaling_gauges
-from node.rates import RateMeter
-from protocol.lease import Load, Rates
-from protocol.messages import Job
-from protocol.settings import WorkerSettings
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Stepped
+from kvferry.node.pressure import SLOWER, WAIT_S, decode_pressure, latency_share, prefill_backlog_s, set_scaling_gauges
+from kvferry.node.rates import RateMeter
+from kvferry.protocol.lease import Load, Rates
+from kvferry.protocol.messages import Job
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 PROMPT = 40
 

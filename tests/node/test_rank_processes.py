@@ -26,14 +26,14 @@ from worker_pair import Router, Worker, routed, worker
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 from tiny_models import DEEPSEEK_GROUPS, EXPERTS, SHAPE
 
-from engine.models.hf import transformers_module
-from model_files.needs import has_experts
-from model_files.source import resolve
-from node import vitals
-from node.assembled import Assembled
-from node.assembly import assemble
-from protocol.errors import ConfigError
-from protocol.settings import WorkerSettings
+from kvferry.engine.models.hf import transformers_module
+from kvferry.model_files.needs import has_experts
+from kvferry.model_files.source import resolve
+from kvferry.node import vitals
+from kvferry.node.assembled import Assembled
+from kvferry.node.assembly import assemble
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import WorkerSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 WORDS = 97

@@ -10,10 +10,10 @@ import pytest
 from adapter_files import merge, save_adapter
 from test_rank_processes import answer, assembled, degrees, expect_likeliest, prompt, saved
 
-from engine.models.hf import transformers_module
-from kernels.cpu import instruction_set
-from protocol.adapters import ChangeAdapter
-from protocol.wire import pack
+from kvferry.engine.models.hf import transformers_module
+from kvferry.kernels.cpu import instruction_set
+from kvferry.protocol.adapters import ChangeAdapter
+from kvferry.protocol.wire import pack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -7,12 +7,12 @@ from typing import cast
 
 import pytest
 
-from engine.engine import Engine
-from engine.events import Stepped
-from engine.slices import Slice
-from node.rates import RateMeter, warm_up
-from protocol.errors import ConfigError
-from protocol.lease import Rates
+from kvferry.engine.engine import Engine
+from kvferry.engine.events import Stepped
+from kvferry.engine.slices import Slice
+from kvferry.node.rates import RateMeter, warm_up
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.lease import Rates
 
 
 def step(seconds: float, prefill: int, decode: int) -> Stepped:
@@ -52,7 +52,7 @@ def warmed(monkeypatch: pytest.MonkeyPatch, budget: int, token_s: float, slow_tu
         chunks.append(slices[0].count)
         clock[0] += slices[0].count * token_s * (10 if (len(chunks) - 1) // 2 in (0, slow_turn) else 1)
 
-    monkeypatch.setattr("node.rates.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("kvferry.node.rates.time", SimpleNamespace(monotonic=lambda: clock[0]))
     config = SimpleNamespace(
         block_size=16, max_model_len=100_000, limits=SimpleNamespace(max_num_batched_tokens=budget)
     )

@@ -20,18 +20,18 @@ from toy import FINGERPRINT, expected, make_engine, make_job
 from waiting import until
 from worker_pair import Router, routed, worker
 
-from cluster_state import index, memory_store
-from engine.copies import Copies
-from engine.engine import Engine
-from engine.ports import GRANT
-from kv_transfer.tiers import groups, remote
-from kv_transfer.tiers.objects import Objects
-from node import tiers
-from node.tier_opening import open_tiers
-from protocol.errors import ConfigError
-from protocol.hashing import chain, root_hash
-from protocol.messages import Holder
-from protocol.settings import WorkerSettings
+from kvferry.cluster_state import index, memory_store
+from kvferry.engine.copies import Copies
+from kvferry.engine.engine import Engine
+from kvferry.engine.ports import GRANT
+from kvferry.kv_transfer.tiers import groups, remote
+from kvferry.kv_transfer.tiers.objects import Objects
+from kvferry.node import tiers
+from kvferry.node.tier_opening import open_tiers
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.messages import Holder
+from kvferry.protocol.settings import WorkerSettings
 
 GROUP = 5
 """Blocks of one object: two are in the prompt."""

@@ -14,12 +14,12 @@ from toy import expected, make_engine, make_job
 from waiting import until
 from worker_pair import Worker, worker
 
-from process import followed_file
-from process.secret import HEADER, ClusterSecrets, read_secrets
-from protocol.errors import TransferFailed
-from protocol.messages import FirstToken, PrefillRequest, ShipDone, StepFrame, TokenDelta
-from protocol.settings import RouterSettings
-from router.nodes.client import NodeClient
+from kvferry.process import followed_file
+from kvferry.process.secret import HEADER, ClusterSecrets, read_secrets
+from kvferry.protocol.errors import TransferFailed
+from kvferry.protocol.messages import FirstToken, PrefillRequest, ShipDone, StepFrame, TokenDelta
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.nodes.client import NodeClient
 
 OLD, NEW = "the old secret of it", "the new secret of it"
 STEPS = (f"{OLD}\n{NEW}\n", f"{NEW}\n{OLD}\n", f"{NEW}\n")

@@ -18,11 +18,11 @@ import pytest
 from fake_workers import lease_of
 from waiting import until
 
-from process.awake import LoopClock
-from router.nodes.client import NodeClient
-from router.nodes.entry import NodeEntry
-from router.nodes.room import Room
-from router.nodes.token_streams import TokenStreams
+from kvferry.process.awake import LoopClock
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.entry import NodeEntry
+from kvferry.router.nodes.room import Room
+from kvferry.router.nodes.token_streams import TokenStreams
 
 TESTS = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("breakable_node.py")

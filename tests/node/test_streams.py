@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from node import streams as streams_module
-from node.streams import KEPT_FRAMES, Reader, RouterStreams, frames
-from process.awake import LoopClock
-from protocol.errors import Fenced, StreamGone
-from protocol.messages import Pulse, StepFrame, TokenDelta
-from protocol.wire import unpack
+from kvferry.node import streams as streams_module
+from kvferry.node.streams import KEPT_FRAMES, Reader, RouterStreams, frames
+from kvferry.process.awake import LoopClock
+from kvferry.protocol.errors import Fenced, StreamGone
+from kvferry.protocol.messages import Pulse, StepFrame, TokenDelta
+from kvferry.protocol.wire import unpack
 
 PULSE = Pulse(engine_s=0.5)
 BEAT = StepFrame(number=0, pulse=PULSE)

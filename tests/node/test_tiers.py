@@ -20,14 +20,14 @@ from toy import FINGERPRINT, expected, make_engine, make_job
 from waiting import until
 from worker_pair import Router, Worker, routed, worker
 
-from cluster_state.index import on_tier
-from kv_transfer.tiers import files
-from node import fetches, tier_writes, tiers
-from node.tier_opening import open_tiers
-from protocol.errors import ConfigError
-from protocol.hashing import chain, root_hash
-from protocol.messages import Holder
-from protocol.settings import WorkerSettings
+from kvferry.cluster_state.index import on_tier
+from kvferry.kv_transfer.tiers import files
+from kvferry.node import fetches, tier_writes, tiers
+from kvferry.node.tier_opening import open_tiers
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.messages import Holder
+from kvferry.protocol.settings import WorkerSettings
 
 POOL = 40
 """Blocks: three prompts fill it, with what a read must leave available."""

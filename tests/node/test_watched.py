@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from node.vitals import Watched
+from kvferry.node.vitals import Watched
 
 
 def test_time_without_a_core_is_not_held_against_a_thread() -> None:

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from placement.balance import Change, Demands, backlog_s, wanted
-from protocol.lease import Load, NodeLease, Rates
+from kvferry.placement.balance import Change, Demands, backlog_s, wanted
+from kvferry.protocol.lease import Load, NodeLease, Rates
 
 REST_S = 30.0
 

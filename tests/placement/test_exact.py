@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_place import node
 
-from placement import plain
-from placement.blocks import fits, has_room, shipped_blocks, uncached_len
-from placement.costs import HANDOFF_S, compute_s, doubt_s, own_s, queue_s, risk_s, wait_s
-from placement.fetching import holders
-from placement.pairs import pair_s
-from placement.place import NOISE, place
-from placement.terms import Demand, Kept, NodeView
-from placement.worth import displaced_s, spared_s
-from protocol.errors import KvferryError
-from protocol.lease import Load, Rates
+from kvferry.placement import plain
+from kvferry.placement.blocks import fits, has_room, shipped_blocks, uncached_len
+from kvferry.placement.costs import HANDOFF_S, compute_s, doubt_s, own_s, queue_s, risk_s, wait_s
+from kvferry.placement.fetching import holders
+from kvferry.placement.pairs import pair_s
+from kvferry.placement.place import NOISE, place
+from kvferry.placement.terms import Demand, Kept, NodeView
+from kvferry.placement.worth import displaced_s, spared_s
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.lease import Load, Rates
 
 Chosen = tuple[str | None, str | None, float]
 KEYS = [(f"{role}{number}", 1) for role in "pd" for number in range(6)]

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_place import node, where
 
-from placement.costs import compute_s
-from placement.fetching import CANDIDATES, LEAST_GAIN_S, QUESTION_S, fetch_s, fetching, holders
-from placement.place import place
-from placement.terms import Demand, NodeView
-from protocol.lease import Rates
-from protocol.messages import Holder
+from kvferry.placement.costs import compute_s
+from kvferry.placement.fetching import CANDIDATES, LEAST_GAIN_S, QUESTION_S, fetch_s, fetching, holders
+from kvferry.placement.place import place
+from kvferry.placement.terms import Demand, NodeView
+from kvferry.protocol.lease import Rates
+from kvferry.protocol.messages import Holder
 
 LONG = Demand(1024, fetches=True)
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.blocks import fits, shipped_blocks
-from placement.costs import HANDOFF_S, compute_s, harm_s, queue_s, wait_s
-from placement.pairs import CHUNK_TOKENS, exposed_s
-from placement.place import NOISE, place
-from placement.terms import Demand, NodeView, Placement
-from placement.worth import displaced_s, spared_s
-from protocol.errors import ContextLengthExceeded, KvferryError, NoNodes, Overloaded
-from protocol.lease import Load, NodeLease, Rates
+from kvferry.placement.blocks import fits, shipped_blocks
+from kvferry.placement.costs import HANDOFF_S, compute_s, harm_s, queue_s, wait_s
+from kvferry.placement.pairs import CHUNK_TOKENS, exposed_s
+from kvferry.placement.place import NOISE, place
+from kvferry.placement.terms import Demand, NodeView, Placement
+from kvferry.placement.worth import displaced_s, spared_s
+from kvferry.protocol.errors import ContextLengthExceeded, KvferryError, NoNodes, Overloaded
+from kvferry.protocol.lease import Load, NodeLease, Rates
 
 BLOCK, BLOCK_BYTES = 16, 368_640
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_place import node, where
 
-from placement.costs import compute_s
-from placement.place import place
-from placement.reading import brought
-from placement.terms import Demand, Kept, NodeView
-from protocol.lease import Rates
+from kvferry.placement.costs import compute_s
+from kvferry.placement.place import place
+from kvferry.placement.reading import brought
+from kvferry.placement.terms import Demand, Kept, NodeView
+from kvferry.protocol.lease import Rates
 
 DEMAND = Demand(1024)
 READ_S = 0.004

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from placement.place import place
-from placement.terms import Demand, NodeView
-from placement.worth import MOST, Worth, displaced_blocks, displaced_s, spared_s
-from protocol.lease import Load, NodeLease, Rates
+from kvferry.placement.place import place
+from kvferry.placement.terms import Demand, NodeView
+from kvferry.placement.worth import MOST, Worth, displaced_blocks, displaced_s, spared_s
+from kvferry.protocol.lease import Load, NodeLease, Rates
 
 
 def node(name: str, role: str = "prefill", free: int = 0, cached: int = 100, **view: int) -> NodeView:

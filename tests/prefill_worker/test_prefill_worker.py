@@ -20,10 +20,10 @@ from toy import VOCAB, HeldModel, expected, make_engine, make_job, toy_next
 from waiting import until, wait_for
 from worker_pair import Answer, Router, pair, worker
 
-from engine.engine import Engine
-from protocol.messages import AttemptFailed, FirstToken, Job, ShipDone
-from protocol.reuse import Reuse
-from protocol.work import Embed
+from kvferry.engine.engine import Engine
+from kvferry.protocol.messages import AttemptFailed, FirstToken, Job, ShipDone
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.work import Embed
 
 LENGTH = 40
 """Three steps of prefill."""

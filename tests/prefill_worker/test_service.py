@@ -14,20 +14,20 @@ import torch
 from fastapi import FastAPI
 from waiting import until
 
-from engine.events import Generated
-from engine.request import key_of
-from kv_transfer.dock import Dock
-from kv_transfer.loopback import LoopbackNetwork
-from node.pool_memory import PoolMemory
-from node.tier_opening import OpenTiers
-from prefill_worker.service import PrefillService
-from process.http import make_app
-from protocol.messages import FirstToken, Job, PrefillRequest, TokenDelta
-from protocol.reuse import Reuse
-from protocol.sampling import SamplingParams
-from protocol.wire import FrameReader, pack
-from protocol.work import Generate
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.engine.events import Generated
+from kvferry.engine.request import key_of
+from kvferry.kv_transfer.dock import Dock
+from kvferry.kv_transfer.loopback import LoopbackNetwork
+from kvferry.node.pool_memory import PoolMemory
+from kvferry.node.tier_opening import OpenTiers
+from kvferry.prefill_worker.service import PrefillService
+from kvferry.process.http import make_app
+from kvferry.protocol.messages import FirstToken, Job, PrefillRequest, TokenDelta
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.wire import FrameReader, pack
+from kvferry.protocol.work import Generate
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 
 class Engine:

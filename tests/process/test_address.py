@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from process import address
-from process.address import family_of, host_port, is_loopback, parse_host_port
+from kvferry.process import address
+from kvferry.process.address import family_of, host_port, is_loopback, parse_host_port
 
 
 @pytest.mark.parametrize(

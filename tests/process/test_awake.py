@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from process.awake import AwakeClock, LoopClock, held_up_s, own_held_up_s
+from kvferry.process.awake import AwakeClock, LoopClock, held_up_s, own_held_up_s
 
 
 def test_a_pause_between_two_ticks_hardly_counts() -> None:

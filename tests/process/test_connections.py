@@ -20,10 +20,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from waiting import until
 
-from process.connection_limits import MAX_AHEAD, MAX_HEADER_BYTES, MAX_HEADERS, Limits
-from process.farewell import lingering
-from process.http import Server, bind
-from process.toll import PATIENCE_S, Toll
+from kvferry.process.connection_limits import MAX_AHEAD, MAX_HEADER_BYTES, MAX_HEADERS, Limits
+from kvferry.process.farewell import lingering
+from kvferry.process.http import Server, bind
+from kvferry.process.toll import PATIENCE_S, Toll
 
 HEAD = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
 GET = b"GET /echo HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -15,14 +15,14 @@ from typing import IO
 import pytest
 from waiting import wait_for
 
-from process import cores
-from process.cores import Cores
+from kvferry.process import cores
+from kvferry.process.cores import Cores
 
 LONG_S = 30.0
 
 OTHER = """
 import sys, time
-from process.cores import Cores
+from kvferry.process.cores import Cores
 cores = Cores(int(sys.argv[1]))
 for line in sys.stdin:
     word, *seconds = line.split()

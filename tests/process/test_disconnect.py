@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from process.disconnect import disconnected, until_disconnect
-from protocol.errors import Cancelled, KvferryError
+from kvferry.process.disconnect import disconnected, until_disconnect
+from kvferry.protocol.errors import Cancelled, KvferryError
 
 
 class Client:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from process.http import read_message
-from protocol.errors import Cancelled, InvalidRequest, KvferryError
-from protocol.messages import CancelRequest
-from protocol.wire import pack
+from kvferry.process.http import read_message
+from kvferry.protocol.errors import Cancelled, InvalidRequest, KvferryError
+from kvferry.protocol.messages import CancelRequest
+from kvferry.protocol.wire import pack
 
 
 def request(*received: dict[str, Any]) -> Request:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from process.limits import allow_descriptors, available_cores, available_memory
+from kvferry.process.limits import allow_descriptors, available_cores, available_memory
 
 MIB = 1024**2
 

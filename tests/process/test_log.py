@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cli.progress import progress_on
-from process.log import REQUEST, json_line, set_up_log
+from kvferry.cli.progress import progress_on
+from kvferry.process.log import REQUEST, json_line, set_up_log
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import time
 
 from prometheus_client import CollectorRegistry
 
-from process.loop_lag import PERIOD_S, LoopLag, watched
-from protocol.loop_metrics import LoopMetrics
+from kvferry.process.loop_lag import PERIOD_S, LoopLag, watched
+from kvferry.protocol.loop_metrics import LoopMetrics
 
 
 def total(metrics: LoopMetrics) -> tuple[float, float, float]:

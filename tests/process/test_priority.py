@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from process.priority import give_way
+from kvferry.process.priority import give_way
 
 
 def test_the_calling_thread_alone_gives_way() -> None:

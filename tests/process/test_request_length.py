@@ -8,8 +8,8 @@ import logging
 import pytest
 from test_connections import GET, STREAM, Socket, error_of, serving
 
-from process.connection_limits import MAX_HEADER_BYTES, MAX_HEADERS
-from process.log import set_up_log
+from kvferry.process.connection_limits import MAX_HEADER_BYTES, MAX_HEADERS
+from kvferry.process.log import set_up_log
 
 CHUNKED = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 

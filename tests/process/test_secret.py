@@ -7,10 +7,10 @@ import dataclasses
 import httpx
 import pytest
 
-from process.http import make_app
-from process.secret import HEADER, OPEN, ClusterSecrets, read_secrets
-from protocol.errors import ConfigError, OtherCluster, from_body
-from protocol.settings import WorkerSettings
+from kvferry.process.http import make_app
+from kvferry.process.secret import HEADER, OPEN, ClusterSecrets, read_secrets
+from kvferry.protocol.errors import ConfigError, OtherCluster, from_body
+from kvferry.protocol.settings import WorkerSettings
 
 SECRET = "correct horse battery"
 
@@ -82,8 +82,8 @@ async def test_without_a_secret_everybody_is_answered():
 
 
 def test_settings_do_not_show_the_secret_in_a_command_line():
-    from cli.serve import cluster_commands
-    from protocol.settings import ServeSettings
+    from kvferry.cli.serve import cluster_commands
+    from kvferry.protocol.settings import ServeSettings
 
     settings = ServeSettings(cluster_secret=SECRET, redis_url="redis://x", prefill=0)
     commands = cluster_commands(settings, [_seat()], lambda name: ["kvferry", name])
@@ -94,6 +94,6 @@ def test_settings_do_not_show_the_secret_in_a_command_line():
 
 
 def _seat():
-    from cli.seats import Seat
+    from kvferry.cli.seats import Seat
 
     return Seat("cpu", 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 
-from process.status import Status
+from kvferry.process.status import Status
 
 
 def reports(read: int) -> list[dict]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from process.toll import BUSY_S, CREDIT_S, LEAST_S, MOST_S, PATIENCE_S, SHARE, SOURCES, Toll
+from kvferry.process.toll import BUSY_S, CREDIT_S, LEAST_S, MOST_S, PATIENCE_S, SHARE, SOURCES, Toll
 
 
 class Clock:

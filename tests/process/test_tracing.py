@@ -5,7 +5,7 @@ import sys
 import pytest
 from otlp_receiver import attributes, collector, traced
 
-from process.tracing import TRACER, Tracer, wanted
+from kvferry.process.tracing import TRACER, Tracer, wanted
 
 TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from process.written_once import WrittenOnce, make
+from kvferry.process.written_once import WrittenOnce, make
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
 
 DIES = """
 import os, signal, sys
-from process.written_once import WrittenOnce
+from kvferry.process.written_once import WrittenOnce
 memory = WrittenOnce(int(sys.argv[1]))
 assert memory.take_turn()
 os.write(memory.writing, b"half")

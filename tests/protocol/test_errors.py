@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from protocol import errors
-from protocol.errors import (
+from kvferry.protocol import errors
+from kvferry.protocol.errors import (
     ConfigError,
     DeadlineExceeded,
     FatalRequest,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.hashing import HASH_BYTES, block_hash, chain, root_hash
+from kvferry.protocol.hashing import HASH_BYTES, block_hash, chain, root_hash
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 ROOT = root_hash("f" * 32)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import layout
-from protocol.errors import ConfigError
-from protocol.layout import KVLayout
+from kvferry.protocol import layout
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.layout import KVLayout
 
 DEMO = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from fake_workers import lease_of
 
-from protocol import lease as lease_module
-from protocol.layout import WIRE_VERSION
-from protocol.lease import Foreign, sealed, unsealed
-from protocol.wire import WireError, pack
+from kvferry.protocol import lease as lease_module
+from kvferry.protocol.layout import WIRE_VERSION
+from kvferry.protocol.lease import Foreign, sealed, unsealed
+from kvferry.protocol.wire import WireError, pack
 
 LEASE = lease_of("d1", "decode")
 

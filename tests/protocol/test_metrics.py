@@ -7,9 +7,9 @@ import subprocess
 import pytest
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
-from protocol.metrics import RouterMetrics
-from protocol.tally import Tallies
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.tally import Tallies
+from kvferry.protocol.worker_metrics import WorkerMetrics
 from tests.deploy.binaries import need, promtool_binary
 from tests.deploy.dashboard import serving_router
 

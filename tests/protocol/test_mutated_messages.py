@@ -12,7 +12,7 @@ import pytest
 from mutations import made, mutated
 from test_wire import MESSAGES
 
-from protocol.wire import MAX_ITEMS, FrameReader, WireError, unpack
+from kvferry.protocol.wire import MAX_ITEMS, FrameReader, WireError, unpack
 
 SEED = os.environ.get("KVFERRY_TEST_SEED", "1")
 EACH = int(os.environ.get("KVFERRY_TEST_MUTATIONS", "150"))

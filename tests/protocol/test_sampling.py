@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import InvalidRequest
-from protocol.sampling import MAX_LOGPROBS, SamplingParams
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.sampling import MAX_LOGPROBS, SamplingParams
 
 VOCAB = 100
 GOOD = SamplingParams(max_tokens=8)

@@ -6,8 +6,8 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from protocol.common_settings import CommonSettings
-from protocol.settings import RouterSettings, ServeSettings, WorkerSettings
+from kvferry.protocol.common_settings import CommonSettings
+from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 
 CLASSES = [CommonSettings, RouterSettings, WorkerSettings, ServeSettings]
 

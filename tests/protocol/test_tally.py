@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from protocol.tally import Tallies
+from kvferry.protocol.tally import Tallies
 
 BOUNDS = (0.001, 0.5, 2)
 

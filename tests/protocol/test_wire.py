@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import lease, link_messages, messages
-from protocol.link_messages import CommitAck, Grant
-from protocol.messages import GenerateRequest, Job, StepFrame, TokenDelta
-from protocol.sampling import SamplingParams
-from protocol.wire import FrameReader, WireError, message, pack, unpack
-from protocol.work import Generate
+from kvferry.protocol import lease, link_messages, messages
+from kvferry.protocol.link_messages import CommitAck, Grant
+from kvferry.protocol.messages import GenerateRequest, Job, StepFrame, TokenDelta
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.wire import FrameReader, WireError, message, pack, unpack
+from kvferry.protocol.work import Generate
 
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import NodeLost, RoleKept
-from protocol.lease import NodeLease
-from router.balance import HOLD_S, Balance
+from kvferry.protocol.errors import NodeLost, RoleKept
+from kvferry.protocol.lease import NodeLease
+from kvferry.router.balance import HOLD_S, Balance
 
 REST_S = 30.0
 

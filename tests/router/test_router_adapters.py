@@ -13,14 +13,14 @@ from api_parts import demo_text, error_of
 from fake_workers import BLOCK, PROMPT, Bench, FakeWorker, collect, decode, expected, ids, prefill
 from waiting import until
 
-from protocol.adapters import AdapterName
-from protocol.errors import InvalidRequest, NoNodes
-from protocol.hashing import chain, root_hash
-from protocol.messages import AttemptFailed, PrefillRequest
-from protocol.settings import RouterSettings
-from router.api.app import create_app
-from router.api.pool import Pool, Pools
-from router.text.encoding import Encoder
+from kvferry.protocol.adapters import AdapterName
+from kvferry.protocol.errors import InvalidRequest, NoNodes
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.messages import AttemptFailed, PrefillRequest
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.api.app import create_app
+from kvferry.router.api.pool import Pool, Pools
+from kvferry.router.text.encoding import Encoder
 
 X = AdapterName("x", "id-x")
 HOLDS = {"adapters": (X,)}

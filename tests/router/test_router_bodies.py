@@ -15,7 +15,7 @@ from fake_workers import Bench, decode, prefill
 from test_router_process import router
 from waiting import until_told
 
-from process.signals import Stop
+from kvferry.process.signals import Stop
 
 MIB = 2**20
 GAP_S = 1.5

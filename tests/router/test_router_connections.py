@@ -18,11 +18,11 @@ from fake_workers import Bench, decode, prefill
 from test_router_process import BODY, router
 from waiting import until, until_told
 
-from process.http import bind
-from process.signals import Stop
-from protocol.errors import ConfigError
-from protocol.settings import RouterSettings
-from router.main import connection_limits, run_router, tls
+from kvferry.process.http import bind
+from kvferry.process.signals import Stop
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.main import connection_limits, run_router, tls
 
 
 async def spoken(port: int, sent: bytes, answers: int, context: ssl.SSLContext | None = None) -> list[str]:
@@ -233,7 +233,7 @@ def test_mistakes_in_tls_settings_are_named(tmp_path: Path) -> None:
     empty.write_text("")
     import uvicorn
 
-    from router.main import load
+    from kvferry.router.main import load
 
     config = uvicorn.Config("x", **tls(RouterSettings(ssl_certfile=str(empty))))
     with pytest.raises(ConfigError, match="--ssl-certfile"):

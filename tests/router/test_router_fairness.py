@@ -12,13 +12,13 @@ import pytest
 from api_parts import app_of, demo_text
 from fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
 
-from protocol.lease import Rates
-from protocol.messages import PrefillRequest
-from protocol.metrics import RouterMetrics
-from protocol.settings import RouterSettings
-from router.api.following import Choice, Following
-from router.api.generation import Generation
-from router.tenants.keys import entry
+from kvferry.protocol.lease import Rates
+from kvferry.protocol.messages import PrefillRequest
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.api.following import Choice, Following
+from kvferry.router.api.generation import Generation
+from kvferry.router.tenants.keys import entry
 
 RATE = 1000.0
 """Prompt tokens that the prefill node computes in a second, one prompt after another in the order of their arrival."""

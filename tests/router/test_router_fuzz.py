@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_router_process import router
 from waiting import until_told
 
-from process.signals import Stop
+from kvferry.process.signals import Stop
 
 ANSWER_S = 10.0
 LIMITS = {"header_timeout": 0.3, "body_timeout": 0.3}

@@ -16,9 +16,9 @@ import pytest
 from fake_workers import Bench, FakeWorker, decode, honest_prefill, prefill
 from test_router_process import router
 
-from process.signals import Stop
-from protocol.errors import BlocksCorrupt, Overloaded
-from protocol.messages import AttemptFailed, PrefillRequest
+from kvferry.process.signals import Stop
+from kvferry.protocol.errors import BlocksCorrupt, Overloaded
+from kvferry.protocol.messages import AttemptFailed, PrefillRequest
 
 PROMPT = list(range(100, 164))
 CHAT = [{"role": "user", "content": "What does a ferry carry?"}]

@@ -15,7 +15,7 @@ from fake_workers import Bench, decode, prefill
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import KvferryError
+from kvferry.protocol.errors import KvferryError
 
 ANSWER_S = 4.0
 EDGES = [e + d for e in (0, 2**31, 2**32, 2**53, 2**63, 2**64, 10**30, 10**400) for d in (-1, 0, 1)]

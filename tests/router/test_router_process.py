@@ -15,12 +15,12 @@ import pytest
 from fake_workers import Bench, decode, prefill
 from waiting import until, until_told
 
-from process import farewell
-from process.http import bind
-from process.signals import Stop
-from protocol.errors import ConfigError
-from protocol.settings import RouterSettings
-from router.main import run_router, serve_router
+from kvferry.process import farewell
+from kvferry.process.http import bind
+from kvferry.process.signals import Stop
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.main import run_router, serve_router
 
 BODY = {"model": "", "prompt": list(range(100, 164)), "max_tokens": 64, "stream": True}
 
@@ -139,7 +139,7 @@ async def test_sigint_does_not_wait_for_long_requests() -> None:
 
 
 async def test_without_redis_it_serves_and_says_that_it_is_not_ready(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "router.main")
+    caplog.set_level("INFO", "kvferry.router.main")
     settings = RouterSettings(port=0, redis_url="redis://127.0.0.1:1/0", queue_timeout=0.3)
     run = asyncio.create_task(serve_router(settings))
     await until(lambda: run.done() or "router ready at" in caplog.text, 20)

@@ -16,7 +16,7 @@ import pytest
 from fake_workers import Bench, decode, prefill
 from test_router_process import router
 
-from process.signals import Stop
+from kvferry.process.signals import Stop
 
 CLIENTS = 64
 IDLE_S = 1.0

@@ -8,8 +8,8 @@ from api_parts import app_of, demo_text
 from fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
 from otlp_receiver import attributes, traced
 
-from protocol.messages import AttemptFailed, PrefillRequest
-from protocol.metrics import RouterMetrics
+from kvferry.protocol.messages import AttemptFailed, PrefillRequest
+from kvferry.protocol.metrics import RouterMetrics
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 SECRET = "ferryboat"

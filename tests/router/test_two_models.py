@@ -13,12 +13,12 @@ from api_parts import demo_text, error_of, events
 from fake_workers import Bench, FakeWorker, decode, prefill
 from waiting import until
 
-from cluster_state.index import owner
-from model_files.naming import ModelName
-from protocol.settings import RouterSettings
-from router.api.app import create_app
-from router.api.pool import Pool, Pools
-from router.text.encoding import Encoder
+from kvferry.cluster_state.index import owner
+from kvferry.model_files.naming import ModelName
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.api.app import create_app
+from kvferry.router.api.pool import Pool, Pools
+from kvferry.router.text.encoding import Encoder
 
 NAMES = (ModelName("m", ("first", "alias")), ModelName("n"))
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cli.main import kvferry
-from protocol.errors import ConfigError
-from protocol.lease import Load, NodeLease, Rates
-from simulate.calibrate import calibrated, of_model
-from simulate.compare import POLICIES, case, simulated
-from simulate.figures import Figures, Goal, medians
-from simulate.fleet import Shape
-from simulate.machine import Machine
-from simulate.pace import Pace
-from simulate.picture import goodputs
-from simulate.plan import Need, checks, guess
-from simulate.workloads import Asked
+from kvferry.cli.main import kvferry
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.lease import Load, NodeLease, Rates
+from kvferry.simulate.calibrate import calibrated, of_model
+from kvferry.simulate.compare import POLICIES, case, simulated
+from kvferry.simulate.figures import Figures, Goal, medians
+from kvferry.simulate.fleet import Shape
+from kvferry.simulate.machine import Machine
+from kvferry.simulate.pace import Pace
+from kvferry.simulate.picture import goodputs
+from kvferry.simulate.plan import Need, checks, guess
+from kvferry.simulate.workloads import Asked
 
 
 def test_ours_wins_where_sharing_is_high_and_caches_overflow() -> None:

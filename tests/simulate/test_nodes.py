@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.errors import ConfigError
-from simulate.ask import Ask
-from simulate.compare import POLICIES
-from simulate.eviction import EVICTIONS
-from simulate.fleet import Shape
-from simulate.machine import Machine
-from simulate.memory import Memory
-from simulate.others import RoundRobin
-from simulate.workloads import WORKLOADS, Asked, hashes_of
-from simulate.world import Loss, World
+from kvferry.protocol.errors import ConfigError
+from kvferry.simulate.ask import Ask
+from kvferry.simulate.compare import POLICIES
+from kvferry.simulate.eviction import EVICTIONS
+from kvferry.simulate.fleet import Shape
+from kvferry.simulate.machine import Machine
+from kvferry.simulate.memory import Memory
+from kvferry.simulate.others import RoundRobin
+from kvferry.simulate.workloads import WORKLOADS, Asked, hashes_of
+from kvferry.simulate.world import Loss, World
 
 MACHINE = Machine(
     prefill_tokens_per_s=1000, attention_len=0, step_s=0.01, stream_s=0.01, context_s=0.0, ship_bytes_per_s=1e12,

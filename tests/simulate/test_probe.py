@@ -9,11 +9,11 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from cli.main import kvferry
-from protocol.errors import ConfigError
-from simulate import probe
-from simulate.machine import Machine
-from simulate.probe import Answered, Door, fitted, lines, share
+from kvferry.cli.main import kvferry
+from kvferry.protocol.errors import ConfigError
+from kvferry.simulate import probe
+from kvferry.simulate.machine import Machine
+from kvferry.simulate.probe import Answered, Door, fitted, lines, share
 
 OVERHEAD_S, TOKEN_S, STEP_S, STREAM_S, BESIDE = 0.012, 0.0005, 0.02, 0.004, 0.8
 PLAIN = Machine(attention_len=0)

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 from test_nodes import MACHINE, ask, played
 
-from cluster_state.index import on_tier
-from protocol.rows import rows_of
-from simulate.ask import Run
-from simulate.clock import Clock
-from simulate.fleet import Shape
-from simulate.node import Node
-from simulate.report import lease_of
-from simulate.tiers import Tier
-from simulate.world import Loss
+from kvferry.cluster_state.index import on_tier
+from kvferry.protocol.rows import rows_of
+from kvferry.simulate.ask import Run
+from kvferry.simulate.clock import Clock
+from kvferry.simulate.fleet import Shape
+from kvferry.simulate.node import Node
+from kvferry.simulate.report import lease_of
+from kvferry.simulate.tiers import Tier
+from kvferry.simulate.world import Loss
 
 SMALL = replace(MACHINE, blocks=64)
 """A block of 16 tokens is computed in 16 ms; two prompts of 500 tokens drive each other out of the pool."""

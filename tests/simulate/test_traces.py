@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import ConfigError
-from simulate.mooncake import read_trace
-from simulate.workloads import WORKLOADS, Asked, hashes_of
+from kvferry.protocol.errors import ConfigError
+from kvferry.simulate.mooncake import read_trace
+from kvferry.simulate.workloads import WORKLOADS, Asked, hashes_of
 
 
 def test_hashes_are_equal_as_far_as_the_text_is() -> None:

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from engine.block_pool import BlockPool
-from engine.budget import Limits
-from engine.engine import Engine, EngineConfig
-from engine.ledger import Ledger
-from engine.masks import Masks
-from engine.models.base import ModelInfo
-from engine.sampler import Sampled
-from engine.slices import Slice
-from kv_transfer.ports import BlockMemory
+from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.budget import Limits
+from kvferry.engine.engine import Engine, EngineConfig
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.masks import Masks
+from kvferry.engine.models.base import ModelInfo
+from kvferry.engine.sampler import Sampled
+from kvferry.engine.slices import Slice
+from kvferry.kv_transfer.ports import BlockMemory
 
 VOCAB = 211
 BLOCK_SIZE = 4

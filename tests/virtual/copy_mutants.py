@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from virtual.mistake import Mutant, mutant
 
-from engine.copies import Copies
+from kvferry.engine.copies import Copies
 
 
 @mutant("instead of")

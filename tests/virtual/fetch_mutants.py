@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 from virtual.mistake import Mutant, mutant
 
-from engine.copies import Copies
-from node.fetches import Fetches
+from kvferry.engine.copies import Copies
+from kvferry.node.fetches import Fetches
 
 
 @mutant("is sent, but not held")

@@ -9,11 +9,11 @@ from virtual.arithmetic import Arithmetic
 from virtual.clock import Process
 from virtual.wires import Lanes
 
-from engine.ledger import Ledger
-from kv_transfer.faulty import FaultyLink
-from kv_transfer.link import Peer
-from kv_transfer.loopback import End, LoopbackLink, LoopbackNetwork
-from protocol.errors import NodeLost
+from kvferry.engine.ledger import Ledger
+from kvferry.kv_transfer.faulty import FaultyLink
+from kvferry.kv_transfer.link import Peer
+from kvferry.kv_transfer.loopback import End, LoopbackLink, LoopbackNetwork
+from kvferry.protocol.errors import NodeLost
 
 
 class VirtualNetwork(LoopbackNetwork):

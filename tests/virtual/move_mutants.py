@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 from virtual.mistake import Mutant, mutant
 
-from engine.moving import Move, Moving
-from engine.ports import SHIP
-from router.journey.succession import Succession
+from kvferry.engine.moving import Move, Moving
+from kvferry.engine.ports import SHIP
+from kvferry.router.journey.succession import Succession
 
 
 @mutant("is sent, but not held")

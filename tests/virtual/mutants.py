@@ -9,22 +9,22 @@ from unittest.mock import patch
 
 from virtual.mistake import Mutant, mutant
 
-from decode_worker.grants import Grants
-from engine.engine import Engine
-from engine.ledger import Ledger
-from engine.lent import Lent
-from engine.ports import QUIESCE, SHIP
-from engine.scheduler import Scheduler
-from kv_transfer import receiver as receiver_module
-from kv_transfer.dock import Dock
-from kv_transfer.incoming import Incoming
-from kv_transfer.outgoing import Outgoing
-from kv_transfer.receiver import Receiver
-from kv_transfer.receiver_grant import OpenGrant
-from kv_transfer.sender_ship import Ship
-from prefill_worker.ships import Ships
-from router.nodes.client import NodeClient
-from router.nodes.entry import Booking
+from kvferry.decode_worker.grants import Grants
+from kvferry.engine.engine import Engine
+from kvferry.engine.ledger import Ledger
+from kvferry.engine.lent import Lent
+from kvferry.engine.ports import QUIESCE, SHIP
+from kvferry.engine.scheduler import Scheduler
+from kvferry.kv_transfer import receiver as receiver_module
+from kvferry.kv_transfer.dock import Dock
+from kvferry.kv_transfer.incoming import Incoming
+from kvferry.kv_transfer.outgoing import Outgoing
+from kvferry.kv_transfer.receiver import Receiver
+from kvferry.kv_transfer.receiver_grant import OpenGrant
+from kvferry.kv_transfer.sender_ship import Ship
+from kvferry.prefill_worker.ships import Ships
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.entry import Booking
 
 
 @mutant("written.*, but not held")
@@ -123,7 +123,7 @@ def cancel_forgets_blocks() -> Mutant:
 @mutant("is computed, but was cancelled")
 def cancel_forgets_late_arrivals() -> Mutant:
     """An attempt that arrives after its cancel is served."""
-    return patch("engine.door.Door.close", lambda door, request_id, attempt: None)
+    return patch("kvferry.engine.door.Door.close", lambda door, request_id, attempt: None)
 
 
 @mutant("is sent, but not held")

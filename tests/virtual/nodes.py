@@ -16,27 +16,27 @@ from virtual.links import LateLink, VirtualLink
 from virtual.registry import Reached
 from virtual.server import Routes, Served
 
-from elastic_worker.service import ElasticService
-from engine.engine import Engine
-from engine.loop import EngineLoop
-from kv_transfer.dock import Dock
-from kv_transfer.window import Window
-from node.membership import Membership, new_epoch
-from node.news import News
-from node.outflow import Outflow
-from node.rates import RateMeter
-from node.roles import RoleChange, Roles
-from node.service import Base
-from node.streams import RouterStreams
-from node.tier_opening import OpenTiers
-from process.awake import LoopClock
-from process.http import read_message
-from protocol.errors import Draining, RoleKept
-from protocol.lease import NodeLease, Rates
-from protocol.messages import CancelRequest, Pulse
-from protocol.roles import ChangeRole
-from protocol.settings import WorkerSettings
-from protocol.worker_metrics import WorkerMetrics
+from kvferry.elastic_worker.service import ElasticService
+from kvferry.engine.engine import Engine
+from kvferry.engine.loop import EngineLoop
+from kvferry.kv_transfer.dock import Dock
+from kvferry.kv_transfer.window import Window
+from kvferry.node.membership import Membership, new_epoch
+from kvferry.node.news import News
+from kvferry.node.outflow import Outflow
+from kvferry.node.rates import RateMeter
+from kvferry.node.roles import RoleChange, Roles
+from kvferry.node.service import Base
+from kvferry.node.streams import RouterStreams
+from kvferry.node.tier_opening import OpenTiers
+from kvferry.process.awake import LoopClock
+from kvferry.process.http import read_message
+from kvferry.protocol.errors import Draining, RoleKept
+from kvferry.protocol.lease import NodeLease, Rates
+from kvferry.protocol.messages import CancelRequest, Pulse
+from kvferry.protocol.roles import ChangeRole
+from kvferry.protocol.settings import WorkerSettings
+from kvferry.protocol.worker_metrics import WorkerMetrics
 
 BLOCK_BYTES = 16
 

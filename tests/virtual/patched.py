@@ -14,13 +14,13 @@ from unittest.mock import patch
 
 from virtual.nodes import METRICS
 
-from cluster_state.index_writer import IndexWriter
-from engine import copies
-from kv_transfer.receiver import Receiver
-from placement import fetching
-from placement.terms import Demand, Placement
-from process.awake import TICK_S, AwakeClock
-from router.journey.model_cluster import ModelCluster
+from kvferry.cluster_state.index_writer import IndexWriter
+from kvferry.engine import copies
+from kvferry.kv_transfer.receiver import Receiver
+from kvferry.placement import fetching
+from kvferry.placement.terms import Demand, Placement
+from kvferry.process.awake import TICK_S, AwakeClock
+from kvferry.router.journey.model_cluster import ModelCluster
 
 LOSS_S = 0.2
 """By which a fetch may be slower than computing what it brings: blocks are few, and fetched all the same."""

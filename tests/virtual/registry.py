@@ -7,8 +7,8 @@ from typing import Any
 
 from virtual.weather import Weather
 
-from cluster_state.memory_store import MemoryStore
-from protocol.errors import RegistryUnavailable
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.protocol.errors import RegistryUnavailable
 
 ASKED_S = 0.5
 """What a question to a registry that is away takes."""

@@ -10,16 +10,16 @@ from virtual.clock import Process, State
 from virtual.plan import Asked
 from virtual.registry import Reached
 
-from model_files.naming import ModelName
-from protocol.errors import KvferryError
-from protocol.metrics import RouterMetrics
-from protocol.sampling import SamplingParams
-from protocol.work import Generate
-from router.call import Call
-from router.journey.cluster import RouterCluster
-from router.journey.spec import RequestSpec
-from router.nodes.client import NodeClient
-from router.nodes.table import NodeTable
+from kvferry.model_files.naming import ModelName
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.work import Generate
+from kvferry.router.call import Call
+from kvferry.router.journey.cluster import RouterCluster
+from kvferry.router.journey.spec import RequestSpec
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.table import NodeTable
 
 METRICS = RouterMetrics()
 GRACE_S = 0.5

@@ -12,8 +12,8 @@ from urllib.parse import parse_qsl, urlsplit
 from virtual.clock import Process
 from virtual.wires import End
 
-from node.frames import FrameResponse
-from protocol.errors import KvferryError
+from kvferry.node.frames import FrameResponse
+from kvferry.protocol.errors import KvferryError
 
 
 class Routes:

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from router.api.batches.pages import page
-from router.api.bodies.generating import RequestBody
-from router.api.bodies.reader import BodyReader, parse
-from router.api.documentation import errors, path_parameter, query_parameters, takes
-from router.batch.batches import Batches
-from router.call import CALL
+from kvferry.router.api.batches.pages import page
+from kvferry.router.api.bodies.generating import RequestBody
+from kvferry.router.api.bodies.reader import BodyReader, parse
+from kvferry.router.api.documentation import errors, path_parameter, query_parameters, takes
+from kvferry.router.batch.batches import Batches
+from kvferry.router.call import CALL
 
 MOST_LISTED = 100
 Status = Literal[

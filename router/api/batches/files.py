@@ -14,13 +14,13 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from protocol.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, RequestTooLarge
-from router.api.batches.pages import page
-from router.api.bodies.reader import check_encoding
-from router.api.documentation import errors, path_parameter, query_parameters
-from router.batch.batches import Batches
-from router.batch.files import PURPOSES, FileStore, StoredFile, check_purpose, disk_failed
-from router.call import CALL, Call
+from kvferry.protocol.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, RequestTooLarge
+from kvferry.router.api.batches.pages import page
+from kvferry.router.api.bodies.reader import check_encoding
+from kvferry.router.api.documentation import errors, path_parameter, query_parameters
+from kvferry.router.batch.batches import Batches
+from kvferry.router.batch.files import PURPOSES, FileStore, StoredFile, check_purpose, disk_failed
+from kvferry.router.call import CALL, Call
 
 UPLOADS = 8
 """As many files may be arriving at the same time."""

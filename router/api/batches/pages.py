@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import Request
 
-from protocol.errors import InvalidRequest
+from kvferry.protocol.errors import InvalidRequest
 
 
 def page(items: list[dict[str, Any]], request: Request, most: int) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from protocol.errors import InvalidRequest
-from protocol.sampling import MAX_LOGPROBS
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.sampling import MAX_LOGPROBS
 
 MAX_CHOICES = 128
 MAX_BEAMS = MAX_LOGPROBS // 2

@@ -16,8 +16,8 @@ from pydantic import (
 from pydantic_core import core_schema
 from typing_extensions import TypedDict
 
-from protocol.sampling import MAX_ALLOWED, MAX_BAD_WORDS, MAX_COUNT, MAX_LOGPROBS
-from router.text.text_model import ROLES
+from kvferry.protocol.sampling import MAX_ALLOWED, MAX_BAD_WORDS, MAX_COUNT, MAX_LOGPROBS
+from kvferry.router.text.text_model import ROLES
 
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024
 MAX_BIASES, MAX_STOP_IDS = 300, 1024

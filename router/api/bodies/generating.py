@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from protocol.errors import InvalidRequest
-from protocol.sampling import MAX_COUNT
-from router.api.bodies.choices import ChoiceFields
-from router.api.bodies.fields import (
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.sampling import MAX_COUNT
+from kvferry.router.api.bodies.choices import ChoiceFields
+from kvferry.router.api.bodies.fields import (
     CacheSalt,
     Count,
     Kwargs,
@@ -27,12 +27,12 @@ from router.api.bodies.fields import (
     StreamOptions,
     Top,
 )
-from router.api.bodies.structured import Asked, StructuredFields
-from router.api.bodies.tools import ToolFields, Tools, ToolUse, bounded, parsing
-from router.api.bodies.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompletions
-from router.text.parsers.stage import PLAIN, Parsing
-from router.text.text_model import TextModel
-from router.text.transcript import TextOptions
+from kvferry.router.api.bodies.structured import Asked, StructuredFields
+from kvferry.router.api.bodies.tools import ToolFields, Tools, ToolUse, bounded, parsing
+from kvferry.router.api.bodies.unbuilt import UnbuiltFields, UnbuiltForChat, UnbuiltForCompletions
+from kvferry.router.text.parsers.stage import PLAIN, Parsing
+from kvferry.router.text.text_model import TextModel
+from kvferry.router.text.transcript import TextOptions
 
 MAX_SEQUENCES = 1024
 

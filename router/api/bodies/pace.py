@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from protocol.errors import Overloaded
+from kvferry.protocol.errors import Overloaded
 
 LONG_BYTES, LONG_S = 64 * 1024, 0.006
 """Bodies below either are nobody's concern."""

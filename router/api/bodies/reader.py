@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from protocol.errors import Cancelled, InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMedia
-from router.api.bodies.fields import field_path
-from router.api.bodies.generating import RequestBody
-from router.api.bodies.pace import LONG_BYTES, Pace, cost_s
+from kvferry.protocol.errors import Cancelled, InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMedia
+from kvferry.router.api.bodies.fields import field_path
+from kvferry.router.api.bodies.generating import RequestBody
+from kvferry.router.api.bodies.pace import LONG_BYTES, Pace, cost_s
 
 MAX_VALUES = 2**20
 """Strings, numbers, lists and objects in one body: reading them keeps the event loop busy, 0.1 to 0.2 s for so many."""

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from grammars.notation import MAX_CHOICES
-from protocol.errors import InvalidRequest
-from protocol.work import Grammar
-from router.text.parsers.stage import PLAIN, Parsing
-from router.text.parsers.syntax import closed
-from router.text.text_model import TextModel
+from kvferry.grammars.notation import MAX_CHOICES
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.work import Grammar
+from kvferry.router.text.parsers.stage import PLAIN, Parsing
+from kvferry.router.text.parsers.syntax import closed
+from kvferry.router.text.text_model import TextModel
 
 Asked = tuple[str, Grammar]
 """The field, for errors, and the grammar it asks for."""

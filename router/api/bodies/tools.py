@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import BaseModel, ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from grammars import lark
-from protocol.errors import InvalidRequest
-from protocol.work import Grammar
-from router.api.bodies.fields import told
-from router.api.bodies.structured import Asked
-from router.text.parsers import harmony, harmony_syntax
-from router.text.parsers.families import MARKERS, marker_ids
-from router.text.parsers.stage import CallParsing, Parsing
-from router.text.parsers.syntax import Tool, after_thought, either, grammar
-from router.text.text_model import TextModel
+from kvferry.grammars import lark
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.work import Grammar
+from kvferry.router.api.bodies.fields import told
+from kvferry.router.api.bodies.structured import Asked
+from kvferry.router.text.parsers import harmony, harmony_syntax
+from kvferry.router.text.parsers.families import MARKERS, marker_ids
+from kvferry.router.text.parsers.stage import CallParsing, Parsing
+from kvferry.router.text.parsers.syntax import Tool, after_thought, either, grammar
+from kvferry.router.text.text_model import TextModel
 
 MAX_TOOLS = 128
 AUTO, NONE, REQUIRED = "auto", "none", "required"

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
-from protocol.errors import InvalidRequest
-from router.api.bodies.fields import Prompt
-from router.api.bodies.generating import ChatBody
-from router.api.bodies.reader import build
-from router.api.bodies.structured import Asked
-from router.text.parsers.stage import Parsing
-from router.text.text_model import TextModel
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.bodies.fields import Prompt
+from kvferry.router.api.bodies.generating import ChatBody
+from kvferry.router.api.bodies.reader import build
+from kvferry.router.api.bodies.structured import Asked
+from kvferry.router.text.parsers.stage import Parsing
+from kvferry.router.text.text_model import TextModel
 
 
 class TranslatedChat(ChatBody):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from protocol.errors import KvferryError
-from router.api.fold import Answer
-from router.api.following import Choice
-from router.api.generation import Generation
-from router.api.messages.chat import MessagesChat
-from router.api.messages.errors import message_error
-from router.api.pool import Pool
-from router.api.shapes.parts import CALL, REASONING, Part, Parts, Step
-from router.api.sse import TextEvent, named
-from router.call import Call
-from router.text.transcript import Piece
+from kvferry.protocol.errors import KvferryError
+from kvferry.router.api.fold import Answer
+from kvferry.router.api.following import Choice
+from kvferry.router.api.generation import Generation
+from kvferry.router.api.messages.chat import MessagesChat
+from kvferry.router.api.messages.errors import message_error
+from kvferry.router.api.pool import Pool
+from kvferry.router.api.shapes.parts import CALL, REASONING, Part, Parts, Step
+from kvferry.router.api.sse import TextEvent, named
+from kvferry.router.call import Call
+from kvferry.router.text.transcript import Piece
 
 _PING = named({"type": "ping"})
 _DELTAS = {

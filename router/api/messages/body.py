@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from protocol.sampling import MAX_COUNT
-from router.api.bodies.fields import MAX_ITEMS, MAX_MESSAGES, Objects, Stops, told
-from router.api.bodies.generating import RequestBody
-from router.api.bodies.tools import MAX_TOOLS
+from kvferry.protocol.sampling import MAX_COUNT
+from kvferry.router.api.bodies.fields import MAX_ITEMS, MAX_MESSAGES, Objects, Stops, told
+from kvferry.router.api.bodies.generating import RequestBody
+from kvferry.router.api.bodies.tools import MAX_TOOLS
 
 Content = Annotated[str | Objects, told(f"must be a string or a list of at most {MAX_ITEMS} blocks")]
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from protocol.errors import InvalidRequest
-from router.api.bodies.translated import TranslatedChat, translated
-from router.api.messages.body import CountBody, MessagesBody, Turn
-from router.api.pool import Pools
-from router.call import Call
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.bodies.translated import TranslatedChat, translated
+from kvferry.router.api.messages.body import CountBody, MessagesBody, Turn
+from kvferry.router.api.pool import Pools
+from kvferry.router.call import Call
 
 Block = Mapping[str, Any]
 Message = dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from protocol.errors import KvferryError
+from kvferry.protocol.errors import KvferryError
 
 PLACE = "/v1/messages"
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 
-from process.disconnect import until_disconnect
-from router.api.bodies.reader import BodyReader, parse
-from router.api.documentation import errors, takes
-from router.api.messages.answers import MessageErrorAnswer, MessageTokens
-from router.api.messages.body import CountBody
-from router.api.messages.chat import chat
-from router.api.messages.errors import PLACE
-from router.api.pool import Pools
-from router.text.encoding import Bound
+from kvferry.process.disconnect import until_disconnect
+from kvferry.router.api.bodies.reader import BodyReader, parse
+from kvferry.router.api.documentation import errors, takes
+from kvferry.router.api.messages.answers import MessageErrorAnswer, MessageTokens
+from kvferry.router.api.messages.body import CountBody
+from kvferry.router.api.messages.chat import chat
+from kvferry.router.api.messages.errors import PLACE
+from kvferry.router.api.pool import Pools
+from kvferry.router.text.encoding import Bound
 
 
 def counting(pools: Pools, reader: BodyReader, statuses: Sequence[int]) -> APIRouter:

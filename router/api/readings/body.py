@@ -6,10 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from protocol.errors import InvalidRequest
-from protocol.sampling import MAX_COUNT
-from router.api.bodies.fields import CacheSalt, Prompts
-from router.api.bodies.generating import RequestBody
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.sampling import MAX_COUNT
+from kvferry.router.api.bodies.fields import CacheSalt, Prompts
+from kvferry.router.api.bodies.generating import RequestBody
 
 MAX_INPUTS = 2048
 

@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from protocol.errors import InvalidRequest
-from protocol.work import Embed
-from router.api.pool import Pool
-from router.api.readings.body import InputBody
-from router.api.readings.readings import Readings, WholeAnswer, encoded
-from router.api.sse import dump
-from router.api.visit import Visit
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.work import Embed
+from kvferry.router.api.pool import Pool
+from kvferry.router.api.readings.body import InputBody
+from kvferry.router.api.readings.readings import Readings, WholeAnswer, encoded
+from kvferry.router.api.sse import dump
+from kvferry.router.api.visit import Visit
 
 PAUSE_EVERY = 16
 """Vectors written in JSON before other requests get a turn."""

@@ -8,17 +8,17 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from router.api.answers import ErrorAnswer
-from router.api.bodies.generating import RequestBody
-from router.api.bodies.reader import parse
-from router.api.exchange import Exchange
-from router.api.pool import Pool
-from router.api.readings.answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
-from router.api.readings.embeddings import EmbeddingBody, embeddings
-from router.api.readings.readings import WholeAnswer
-from router.api.readings.scoring import ClassifyBody, RerankBody, ScoreBody, classify, rerank, score
-from router.api.responder import Responder
-from router.api.visit import Visit
+from kvferry.router.api.answers import ErrorAnswer
+from kvferry.router.api.bodies.generating import RequestBody
+from kvferry.router.api.bodies.reader import parse
+from kvferry.router.api.exchange import Exchange
+from kvferry.router.api.pool import Pool
+from kvferry.router.api.readings.answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
+from kvferry.router.api.readings.embeddings import EmbeddingBody, embeddings
+from kvferry.router.api.readings.readings import WholeAnswer
+from kvferry.router.api.readings.scoring import ClassifyBody, RerankBody, ScoreBody, classify, rerank, score
+from kvferry.router.api.responder import Responder
+from kvferry.router.api.visit import Visit
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from protocol.errors import ContextLengthExceeded, InvalidRequest, KvferryError
-from protocol.work import Work
-from router.api.bodies.fields import Prompt
-from router.api.generation import count_prompt
-from router.api.pool import Pool, request_names
-from router.api.responder import Responder
-from router.api.sse import dump
-from router.api.visit import Used, Visit
-from router.journey.spec import RequestSpec, Route
-from router.tenants.turns import Size
-from router.text.encoding import Bound
+from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest, KvferryError
+from kvferry.protocol.work import Work
+from kvferry.router.api.bodies.fields import Prompt
+from kvferry.router.api.generation import count_prompt
+from kvferry.router.api.pool import Pool, request_names
+from kvferry.router.api.responder import Responder
+from kvferry.router.api.sse import dump
+from kvferry.router.api.visit import Used, Visit
+from kvferry.router.journey.spec import RequestSpec, Route
+from kvferry.router.tenants.turns import Size
+from kvferry.router.text.encoding import Bound
 
 AT_ONCE = 64
 """Prompts of one request that are with the nodes at a time: a thousand would queue in front of everybody else's."""

@@ -16,14 +16,14 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from protocol.errors import InvalidRequest
-from protocol.sampling import MAX_COUNT
-from protocol.work import Classify
-from router.api.pool import Pool
-from router.api.readings.body import MAX_INPUTS, InputBody, ReadingBody
-from router.api.readings.embeddings import embedding_work
-from router.api.readings.readings import Readings, WholeAnswer, encoded, encoded_pairs
-from router.api.visit import Visit
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.sampling import MAX_COUNT
+from kvferry.protocol.work import Classify
+from kvferry.router.api.pool import Pool
+from kvferry.router.api.readings.body import MAX_INPUTS, InputBody, ReadingBody
+from kvferry.router.api.readings.embeddings import embedding_work
+from kvferry.router.api.readings.readings import Readings, WholeAnswer, encoded, encoded_pairs
+from kvferry.router.api.visit import Visit
 
 PAUSE_EVERY = 64
 """Scores computed here before other requests get a turn."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from protocol.errors import KvferryError
-from router.api.fold import Answer
-from router.api.following import Choice
-from router.api.generation import Generation
-from router.api.pool import Pool
-from router.api.responses.asked import Asked, ResponsesChat
-from router.api.shapes.logprobs import LogprobWriter
-from router.api.shapes.parts import CALL, REASONING, TEXT, Part, Parts, Step
-from router.api.sse import TextEvent, named
-from router.call import Call
-from router.text.transcript import Entry, Piece
+from kvferry.protocol.errors import KvferryError
+from kvferry.router.api.fold import Answer
+from kvferry.router.api.following import Choice
+from kvferry.router.api.generation import Generation
+from kvferry.router.api.pool import Pool
+from kvferry.router.api.responses.asked import Asked, ResponsesChat
+from kvferry.router.api.shapes.logprobs import LogprobWriter
+from kvferry.router.api.shapes.parts import CALL, REASONING, TEXT, Part, Parts, Step
+from kvferry.router.api.sse import TextEvent, named
+from kvferry.router.call import Call
+from kvferry.router.text.transcript import Entry, Piece
 
 _ID = {TEXT: "msg", REASONING: "rs", CALL: "fc"}
 _DELTA = {

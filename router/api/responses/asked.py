@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from protocol.errors import InvalidRequest
-from router.api.bodies.fields import SamplingFields
-from router.api.bodies.translated import TranslatedChat, translated
-from router.api.responses.body import ResponsesBody
-from router.api.responses.items import Item, messages
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.bodies.fields import SamplingFields
+from kvferry.router.api.bodies.translated import TranslatedChat, translated
+from kvferry.router.api.responses.body import ResponsesBody
+from kvferry.router.api.responses.items import Item, messages
 
 _REPEATED = (
     "background", "instructions", "max_output_tokens", "metadata", "previous_response_id", "tool_choice", "tools",

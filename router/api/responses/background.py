@@ -8,16 +8,16 @@ import logging
 from contextlib import aclosing
 from typing import Any
 
-from protocol.errors import InvalidRequest, KvferryError, RegistryUnavailable
-from router.api.exchange import Admission
-from router.api.fold import Answer
-from router.api.generation import Generation
-from router.api.pool import Pool
-from router.api.responses.answer import ResponseAnswer
-from router.api.responses.asked import ResponsesChat
-from router.api.responses.kept import Kept, Responses
-from router.api.visit import Visit
-from router.siblings.siblings import Siblings
+from kvferry.protocol.errors import InvalidRequest, KvferryError, RegistryUnavailable
+from kvferry.router.api.exchange import Admission
+from kvferry.router.api.fold import Answer
+from kvferry.router.api.generation import Generation
+from kvferry.router.api.pool import Pool
+from kvferry.router.api.responses.answer import ResponseAnswer
+from kvferry.router.api.responses.asked import ResponsesChat
+from kvferry.router.api.responses.kept import Kept, Responses
+from kvferry.router.api.visit import Visit
+from kvferry.router.siblings.siblings import Siblings
 
 ENDS_S = 5.0
 """What another process may take to end one of its responses."""

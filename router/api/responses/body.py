@@ -6,10 +6,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from protocol.errors import InvalidRequest
-from router.api.bodies.fields import MAX_ITEMS, CacheSalt, Count, Kwargs, Name, Objects, SamplingFields, Top, told
-from router.api.bodies.generating import RequestBody
-from router.api.bodies.tools import MAX_TOOLS
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.bodies.fields import (
+    MAX_ITEMS,
+    CacheSalt,
+    Count,
+    Kwargs,
+    Name,
+    Objects,
+    SamplingFields,
+    Top,
+    told,
+)
+from kvferry.router.api.bodies.generating import RequestBody
+from kvferry.router.api.bodies.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_INCLUDED = 64

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from protocol.errors import InvalidRequest
+from kvferry.protocol.errors import InvalidRequest
 
 Item = dict[str, Any]
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from cluster_state.responses import ResponseStore
-from protocol.errors import InvalidRequest, KvferryError, NotFound, RegistryUnavailable
-from router.api.pool import Pools
-from router.api.responses.asked import Asked, ResponsesChat
-from router.api.responses.body import ResponsesBody
-from router.api.responses.items import Item, normal, response_of
-from router.api.responses.truncation import fitted
-from router.call import Call
+from kvferry.cluster_state.responses import ResponseStore
+from kvferry.protocol.errors import InvalidRequest, KvferryError, NotFound, RegistryUnavailable
+from kvferry.router.api.pool import Pools
+from kvferry.router.api.responses.asked import Asked, ResponsesChat
+from kvferry.router.api.responses.body import ResponsesBody
+from kvferry.router.api.responses.items import Item, normal, response_of
+from kvferry.router.api.responses.truncation import fitted
+from kvferry.router.call import Call
 
 log = logging.getLogger("kvferry.responses")
 

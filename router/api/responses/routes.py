@@ -6,12 +6,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from protocol.errors import InvalidRequest
-from router.api.documentation import errors, path_parameter
-from router.api.responses.answers import DeletedResponse, InputItems, ResponseObject
-from router.api.responses.background import Background
-from router.api.responses.kept import Responses
-from router.call import CALL
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.documentation import errors, path_parameter
+from kvferry.router.api.responses.answers import DeletedResponse, InputItems, ResponseObject
+from kvferry.router.api.responses.background import Background
+from kvferry.router.api.responses.kept import Responses
+from kvferry.router.call import CALL
 
 _PLACE = "/v1/responses/{id}"
 _MOST_ITEMS = 100

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from protocol.errors import InvalidRequest
-from router.api.pool import Pool
-from router.api.responses.asked import Asked, ResponsesChat
-from router.api.responses.items import Item
-from router.text.encoding import Bound
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.pool import Pool
+from kvferry.router.api.responses.asked import Asked, ResponsesChat
+from kvferry.router.api.responses.items import Item
+from kvferry.router.text.encoding import Bound
 
 
 async def fitted(asked: Asked, pool: Pool) -> ResponsesChat:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.api.bodies.generating import ChatBody
-from router.api.following import Choice
-from router.api.shapes.shape import Collected, Shape
-from router.text.transcript import CallDelta, Entry, Piece
+from kvferry.router.api.bodies.generating import ChatBody
+from kvferry.router.api.following import Choice
+from kvferry.router.api.shapes.shape import Collected, Shape
+from kvferry.router.text.transcript import CallDelta, Entry, Piece
 
 
 class ChatShape(Shape[ChatBody]):

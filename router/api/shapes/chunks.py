@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from router.api.bodies.generating import GenerationBody
-from router.api.fold import Answer
-from router.api.following import Choice
-from router.api.generation import Generation
-from router.api.pool import Pool
-from router.api.shapes.shape import Collected, Shape
-from router.api.sse import DONE, TextEvent, event
-from router.call import Call
-from router.text.transcript import Piece
+from kvferry.router.api.bodies.generating import GenerationBody
+from kvferry.router.api.fold import Answer
+from kvferry.router.api.following import Choice
+from kvferry.router.api.generation import Generation
+from kvferry.router.api.pool import Pool
+from kvferry.router.api.shapes.shape import Collected, Shape
+from kvferry.router.api.sse import DONE, TextEvent, event
+from kvferry.router.call import Call
+from kvferry.router.text.transcript import Piece
 
 
 def chunks(shape: type[Shape[Any]]) -> Callable[[Call, Pool, Any, Generation], Answer]:

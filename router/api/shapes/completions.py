@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.api.bodies.generating import CompletionBody
-from router.api.following import Choice
-from router.api.generation import Generation
-from router.api.pool import Pool
-from router.api.shapes.shape import Collected, Shape
-from router.text.detokenizer import detokenizer
-from router.text.transcript import Entry, Piece
+from kvferry.router.api.bodies.generating import CompletionBody
+from kvferry.router.api.following import Choice
+from kvferry.router.api.generation import Generation
+from kvferry.router.api.pool import Pool
+from kvferry.router.api.shapes.shape import Collected, Shape
+from kvferry.router.text.detokenizer import detokenizer
+from kvferry.router.text.transcript import Entry, Piece
 
 
 class CompletionShape(Shape[CompletionBody]):

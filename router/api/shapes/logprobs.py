@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from model_files.tokenizer import TextTokenizer
-from protocol.messages import TokenLogprobs
-from router.text.transcript import Entry
+from kvferry.model_files.tokenizer import TextTokenizer
+from kvferry.protocol.messages import TokenLogprobs
+from kvferry.router.text.transcript import Entry
 
 _FLOOR = -9999.0
 

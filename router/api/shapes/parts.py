@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from router.text.transcript import CallDelta, Entry, Piece
+from kvferry.router.text.transcript import CallDelta, Entry, Piece
 
 TEXT, REASONING, CALL = "text", "reasoning", "call"
 Step = tuple[Literal["open", "grow", "end"], "Part", str, list[Entry]]

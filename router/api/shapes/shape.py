@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from protocol.messages import TokenLogprobs
-from router.api.bodies.generating import GenerationBody
-from router.api.following import Choice
-from router.api.generation import Generation
-from router.api.pool import Pool
-from router.api.shapes.logprobs import LogprobWriter
-from router.text.transcript import CallDelta, Entry, Piece
+from kvferry.protocol.messages import TokenLogprobs
+from kvferry.router.api.bodies.generating import GenerationBody
+from kvferry.router.api.following import Choice
+from kvferry.router.api.generation import Generation
+from kvferry.router.api.pool import Pool
+from kvferry.router.api.shapes.logprobs import LogprobWriter
+from kvferry.router.text.transcript import CallDelta, Entry, Piece
 
 AnyBody = TypeVar("AnyBody", bound=GenerationBody)
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from model_files.tokenizer import TextTokenizer
-from protocol.errors import ConfigError
-from router.text.parsers import harmony
-from router.text.parsers.found import CallParser
-from router.text.parsers.hermes import HermesParser, LedHermesParser
-from router.text.parsers.llama3_json import Llama3JsonParser
-from router.text.parsers.mistral import MistralParser
-from router.text.parsers.pythonic import PythonicParser
-from router.text.parsers.reasoning import Thinking
-from router.text.transcript import TextOptions
+from kvferry.model_files.tokenizer import TextTokenizer
+from kvferry.protocol.errors import ConfigError
+from kvferry.router.text.parsers import harmony
+from kvferry.router.text.parsers.found import CallParser
+from kvferry.router.text.parsers.hermes import HermesParser, LedHermesParser
+from kvferry.router.text.parsers.llama3_json import Llama3JsonParser
+from kvferry.router.text.parsers.mistral import MistralParser
+from kvferry.router.text.parsers.pythonic import PythonicParser
+from kvferry.router.text.parsers.reasoning import Thinking
+from kvferry.router.text.transcript import TextOptions
 
 CALLS: Mapping[str, type[CallParser]] = {
     "hermes": HermesParser,

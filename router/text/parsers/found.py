@@ -7,7 +7,7 @@ import string
 from collections.abc import Collection
 from typing import ClassVar, Protocol
 
-from router.text.transcript import CallDelta, Found
+from kvferry.router.text.transcript import CallDelta, Found
 
 _ALPHABET = string.ascii_letters + string.digits
 

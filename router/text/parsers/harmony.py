@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from model_files.tokenizer import TextTokenizer
-from router.text.detokenizer import detokenizer
-from router.text.parsers.found import new_id
-from router.text.parsers.json_call import ValueEnd, is_object
-from router.text.transcript import CallDelta, Found
+from kvferry.model_files.tokenizer import TextTokenizer
+from kvferry.router.text.detokenizer import detokenizer
+from kvferry.router.text.parsers.found import new_id
+from kvferry.router.text.parsers.json_call import ValueEnd, is_object
+from kvferry.router.text.transcript import CallDelta, Found
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 MARKS = {marker: chr(0xD800 + place) for place, marker in enumerate(MARKERS)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.text.parsers.hermes import ObjectParser
+from kvferry.router.text.parsers.hermes import ObjectParser
 
 TAG = "<|python_tag|>"
 _BETWEEN = ";,"

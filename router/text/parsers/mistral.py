@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from router.text.parsers.hermes import ObjectParser
-from router.text.parsers.json_call import ValueEnd, is_object
+from kvferry.router.text.parsers.hermes import ObjectParser
+from kvferry.router.text.parsers.json_call import ValueEnd, is_object
 
 BEGIN, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _HEAD = re.compile(r"\s*([a-zA-Z0-9_-]{1,64})\s*(?:\[CALL_ID\]\w{0,64})?(?:\[ARGS\])?\s*(?=\{)")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from router.text.parsers.found import Parser
-from router.text.parsers.reasoning import ReasoningParser
-from router.text.transcript import Found
+from kvferry.router.text.parsers.found import Parser
+from kvferry.router.text.parsers.reasoning import ReasoningParser
+from kvferry.router.text.transcript import Found
 
 
 class Reader(Protocol):

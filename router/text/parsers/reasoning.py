@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.text.parsers.found import held_from
-from router.text.transcript import Found
+from kvferry.router.text.parsers.found import held_from
+from kvferry.router.text.transcript import Found
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from model_files.tokenizer import TextTokenizer
-from router.journey.spec import Output
-from router.text.parsers import harmony
-from router.text.parsers.found import Parser
-from router.text.parsers.reader import Reader, Turn
-from router.text.parsers.reasoning import ReasoningParser, Thinking
-from router.text.transcript import CallDelta, Found, Piece, Transcript
+from kvferry.model_files.tokenizer import TextTokenizer
+from kvferry.router.journey.spec import Output
+from kvferry.router.text.parsers import harmony
+from kvferry.router.text.parsers.found import Parser
+from kvferry.router.text.parsers.reader import Reader, Turn
+from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
+from kvferry.router.text.transcript import CallDelta, Found, Piece, Transcript
 
 TAIL = 16
 """Tokens of a prompt's end in which a mark of reasoning is looked for."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grammars import lark
-from router.text.parsers import hermes, mistral
-from router.text.parsers.reasoning import Thinking
+from kvferry.grammars import lark
+from kvferry.router.text.parsers import hermes, mistral
+from kvferry.router.text.parsers.reasoning import Thinking
 
 _ANY = r"/(.|\n)*/"
 _GAP = r"/[ \n]{0,4}/"

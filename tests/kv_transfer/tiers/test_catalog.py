@@ -10,8 +10,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.tiers.catalog import Catalog
-from protocol.rows import rows_of
+from kvferry.kv_transfer.tiers.catalog import Catalog
+from kvferry.protocol.rows import rows_of
 
 CHAIN = [hashlib.sha256(bytes([number])).digest()[:16] for number in range(60)]
 ROWS = rows_of(CHAIN)

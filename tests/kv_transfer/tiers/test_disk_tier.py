@@ -13,9 +13,9 @@ import pytest
 from told import blocks
 from waiting import wait_for
 
-from kv_transfer.tiers import files, local, pace
-from kv_transfer.tiers.disk import DiskTier, open_disk
-from protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NotFound
+from kvferry.kv_transfer.tiers import files, local, pace
+from kvferry.kv_transfer.tiers.disk import DiskTier, open_disk
+from kvferry.protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NotFound
 
 SIZE = 4096
 ROOMY = 1 << 30

@@ -11,8 +11,8 @@ from device import SIZE, Device
 from told import blocks
 from waiting import wait_for
 
-from kv_transfer.tiers.host import Arena, open_host
-from protocol.errors import ConfigError, KvferryError, NotFound, TransferFailed
+from kvferry.kv_transfer.tiers.host import Arena, open_host
+from kvferry.protocol.errors import ConfigError, KvferryError, NotFound, TransferFailed
 
 ROWS = 8
 

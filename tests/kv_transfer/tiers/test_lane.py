@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from kv_transfer.tiers.lane import Lane
+from kvferry.kv_transfer.tiers.lane import Lane
 
 ROOT = Path(__file__).parents[3]
 HANGS = """
 import threading
-from kv_transfer.tiers.lane import Lane
+from kvferry.kv_transfer.tiers.lane import Lane
 begun = threading.Event()
 lane = Lane("lane", 1)
 lane.submit(lambda: (begun.set(), threading.Event().wait()))

@@ -16,12 +16,12 @@ from object_store import s3
 from told import Overtaken
 from waiting import wait_for
 
-from kv_transfer.tiers import groups, remote, sweep
-from kv_transfer.tiers.groups import GROUP, Group, in_chain
-from kv_transfer.tiers.objects import Objects
-from kv_transfer.tiers.remote import RemoteTier
-from protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NotFound, TransferFailed
-from protocol.rows import alone
+from kvferry.kv_transfer.tiers import groups, remote, sweep
+from kvferry.kv_transfer.tiers.groups import GROUP, Group, in_chain
+from kvferry.kv_transfer.tiers.objects import Objects
+from kvferry.kv_transfer.tiers.remote import RemoteTier
+from kvferry.protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NotFound, TransferFailed
+from kvferry.protocol.rows import alone
 
 SIZE = 4096
 BLOCKS = 3 * GROUP + 5

@@ -11,12 +11,12 @@ import pytest
 from device import SIZE, Device
 from waiting import wait_for
 
-from kv_transfer.tiers import groups, staging
-from kv_transfer.tiers.disk import open_disk
-from kv_transfer.tiers.groups import in_chain
-from kv_transfer.tiers.objects import Objects
-from kv_transfer.tiers.remote import RemoteTier
-from protocol.errors import ConfigError, KvferryError, TransferFailed
+from kvferry.kv_transfer.tiers import groups, staging
+from kvferry.kv_transfer.tiers.disk import open_disk
+from kvferry.kv_transfer.tiers.groups import in_chain
+from kvferry.kv_transfer.tiers.objects import Objects
+from kvferry.kv_transfer.tiers.remote import RemoteTier
+from kvferry.protocol.errors import ConfigError, KvferryError, TransferFailed
 
 ROOM = 3
 """Blocks at once."""

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_transfer.tiers import files, header
-from protocol.errors import BlocksCorrupt
+from kvferry.kv_transfer.tiers import files, header
+from kvferry.protocol.errors import BlocksCorrupt
 
 SIZE = 5000
 

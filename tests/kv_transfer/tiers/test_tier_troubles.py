@@ -16,9 +16,9 @@ from test_disk_tier import SIZE, close, dropped, file_size, holding, make, named
 from told import Overtaken
 from waiting import wait_for
 
-from kv_transfer.tiers import files, places
-from kv_transfer.tiers.disk import open_disk
-from protocol.errors import BlocksCorrupt, ConfigError, TransferFailed
+from kvferry.kv_transfer.tiers import files, places
+from kvferry.kv_transfer.tiers.disk import open_disk
+from kvferry.protocol.errors import BlocksCorrupt, ConfigError, TransferFailed
 
 __all__ = ["dropped", "make"]
 

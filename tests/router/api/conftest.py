@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 
-from grammars.checker import Checker
-from router.text.transcript import Piece, Transcript
+from kvferry.grammars.checker import Checker
+from kvferry.router.text.transcript import Piece, Transcript
 
 
 @pytest.fixture(autouse=True)
 async def checkers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """Those that a test's pools make end with it, and their processes."""
     made: list[Checker] = []
-    monkeypatch.setattr("router.api.pool.Checker", lambda vocabulary: made.append(Checker(vocabulary)) or made[-1])
+    monkeypatch.setattr(
+        "kvferry.router.api.pool.Checker", lambda vocabulary: made.append(Checker(vocabulary)) or made[-1]
+    )
     yield
     for checker in made:
         await checker.close()

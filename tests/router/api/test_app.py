@@ -29,12 +29,12 @@ from api_parts import (
 from fake_workers import lease_of
 from waiting import until, until_told
 
-from protocol.errors import ConfigError, Overloaded
-from protocol.reuse import Reuse
-from protocol.settings import RouterSettings
-from protocol.version import VERSION
-from router.journey.spec import Output, RequestSpec, Route
-from router.text.load import load_text_model
+from kvferry.protocol.errors import ConfigError, Overloaded
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.settings import RouterSettings
+from kvferry.protocol.version import VERSION
+from kvferry.router.journey.spec import Output, RequestSpec, Route
+from kvferry.router.text.load import load_text_model
 
 TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
 LONG = says("word " * 2000)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from api_parts import EOS, Api, FakeCluster, demo_text, error_of, ids_of, prompt_logprobs_of, says
 
-from protocol.errors import KvferryError, NodeLost
-from protocol.messages import TokenLogprobs
-from router.journey.spec import Output, RequestSpec
+from kvferry.protocol.errors import KvferryError, NodeLost
+from kvferry.protocol.messages import TokenLogprobs
+from kvferry.router.journey.spec import Output, RequestSpec
 
 A, B, C = ids_of("Once upon a time")[:3]
 NEXT: dict[tuple[int, ...], dict[int, float]] = {

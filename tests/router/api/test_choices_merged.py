@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import Overloaded
-from protocol.metrics import RouterMetrics
-from router.api.following import Choice, Following
-from router.api.merged import Merged
-from router.journey.alarms import Mail
-from router.journey.spec import Enough, Output, RequestSpec
-from router.text.transcript import Piece
+from kvferry.protocol.errors import Overloaded
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.api.following import Choice, Following
+from kvferry.router.api.merged import Merged
+from kvferry.router.journey.alarms import Mail
+from kvferry.router.journey.spec import Enough, Output, RequestSpec
+from kvferry.router.text.transcript import Piece
 
 
 class Journey:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from process.log import REQUEST
-from router.api.coalescing import MOST_BYTES, Held
-from router.api.fold import Answer
-from router.api.following import Choice, ChoicePiece, Listener
-from router.api.responder import Responder
-from router.text.transcript import Piece
+from kvferry.process.log import REQUEST
+from kvferry.router.api.coalescing import MOST_BYTES, Held
+from kvferry.router.api.fold import Answer
+from kvferry.router.api.following import Choice, ChoicePiece, Listener
+from kvferry.router.api.responder import Responder
+from kvferry.router.text.transcript import Piece
 
 
 class Wire:

@@ -12,7 +12,7 @@ from api_parts import MESSAGES, Api, FakeCluster, error_of, says
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import Overloaded
+from kvferry.protocol.errors import Overloaded
 
 PLAIN = (
     "/v1/models", "/v1/models/SmolLM2-135M-Instruct", "/health", "/ready", "/version", "/targets", "/tokenizer_info",

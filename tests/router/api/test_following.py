@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import KvferryError
-from protocol.metrics import RouterMetrics
-from router.api.following import Choice, Following
-from router.journey.spec import Enough, Output
-from router.text.transcript import Piece
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.api.following import Choice, Following
+from kvferry.router.journey.spec import Enough, Output
+from kvferry.router.text.transcript import Piece
 
 
 class Whole:

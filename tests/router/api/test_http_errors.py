@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from api_parts import Api, FakeCluster, error_of, says
 
-from protocol.errors import KvferryError, NoNodes, Overloaded
+from kvferry.protocol.errors import KvferryError, NoNodes, Overloaded
 
 
 @pytest.mark.parametrize(

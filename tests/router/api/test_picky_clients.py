@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from api_parts import MESSAGES, Api, FakeCluster, error_of, says, served
 
-from router.api import documentation
+from kvferry.router.api import documentation
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES},

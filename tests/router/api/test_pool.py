@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from api_parts import FakeCluster, demo_text, ids_of, says
 
-from model_files.naming import ModelName
-from protocol.errors import InvalidRequest, ModelNotFound
-from protocol.metrics import RouterMetrics
-from router.api.bodies.generating import ChatBody, CompletionBody
-from router.api.pool import Pool, Pools
-from router.call import Call
-from router.text.encoding import Encoder
+from kvferry.model_files.naming import ModelName
+from kvferry.protocol.errors import InvalidRequest, ModelNotFound
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.api.bodies.generating import ChatBody, CompletionBody
+from kvferry.router.api.pool import Pool, Pools
+from kvferry.router.call import Call
+from kvferry.router.text.encoding import Encoder
 
 CALL = Call("c", arrival=1.0, deadline=2.0)
 

@@ -16,20 +16,20 @@ import pytest
 from api_parts import EOS, MESSAGES, Api, FakeCluster, ids_of, logprobs_of
 from waiting import until
 
-from placement.terms import Placement
-from process.log import JsonFormatter
-from protocol.errors import FatalRequest, NodeLost
-from protocol.lease import NodeLease
-from protocol.messages import Job, TokenDelta
-from protocol.reuse import Reuse
-from router.api.following import Choice
-from router.api.shapes.chunks import ChunkAnswer
-from router.journey.blame import Failure
-from router.journey.events import Event
-from router.journey.held import Held
-from router.journey.journey import RouterJourney
-from router.journey.spec import RequestSpec
-from router.text.transcript import Piece
+from kvferry.placement.terms import Placement
+from kvferry.process.log import JsonFormatter
+from kvferry.protocol.errors import FatalRequest, NodeLost
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import Job, TokenDelta
+from kvferry.protocol.reuse import Reuse
+from kvferry.router.api.following import Choice
+from kvferry.router.api.shapes.chunks import ChunkAnswer
+from kvferry.router.journey.blame import Failure
+from kvferry.router.journey.events import Event
+from kvferry.router.journey.held import Held
+from kvferry.router.journey.journey import RouterJourney
+from kvferry.router.journey.spec import RequestSpec
+from kvferry.router.text.transcript import Piece
 
 TEXT = "Once upon a time there were little 🦊🦊🦊 who read <b>books</b> (naïve, 日本語), and nothing else. 👩‍🚒 end"
 NODE = NodeLease("d", "decode", 1, "ready", "http://d", "d:1", "f", "m", 4096, 16, 1)

@@ -13,10 +13,10 @@ from api_parts import Api, FakeCluster, app_of, demo_text, error_of, says, serve
 from fake_workers import Bench, decode, prefill
 from waiting import until
 
-from placement.capacity import Capacity
-from protocol.metrics import RouterMetrics
-from protocol.settings import RouterSettings
-from router.tenants.keys import entry
+from kvferry.placement.capacity import Capacity
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.tenants.keys import entry
 
 
 def keys_file(folder: Path, **limits: str) -> str:

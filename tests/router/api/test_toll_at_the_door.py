@@ -13,8 +13,8 @@ from api_parts import Api, FakeCluster, says
 from test_tenants import ask, keys_file
 from waiting import until
 
-from process import toll
-from process.toll import Toll
+from kvferry.process import toll
+from kvferry.process.toll import Toll
 
 WRONG = {"max_tokens": -1}
 SOON_S = 0.5

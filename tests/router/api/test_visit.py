@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from process.tracing import Span
-from protocol.errors import Cancelled, KvferryError, NoNodes
-from protocol.metrics import RouterMetrics
-from protocol.settings import RouterSettings
-from router.api.visit import Used, Visit
-from router.call import Call
-from router.tenants.keys import entry
-from router.tenants.tenancy import Tenancy
-from router.tenants.turns import Size, Turns
+from kvferry.process.tracing import Span
+from kvferry.protocol.errors import Cancelled, KvferryError, NoNodes
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.api.visit import Used, Visit
+from kvferry.router.call import Call
+from kvferry.router.tenants.keys import entry
+from kvferry.router.tenants.tenancy import Tenancy
+from kvferry.router.tenants.turns import Size, Turns
 
 
 def visit_of(folder: Path) -> Visit:

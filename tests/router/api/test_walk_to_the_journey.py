@@ -9,7 +9,7 @@ from api_parts import app_of, demo_text
 from fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
 from walk import Walk
 
-from protocol.messages import PrefillRequest
+from kvferry.protocol.messages import PrefillRequest
 
 API_HALF = {
     "router/api/door.py",

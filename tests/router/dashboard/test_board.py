@@ -13,20 +13,20 @@ from api_parts import app_of, demo_text
 from fake_workers import CRASH, PROMPT, Answer, Bench, FakeWorker, collect, decode, prefill
 from waiting import until
 
-from model_files.naming import ModelName
-from placement.terms import Demand, Placement
-from protocol.lease import Load, Rates, Sent
-from protocol.messages import PrefillRequest, ShipDone
-from protocol.metrics import RouterMetrics
-from protocol.settings import RouterSettings
-from router.dashboard.board import EVENTS, RECENT, RUNNING, Board
-from router.dashboard.history import History, Reading
-from router.dashboard.page import view
-from router.dashboard.state import Counts, State
-from router.journey import chronicle
-from router.journey.cluster import RouterCluster
-from router.nodes.client import NodeClient
-from router.tenants.keys import entry
+from kvferry.model_files.naming import ModelName
+from kvferry.placement.terms import Demand, Placement
+from kvferry.protocol.lease import Load, Rates, Sent
+from kvferry.protocol.messages import PrefillRequest, ShipDone
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.dashboard.board import EVENTS, RECENT, RUNNING, Board
+from kvferry.router.dashboard.history import History, Reading
+from kvferry.router.dashboard.page import view
+from kvferry.router.dashboard.state import Counts, State
+from kvferry.router.journey import chronicle
+from kvferry.router.journey.cluster import RouterCluster
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.tenants.keys import entry
 
 LOAD = Load(
     waiting_requests=2, waiting_tokens=300, running_requests=5, free_blocks=400, active_blocks=350, cached_blocks=200,

@@ -14,9 +14,9 @@ from api_parts import Api, FakeCluster, app_of, demo_text, says, served
 from browser import CHROMIUM, Page, browser
 from dashboard_states import NASTY, ScriptedBoard, busy, hostile
 
-from protocol.metrics import RouterMetrics
-from protocol.settings import RouterSettings
-from router.dashboard.page import view
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.dashboard.page import view
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
 WIDER = "document.documentElement.scrollWidth > innerWidth"

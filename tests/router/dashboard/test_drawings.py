@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from router.dashboard import units
-from router.dashboard.drawings import CHART, COLUMNS, bar, hit_line, stacked
-from router.dashboard.state import Blocks, Counts
+from kvferry.router.dashboard import units
+from kvferry.router.dashboard.drawings import CHART, COLUMNS, bar, hit_line, stacked
+from kvferry.router.dashboard.state import Blocks, Counts
 
 
 def counts(computed: int, reused: int = 0) -> Counts:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.dashboard.flows import BESIDE, BOX, SIDE, THICK, transfers
-from router.dashboard.state import Blocks, Node, Transfer
+from kvferry.router.dashboard.flows import BESIDE, BOX, SIDE, THICK, transfers
+from kvferry.router.dashboard.state import Blocks, Node, Transfer
 
 
 def node(name: str, role: str, trouble: str = "") -> Node:

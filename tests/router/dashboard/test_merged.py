@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.dashboard.merged import merged
-from router.dashboard.state import Asked, Blocks, Counts, Event, Node, State, Suspect, Transfer
+from kvferry.router.dashboard.merged import merged
+from kvferry.router.dashboard.state import Asked, Blocks, Counts, Event, Node, State, Suspect, Transfer
 
 NODE = Node(
     id="d", role="decode", model="m", state="ready", trouble="", streams=2, running=5, most_running=8, waiting=0,

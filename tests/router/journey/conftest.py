@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-import router.journey.journey
+import kvferry.router.journey.journey
 
 
 @pytest.fixture(autouse=True)
 def no_hedges(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a loaded machine a second may pass without anybody being late: tests of hedges say when one is."""
-    monkeypatch.setattr(router.journey.journey, "LATE_S", 60.0)
+    monkeypatch.setattr(kvferry.router.journey.journey, "LATE_S", 60.0)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.messages import TokenLogprobs
-from router.journey.beam_search import BeamSearch
+from kvferry.protocol.messages import TokenLogprobs
+from kvferry.router.journey.beam_search import BeamSearch
 
 PROMPT_LEN = 3
 Next = Callable[[tuple[int, ...]], list[float]]

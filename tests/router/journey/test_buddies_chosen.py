@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from fake_workers import PROMPT, Bench, FakeWorker, collect, decode, expected, ids, prefill
 
-from protocol.messages import DecodeTarget, Job, PrefillRequest
+from kvferry.protocol.messages import DecodeTarget, Job, PrefillRequest
 
 
 def jobs(worker: FakeWorker) -> Sequence[Job]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from fake_workers import CRASH, PROMPT, Bench, FakeWorker, collect, decode, expected, honest_prefill, ids, prefill
 
-from protocol.errors import Cancelled, FatalRequest, KvferryError
-from protocol.messages import AttemptFailed, PrefillRequest
-from router.journey.spec import Output
+from kvferry.protocol.errors import Cancelled, FatalRequest, KvferryError
+from kvferry.protocol.messages import AttemptFailed, PrefillRequest
+from kvferry.router.journey.spec import Output
 
 
 def flaky(dice: random.Random) -> Any:

@@ -24,12 +24,12 @@ from fake_workers import (
 )
 from waiting import until
 
-from placement.terms import Placement
-from protocol.errors import FatalRequest, KvferryError, NodeDied
-from protocol.messages import PrefillRequest
-from router.journey.blame import Failure, Work, failure
-from router.journey.deaths import CLEARED_TOKENS, DOUBT_S, MEMORY_S, Deaths, Suspect
-from router.journey.ladder import MAX_FAILURES, Ladder
+from kvferry.placement.terms import Placement
+from kvferry.protocol.errors import FatalRequest, KvferryError, NodeDied
+from kvferry.protocol.messages import PrefillRequest
+from kvferry.router.journey.blame import Failure, Work, failure
+from kvferry.router.journey.deaths import CLEARED_TOKENS, DOUBT_S, MEMORY_S, Deaths, Suspect
+from kvferry.router.journey.ladder import MAX_FAILURES, Ladder
 
 N1, N2, N3 = ("n1", 1), ("n2", 1), ("n3", 1)
 DEADLY_PROMPT = (DEADLY, *PROMPT)

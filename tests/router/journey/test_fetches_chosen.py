@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from fake_workers import BLOCK, PROMPT, Bench, collect, decode, expected, ids, prefill
 
-from protocol.hashing import chain, root_hash
-from protocol.lease import Load, Rates
-from protocol.messages import Job
-from protocol.reuse import Reuse
-from protocol.rows import rows_of
-from router.journey.spec import Route
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.lease import Load, Rates
+from kvferry.protocol.messages import Job
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.rows import rows_of
+from kvferry.router.journey.spec import Route
 
 BUSY = Load(free_blocks=1000, total_blocks=1000, waiting_tokens=10_000_000)
 SLOW, QUICK = Rates(prefill_tokens_per_s=100.0), Rates(prefill_tokens_per_s=100_000.0)

@@ -22,19 +22,19 @@ from fake_workers import (
 )
 from waiting import until
 
-import router.journey.journey
-from protocol.errors import Overloaded
-from protocol.lease import Load, Rates
-from protocol.messages import AttemptFailed, PrefillRequest
-from router.journey.alarms import Alarm, Alarms
-from router.journey.budget import RetryBudget
+import kvferry.router.journey.journey
+from kvferry.protocol.errors import Overloaded
+from kvferry.protocol.lease import Load, Rates
+from kvferry.protocol.messages import AttemptFailed, PrefillRequest
+from kvferry.router.journey.alarms import Alarm, Alarms
+from kvferry.router.journey.budget import RetryBudget
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.journey.journey, "LATE_S", 0.2)
+    monkeypatch.setattr(kvferry.router.journey.journey, "LATE_S", 0.2)
 
 
 async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fake_workers import Bench, FakeWorker, until
 
-from protocol.layout import WIRE_VERSION
-from protocol.lease import Foreign
+from kvferry.protocol.layout import WIRE_VERSION
+from kvferry.protocol.lease import Foreign
 
 
 def decode() -> FakeWorker:

@@ -23,19 +23,19 @@ from fake_workers import (
 )
 from waiting import until
 
-from protocol.errors import (
+from kvferry.protocol.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     NoNodes,
     Overloaded,
 )
-from protocol.hashing import chain, root_hash
-from protocol.lease import Load
-from protocol.messages import PrefillRequest, TokenDelta, TokenLogprobs
-from protocol.reuse import Reuse
-from protocol.rows import rows_of
-from router.journey import held
-from router.journey.prefixes import TELL_S
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.lease import Load
+from kvferry.protocol.messages import PrefillRequest, TokenDelta, TokenLogprobs
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.rows import rows_of
+from kvferry.router.journey import held
+from kvferry.router.journey.prefixes import TELL_S
 
 
 async def test_disaggregated() -> None:
@@ -161,7 +161,7 @@ async def test_reuse_known_to_the_index_decides_and_is_counted() -> None:
 
 
 async def test_a_slow_index_costs_little_and_no_request(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "router.journey.prefixes")
+    caplog.set_level("INFO", "kvferry.router.journey.prefixes")
 
     class Slow:
         async def longest_prefix(self, hashes: Any, nodes: Any) -> dict[str, int]:

@@ -12,10 +12,10 @@ import pytest
 from fake_workers import PROMPT, SILENCE, Bench, FakeWorker, collect, decode, expected, first_token, ids, prefill
 from waiting import until
 
-from protocol.errors import Cancelled
-from protocol.messages import PrefillRequest
-from router.journey.journey import RouterJourney
-from router.journey.spec import Enough, Output
+from kvferry.protocol.errors import Cancelled
+from kvferry.protocol.messages import PrefillRequest
+from kvferry.router.journey.journey import RouterJourney
+from kvferry.router.journey.spec import Enough, Output
 
 
 async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:

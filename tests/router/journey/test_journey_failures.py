@@ -24,7 +24,7 @@ from fake_workers import (
 )
 from waiting import until
 
-from protocol.errors import (
+from kvferry.protocol.errors import (
     Draining,
     GrantRefused,
     InvalidRequest,
@@ -33,7 +33,7 @@ from protocol.errors import (
     NoNodes,
     Overloaded,
 )
-from protocol.messages import AttemptFailed, CancelRequest, PrefillRequest, Pulse
+from kvferry.protocol.messages import AttemptFailed, CancelRequest, PrefillRequest, Pulse
 
 
 async def crash_at_once(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:

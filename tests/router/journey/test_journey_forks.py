@@ -9,8 +9,8 @@ import pytest
 from fake_workers import CRASH, PROMPT, Bench, FakeWorker, collect, decode, expected, first_token, ids, prefill
 from waiting import until
 
-from protocol.messages import PrefillRequest, TokenDelta
-from router.journey.journey import RouterJourney
+from kvferry.protocol.messages import PrefillRequest, TokenDelta
+from kvferry.router.journey.journey import RouterJourney
 
 
 async def begun(bench: Bench, max_tokens: int = 400) -> RouterJourney:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import TokenDelta
-from protocol.reuse import Reuse
-from router.journey import jobs
-from router.journey.alarms import Mail
-from router.journey.events import Drains
-from router.journey.listening import Listening
-from router.journey.race import Race
-from router.journey.sequence import Sequence
+from kvferry.protocol.messages import TokenDelta
+from kvferry.protocol.reuse import Reuse
+from kvferry.router.journey import jobs
+from kvferry.router.journey.alarms import Mail
+from kvferry.router.journey.events import Drains
+from kvferry.router.journey.listening import Listening
+from kvferry.router.journey.race import Race
+from kvferry.router.journey.sequence import Sequence
 
 FIRST, NEXT = TokenDelta("r", 0, 0, (7,)), TokenDelta("r", 0, 1, (8, 9))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from fake_workers import lease_of
 
-from placement.terms import Placement
-from protocol.errors import (
+from kvferry.placement.terms import Placement
+from kvferry.protocol.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     GrantRefused,
@@ -17,9 +17,9 @@ from protocol.errors import (
     StepFailed,
     TransferFailed,
 )
-from protocol.lease import NodeLease
-from router.journey.blame import Failure, blamed
-from router.journey.ladder import MAX_FAILURES, Ladder
+from kvferry.protocol.lease import NodeLease
+from kvferry.router.journey.blame import Failure, blamed
+from kvferry.router.journey.ladder import MAX_FAILURES, Ladder
 
 P1, P2 = lease_of("p1", "prefill"), lease_of("p2", "prefill")
 D1, D2 = lease_of("d1", "decode"), lease_of("d2", "decode")

@@ -10,18 +10,18 @@ import pytest
 from fake_workers import PROMPT, Bench, FakeWorker, collect, decode, expected, ids, prefill
 from waiting import until
 
-import router.journey.heir
-import router.journey.succession
-from protocol.errors import BlocksCorrupt, NodeLost, TransferFailed
-from protocol.messages import AttemptFailed, MoveRequest, StepFrame
-from router.journey.heir import Heir
+import kvferry.router.journey.heir
+import kvferry.router.journey.succession
+from kvferry.protocol.errors import BlocksCorrupt, NodeLost, TransferFailed
+from kvferry.protocol.messages import AttemptFailed, MoveRequest, StepFrame
+from kvferry.router.journey.heir import Heir
 
 MOST = 120
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.journey.succession, "PAUSE_S", 0.05)
+    monkeypatch.setattr(kvferry.router.journey.succession, "PAUSE_S", 0.05)
 
 
 async def drain(bench: Bench, worker: FakeWorker) -> None:
@@ -206,7 +206,7 @@ async def test_the_call_breaks_while_the_move_goes_on() -> None:
 
 async def test_the_call_breaks_and_nothing_is_heard_of_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried again, at the same node, which did nothing wrong."""
-    monkeypatch.setattr(router.journey.heir, "UNTOLD_S", 0.05)
+    monkeypatch.setattr(kvferry.router.journey.heir, "UNTOLD_S", 0.05)
     async with Bench(workers(move_wait_s=2.0)) as bench:
         at, other, tokens = await begun(bench)
         await drain(bench, at)

@@ -9,14 +9,14 @@ import pytest
 from fake_workers import BLOCK, PROMPT, SILENCE, Bench, FakeWorker, collect, decode, expected, ids, lease_of, prefill
 from test_journey_failures import crash_at_once, failing
 
-import router.journey.journey
-from placement.terms import Placement
-from protocol.errors import Fenced, Incompatible, KvferryError, NodeDied, TransferFailed
-from protocol.hashing import chain, root_hash
-from protocol.messages import PrefillRequest
-from protocol.reuse import Missed, Reuse
-from protocol.rows import rows_of
-from router.journey.prediction import Prediction
+import kvferry.router.journey.journey
+from kvferry.placement.terms import Placement
+from kvferry.protocol.errors import Fenced, Incompatible, KvferryError, NodeDied, TransferFailed
+from kvferry.protocol.hashing import chain, root_hash
+from kvferry.protocol.messages import PrefillRequest
+from kvferry.protocol.reuse import Missed, Reuse
+from kvferry.protocol.rows import rows_of
+from kvferry.router.journey.prediction import Prediction
 
 
 async def silent(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -56,7 +56,7 @@ async def test_a_prefix_on_a_node_that_the_request_had_to_leave(script: Any, rea
 
 
 async def test_a_prefix_on_a_node_that_another_one_outran(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.journey.journey, "LATE_S", 0.2)
+    monkeypatch.setattr(kvferry.router.journey.journey, "LATE_S", 0.2)
     async with Bench([prefill("p1", prefill_script=silent), prefill("p2"), decode("d1"), decode("d2")]) as bench:
         await bench.store.publish("p1", 1, rows_of(chain(root_hash("fp", "tenant"), PROMPT, BLOCK)[:10]), ())
         assert ids(await collect(bench.start(6, namespace="tenant"))) == expected(PROMPT, 6)

@@ -6,9 +6,9 @@ import pytest
 from fake_workers import PROMPT, Bench, collect, decode, prefill
 from waiting import until
 
-from protocol.errors import RegistryUnavailable
-from protocol.metrics import RouterMetrics
-from router.journey.prefixes import DOUBT_S, MOST_NODES, Prefixes, Remembered
+from kvferry.protocol.errors import RegistryUnavailable
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.journey.prefixes import DOUBT_S, MOST_NODES, Prefixes, Remembered
 
 A, B = ("a", 1), ("b", 2)
 LIVE = {"a": 1, "b": 2}

@@ -12,13 +12,13 @@ import pytest
 from fake_workers import CRASH, PROMPT, SILENCE, Bench, FakeWorker, collect, decode, prefill
 from waiting import until
 
-from protocol.errors import Cancelled, DeadlineExceeded
-from protocol.messages import FirstToken, Job, PrefillRequest, StepFrame, TokenDelta
-from protocol.reuse import Reuse
-from protocol.work import Embed
-from router.call import Call
-from router.journey.journey import RouterJourney
-from router.journey.spec import RequestSpec
+from kvferry.protocol.errors import Cancelled, DeadlineExceeded
+from kvferry.protocol.messages import FirstToken, Job, PrefillRequest, StepFrame, TokenDelta
+from kvferry.protocol.reuse import Reuse
+from kvferry.protocol.work import Embed
+from kvferry.router.call import Call
+from kvferry.router.journey.journey import RouterJourney
+from kvferry.router.journey.spec import RequestSpec
 
 VECTOR = struct.pack("<3f", 1.0, 2.0, 3.0)
 

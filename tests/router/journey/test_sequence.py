@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.messages import TokenDelta, TokenLogprobs
-from router.journey.sequence import Sequence
+from kvferry.protocol.messages import TokenDelta, TokenLogprobs
+from kvferry.router.journey.sequence import Sequence
 
 
 def delta(index: int, tokens: list[int], reason: str | None = None) -> TokenDelta:

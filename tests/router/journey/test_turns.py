@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 from fake_workers import PROMPT, Bench, collect, decode, prefill
 
-import router.journey.model_cluster
+import kvferry.router.journey.model_cluster
 from benchmarks import placing
-from placement.terms import Demand, NodeView, Placement
-from protocol.errors import Overloaded
-from protocol.lease import Load
-from router.journey import held
+from kvferry.placement.terms import Demand, NodeView, Placement
+from kvferry.protocol.errors import Overloaded
+from kvferry.protocol.lease import Load
+from kvferry.router.journey import held
 
 SHAPES = [(1, 2), (2, 1), (2, 2), (3, 2), (4, 4), (0, 2), (0, 3)]
 
@@ -67,8 +67,8 @@ async def test_a_request_is_placed_once(monkeypatch: pytest.MonkeyPatch) -> None
         placed.append(demand)
         return place(demand, nodes)
 
-    place = router.journey.model_cluster.place
-    monkeypatch.setattr(router.journey.model_cluster, "place", counted)
+    place = kvferry.router.journey.model_cluster.place
+    monkeypatch.setattr(kvferry.router.journey.model_cluster, "place", counted)
     async with cluster(2, 2) as bench:
         for count in range(1, 5):
             await collect(bench.start(2))

@@ -6,7 +6,7 @@ import asyncio
 
 from fake_workers import PROMPT, Bench, collect, decode, prefill, until
 
-from router.journey.underway import LOOKED_AT, Underway
+from kvferry.router.journey.underway import LOOKED_AT, Underway
 
 ABC = (b"a", b"b", b"c")
 

@@ -8,7 +8,7 @@ from typing import Any
 from fake_workers import PROMPT, Bench, FakeWorker, collect, decode, expected, honest_prefill, ids, prefill
 from walk import Walk
 
-from protocol.messages import PrefillRequest
+from kvferry.protocol.messages import PrefillRequest
 
 
 async def test_twenty_nine_files_from_a_spec_to_the_post_to_prefill() -> None:

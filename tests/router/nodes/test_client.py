@@ -19,14 +19,14 @@ import uvloop
 from fake_workers import Bench, decode, first_token, lease_of, prefill
 from waiting import until
 
-from protocol.errors import Draining, KvferryError, NodeLost, Overloaded
-from protocol.lease import NodeLease
-from protocol.messages import CancelRequest, Job, PrefillRequest, StepFrame, TokenDelta
-from protocol.sampling import SamplingParams
-from protocol.wire import pack
-from protocol.work import Generate
-from router.nodes.client import MAX_IDLE, NodeClient
-from router.nodes.connection import Connection
+from kvferry.protocol.errors import Draining, KvferryError, NodeLost, Overloaded
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import CancelRequest, Job, PrefillRequest, StepFrame, TokenDelta
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.wire import pack
+from kvferry.protocol.work import Generate
+from kvferry.router.nodes.client import MAX_IDLE, NodeClient
+from kvferry.router.nodes.connection import Connection
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 EMPTY = b"HTTP/1.1 202 Accepted\r\ncontent-length: 0\r\n\r\n"
@@ -225,7 +225,7 @@ async def test_a_call_given_up_at_any_moment_leaves_no_error_unread(
 
 
 async def test_calls_share_a_connection_until_it_has_rested_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.nodes.connection.KEEPALIVE_S", 0.2)
+    monkeypatch.setattr("kvferry.router.nodes.connection.KEEPALIVE_S", 0.2)
     opened = [0]
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

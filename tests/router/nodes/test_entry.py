@@ -9,14 +9,14 @@ from fake_workers import BLOCK, lease_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.place import place
-from placement.terms import Demand
-from protocol.errors import KvferryError, NodeLost, NoNodes, Overloaded
-from protocol.lease import Load, NodeLease, Rates
-from protocol.messages import Deviation, StepFrame, TokenDelta
-from router.nodes.book import LEASE_LAG_POLLS, Book
-from router.nodes.entry import Booking, NodeEntry
-from router.nodes.room import Part, Room
+from kvferry.placement.place import place
+from kvferry.placement.terms import Demand
+from kvferry.protocol.errors import KvferryError, NodeLost, NoNodes, Overloaded
+from kvferry.protocol.lease import Load, NodeLease, Rates
+from kvferry.protocol.messages import Deviation, StepFrame, TokenDelta
+from kvferry.router.nodes.book import LEASE_LAG_POLLS, Book
+from kvferry.router.nodes.entry import Booking, NodeEntry
+from kvferry.router.nodes.room import Part, Room
 
 
 def ignore(error: KvferryError) -> None:

@@ -9,15 +9,15 @@ import pytest
 from fake_workers import lease_of
 from test_table import Clock, Registry
 
-from cluster_state.index import ON_STORE, STORE_EPOCH, on_tier
-from model_files.naming import ModelName
-from placement.terms import Kept
-from protocol.errors import NodeLost
-from protocol.lease import Load, NodeLease, Rates
-from protocol.metrics import RouterMetrics
-from router.nodes.group import NodeGroup
-from router.nodes.room import Part
-from router.nodes.table import NodeTable
+from kvferry.cluster_state.index import ON_STORE, STORE_EPOCH, on_tier
+from kvferry.model_files.naming import ModelName
+from kvferry.placement.terms import Kept
+from kvferry.protocol.errors import NodeLost
+from kvferry.protocol.lease import Load, NodeLease, Rates
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.nodes.group import NodeGroup
+from kvferry.router.nodes.room import Part
+from kvferry.router.nodes.table import NodeTable
 
 
 def node(node_id: str, role: str, model: str, *names: str, **changes: object) -> NodeLease:

@@ -14,10 +14,10 @@ from mutations import mutated
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from protocol.errors import KvferryError
-from protocol.messages import Deviation, FirstToken, StepFrame, TokenDelta, TokenLogprobs
-from protocol.wire import WireError, pack, unpack
-from router.nodes.heard import check_frame, suits
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.messages import Deviation, FirstToken, StepFrame, TokenDelta, TokenLogprobs
+from kvferry.protocol.wire import WireError, pack, unpack
+from kvferry.router.nodes.heard import check_frame, suits
 
 REQUESTS = 60
 ENDS_S = 20.0

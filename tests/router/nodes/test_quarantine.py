@@ -8,9 +8,9 @@ from typing import Any
 from fake_workers import PROMPT, Bench, collect, decode, expected, first_token, ids, prefill
 from waiting import until
 
-from protocol.messages import AttemptFailed, Deviation, StepFrame
-from router.nodes.quarantine import MOST, WITHIN_S, Quarantine
-from router.nodes.suspicion import Suspicion
+from kvferry.protocol.messages import AttemptFailed, Deviation, StepFrame
+from kvferry.router.nodes.quarantine import MOST, WITHIN_S, Quarantine
+from kvferry.router.nodes.suspicion import Suspicion
 
 P1, P2, D1, D2 = ("p1", 1), ("p2", 1), ("d1", 1), ("d2", 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.nodes.suspicion import MEMORY_S, PAUSE_S, Suspicion
+from kvferry.router.nodes.suspicion import MEMORY_S, PAUSE_S, Suspicion
 
 P1, P2, D1, D2 = ("p1", 1), ("p2", 1), ("d1", 1), ("d2", 1)
 FIRST, LONGEST = PAUSE_S

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from fake_workers import lease_of
 
-from model_files.naming import ModelName
-from protocol.errors import NodeLost
-from protocol.layout import WIRE_VERSION
-from protocol.lease import Foreign, Load, NodeLease, Rates
-from protocol.metrics import RouterMetrics
-from router.nodes.entry import NodeEntry
-from router.nodes.group import NodeGroup
-from router.nodes.room import Part
-from router.nodes.table import NodeTable
+from kvferry.model_files.naming import ModelName
+from kvferry.protocol.errors import NodeLost
+from kvferry.protocol.layout import WIRE_VERSION
+from kvferry.protocol.lease import Foreign, Load, NodeLease, Rates
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.nodes.entry import NodeEntry
+from kvferry.router.nodes.group import NodeGroup
+from kvferry.router.nodes.room import Part
+from kvferry.router.nodes.table import NodeTable
 
 
 class Registry:
@@ -139,7 +139,7 @@ async def test_registry_away_keeps_the_nodes_and_forgets_their_load() -> None:
 
 async def test_a_registry_that_refuses_is_told_of_once_and_asked_ever_less(caplog: pytest.LogCaptureFixture) -> None:
     """Also before any node was known, when the table asks often."""
-    caplog.set_level("INFO", "router.nodes")
+    caplog.set_level("INFO", "kvferry.router.nodes")
     table = Table()
     table.registry.available = False
     pauses = []

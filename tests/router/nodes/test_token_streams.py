@@ -12,16 +12,16 @@ import pytest
 from fake_workers import Bench, decode, lease_of, prefill
 from waiting import until
 
-from process.awake import LoopClock
-from protocol.errors import Fenced, KvferryError, NodeLost, StreamGone
-from protocol.lease import NodeLease
-from protocol.messages import AttemptFailed, Deviation, StepFrame, TokenDelta
-from protocol.names import NodeName
-from router.nodes import token_streams
-from router.nodes.client import NodeClient
-from router.nodes.entry import NodeEntry
-from router.nodes.room import Room
-from router.nodes.token_streams import TokenStreams
+from kvferry.process.awake import LoopClock
+from kvferry.protocol.errors import Fenced, KvferryError, NodeLost, StreamGone
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.messages import AttemptFailed, Deviation, StepFrame, TokenDelta
+from kvferry.protocol.names import NodeName
+from kvferry.router.nodes import token_streams
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.entry import NodeEntry
+from kvferry.router.nodes.room import Room
+from kvferry.router.nodes.token_streams import TokenStreams
 
 D1 = lease_of("d1", "decode")
 KEY = ("d1", 1)
@@ -143,7 +143,7 @@ async def test_a_broken_stream_fails_its_listeners_and_is_opened_again(end: Any)
 
 
 async def test_only_a_stream_that_requests_need_ends_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "router.nodes.token_streams")
+    caplog.set_level("INFO", "kvferry.router.nodes.token_streams")
     first, second = Body(), Body()
     streams, d1 = streams_to(Node(first, second))
     streams.keep([d1])

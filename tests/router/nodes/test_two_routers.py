@@ -7,14 +7,14 @@ from collections import Counter
 from dataclasses import replace
 
 from benchmarks import placing
-from cluster_state.memory_store import MemoryStore
-from model_files.naming import ModelName
-from placement.terms import Demand
-from protocol.lease import NodeLease
-from protocol.metrics import RouterMetrics
-from router.journey.cluster import RouterCluster
-from router.journey.model_cluster import ModelCluster
-from router.nodes.book import LEASE_LAG_POLLS
+from kvferry.cluster_state.memory_store import MemoryStore
+from kvferry.model_files.naming import ModelName
+from kvferry.placement.terms import Demand
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.journey.cluster import RouterCluster
+from kvferry.router.journey.model_cluster import ModelCluster
+from kvferry.router.nodes.book import LEASE_LAG_POLLS
 
 
 async def router(store: MemoryStore) -> ModelCluster:

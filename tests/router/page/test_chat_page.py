@@ -11,8 +11,8 @@ import pytest
 from api_parts import Api, FakeCluster, says, served
 from browser import CHROMIUM, Page, browser
 
-from protocol.errors import Overloaded
-from router.page.page import chat_page
+from kvferry.protocol.errors import Overloaded
+from kvferry.router.page.page import chat_page
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
 ANSWER = "Air scatters <b>blue</b> light\nmore than red & the rest."

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.metrics import RouterMetrics
-from protocol.settings import RouterSettings
-from router.siblings.exposition import scraped, together
-from router.siblings.siblings import Siblings, ask, place
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.siblings.exposition import scraped, together
+from kvferry.router.siblings.siblings import Siblings, ask, place
 
 
 async def test_a_question_gets_its_answer_and_who_is_not_there_gives_none(tmp_path: Path) -> None:

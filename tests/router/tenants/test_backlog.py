@@ -11,15 +11,15 @@ from api_parts import Api, FakeCluster, says
 from fake_workers import PROMPT, Bench, collect, decode, lease_of
 from waiting import until
 
-from placement.capacity import Capacity, capacity
-from protocol.errors import NoNodes
-from protocol.lease import Load, Rates
-from router.call import Call
-from router.journey.held import Held
-from router.tenants.backlog import SEATS, Backlog, Waiting
-from router.tenants.flow import Flow
-from router.tenants.tenant import Tenant
-from router.tenants.turns import Size, Turns
+from kvferry.placement.capacity import Capacity, capacity
+from kvferry.protocol.errors import NoNodes
+from kvferry.protocol.lease import Load, Rates
+from kvferry.router.call import Call
+from kvferry.router.journey.held import Held
+from kvferry.router.tenants.backlog import SEATS, Backlog, Waiting
+from kvferry.router.tenants.flow import Flow
+from kvferry.router.tenants.tenant import Tenant
+from kvferry.router.tenants.turns import Size, Turns
 
 NODES = Capacity(sequences=16, prompt_per_s=3000.0, decodes=2, prefills=3)
 

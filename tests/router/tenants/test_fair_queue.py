@@ -9,9 +9,9 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.tenants.fair_queue import FairQueue
-from router.tenants.lane import Turn, Window
-from router.tenants.tenant import Tenant
+from kvferry.router.tenants.fair_queue import FairQueue
+from kvferry.router.tenants.lane import Turn, Window
+from kvferry.router.tenants.tenant import Tenant
 
 A, B = Tenant("a"), Tenant("b")
 ONE = Window(1, inf)

@@ -8,13 +8,13 @@ import time
 import pytest
 from waiting import until
 
-from placement.capacity import Capacity
-from protocol.errors import Overloaded
-from protocol.metrics import RouterMetrics
-from router.call import Call
-from router.tenants import turns as turns_module
-from router.tenants.tenant import Tenant
-from router.tenants.turns import Pace, Size, Turns
+from kvferry.placement.capacity import Capacity
+from kvferry.protocol.errors import Overloaded
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.router.call import Call
+from kvferry.router.tenants import turns as turns_module
+from kvferry.router.tenants.tenant import Tenant
+from kvferry.router.tenants.turns import Pace, Size, Turns
 
 A, B = Tenant("a"), Tenant("b")
 SIZE = Size(1, 100, 10)

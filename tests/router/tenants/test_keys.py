@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import run
-from process import followed_file
-from protocol.errors import ConfigError
-from protocol.settings import RouterSettings
-from router.tenants.keyring import Keyring
-from router.tenants.keys import HASH_PREFIX, entry, key_hash, new_key, read_keys
-from router.tenants.tenant import NOBODY, Tenant, namespace
+from kvferry.cli.main import run
+from kvferry.process import followed_file
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.tenants.keyring import Keyring
+from kvferry.router.tenants.keys import HASH_PREFIX, entry, key_hash, new_key, read_keys
+from kvferry.router.tenants.tenant import NOBODY, Tenant, namespace
 from tests.waiting import until
 
 LIMITS = "requests_per_minute = 60\ntokens_per_minute = 1000\nconcurrent = 3\npriority = -1\nshare = 2.5\n"

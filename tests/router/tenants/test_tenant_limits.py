@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.tenants.limits import Bucket, Meter, RateLimited, shown_seconds
-from router.tenants.tenant import Tenant
+from kvferry.router.tenants.limits import Bucket, Meter, RateLimited, shown_seconds
+from kvferry.router.tenants.tenant import Tenant
 
 
 class Clock:

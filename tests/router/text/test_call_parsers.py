@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.parsers.families import CALLS
-from router.text.parsers.found import CallParser
-from router.text.parsers.hermes import LedHermesParser
-from router.text.parsers.stage import merged
+from kvferry.router.text.parsers.families import CALLS
+from kvferry.router.text.parsers.found import CallParser
+from kvferry.router.text.parsers.hermes import LedHermesParser
+from kvferry.router.text.parsers.stage import merged
 
 PARSERS: dict[str, type[CallParser]] = {**CALLS, "led": LedHermesParser}
 NAMES = ("get", "put-it")

@@ -12,13 +12,13 @@ import pytest
 from api_parts import EOS
 from test_tool_grammars import NOW, tokenizers, written
 
-from grammars.library import Library
-from grammars.seam import words_for
-from grammars.vocabulary import Vocabulary
-from protocol.work import Grammar
-from router.text.parsers.families import CALLS
-from router.text.parsers.stage import merged
-from router.text.parsers.syntax import Tool
+from kvferry.grammars.library import Library
+from kvferry.grammars.seam import words_for
+from kvferry.grammars.vocabulary import Vocabulary
+from kvferry.protocol.work import Grammar
+from kvferry.router.text.parsers.families import CALLS
+from kvferry.router.text.parsers.stage import merged
+from kvferry.router.text.parsers.syntax import Tool
 
 NOTE = Tool(
     "note",

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vocabularies import CHARS, sentencepiece
 
-from model_files.gguf_tokenizer import build_tokenizer
-from model_files.tokenizer import TextTokenizer
-from router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, detokenizer
+from kvferry.model_files.gguf_tokenizer import build_tokenizer
+from kvferry.model_files.tokenizer import TextTokenizer
+from kvferry.router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, detokenizer
 
 SP = TextTokenizer(build_tokenizer(sentencepiece()))
 TEXT = st.text(CHARS, max_size=40) | st.text("a👩‍👧é漢🏳️‍🌈 1", max_size=30)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from protocol.errors import ContextLengthExceeded, InvalidRequest
-from router.text.encoding import TRUNCATED_CHARS, Bound, Encoder
-from router.text.reach import Reach, reach_of
-from router.text.text_model import TextModel
+from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest
+from kvferry.router.text.encoding import TRUNCATED_CHARS, Bound, Encoder
+from kvferry.router.text.reach import Reach, reach_of
+from kvferry.router.text.text_model import TextModel
 
 TOKENS = 8192
 BOUND = Bound(TOKENS, "prompt")

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_call_parsers import JSON
 
-from router.text.parsers.harmony import MARKERS, MARKS, HarmonyParser
-from router.text.parsers.stage import merged
+from kvferry.router.text.parsers.harmony import MARKERS, MARKS, HarmonyParser
+from kvferry.router.text.parsers.stage import merged
 
 NAMES = ("get", "put-it")
 ON = "<|end|><|start|>assistant"

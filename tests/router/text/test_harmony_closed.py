@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from harmony_model import ANALYSIS, ON, harmony_text
 
-from grammars import lark
-from grammars.library import Library
-from grammars.seam import words_for
-from grammars.vocabulary import Vocabulary
-from protocol.work import Grammar
-from router.text.detokenizer import detokenizer
-from router.text.parsers.harmony import HarmonyParser, marks
-from router.text.parsers.harmony_syntax import grammar
-from router.text.parsers.syntax import Tool
+from kvferry.grammars import lark
+from kvferry.grammars.library import Library
+from kvferry.grammars.seam import words_for
+from kvferry.grammars.vocabulary import Vocabulary
+from kvferry.protocol.work import Grammar
+from kvferry.router.text.detokenizer import detokenizer
+from kvferry.router.text.parsers.harmony import HarmonyParser, marks
+from kvferry.router.text.parsers.harmony_syntax import grammar
+from kvferry.router.text.parsers.syntax import Tool
 
 NOTE = Tool(
     "note",

@@ -11,13 +11,13 @@ from gguf_files import finish
 from harmony_model import TEMPLATE
 from tokenizers import pre_tokenizers
 
-from model_files.gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED
-from protocol.errors import ConfigError
-from protocol.settings import RouterSettings
-from router.text.load import load_text_model
-from router.text.parsers.families import REASONING
-from router.text.parsers.harmony import CHANNEL, MARKERS, MESSAGE, START, lead
-from router.text.text_model import TextModel
+from kvferry.model_files.gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.text.load import load_text_model
+from kvferry.router.text.parsers.families import REASONING
+from kvferry.router.text.parsers.harmony import CHANNEL, MARKERS, MESSAGE, START, lead
+from kvferry.router.text.text_model import TextModel
 
 
 def loaded(path: Path, markers: tuple[str, ...] = MARKERS, kind: int = CONTROL, **settings: str) -> TextModel:

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from protocol.errors import Overloaded
-from router.text.lanes import MOST_WAITING, SHORT, Lanes
+from kvferry.protocol.errors import Overloaded
+from kvferry.router.text.lanes import MOST_WAITING, SHORT, Lanes
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from sys import getsizeof
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-import router.text.memo
-from model_files.source import DEMO_MODEL, resolve
-from model_files.tokenizer import load_tokenizer
-from router.text.memo import PATTERNS, Memo, cuts
+import kvferry.router.text.memo
+from kvferry.model_files.source import DEMO_MODEL, resolve
+from kvferry.model_files.tokenizer import load_tokenizer
+from kvferry.router.text.memo import PATTERNS, Memo, cuts
 
 CORPUS = (
     "the quick brown fox jumps over the lazy dog 12345 times, doesn't it?\n\n  It's what we'll see; "
@@ -83,7 +83,7 @@ def test_parts_make_the_whole(tokenizer, monkeypatch):
     assert cuts(tokenizer)
     source, memo = random.Random(1), memo_of(tokenizer)
     for number in range(60):
-        monkeypatch.setattr(router.text.memo, "PART_CHARS", source.choice((1, 3, 20)))
+        monkeypatch.setattr(kvferry.router.text.memo, "PART_CHARS", source.choice((1, 3, 20)))
         first, special = drawn(source), number % 2 == 0
         for text in (first, first + drawn(source)):
             assert memo.ids(text, add_special_tokens=special) == tokenizer.encode(text, add_special_tokens=special).ids
@@ -104,7 +104,7 @@ def test_a_turn_of_a_chat_encodes_only_what_is_new():
     encoded.clear()
     longer = text + "<|im_start|>assistant\nIt is what it was.<|im_end|>\n"
     assert memo.ids(longer, add_special_tokens=False) == tokenizer.encode(longer, add_special_tokens=False).ids
-    assert sum(map(len, encoded)) < 2 * router.text.memo.PART_CHARS < len(longer) / 10
+    assert sum(map(len, encoded)) < 2 * kvferry.router.text.memo.PART_CHARS < len(longer) / 10
 
 
 def test_no_more_is_remembered_than_the_bound():

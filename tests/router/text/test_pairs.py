@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from wordpiece import VOCAB_SIZE, save_wordpiece
 
-from protocol.errors import ContextLengthExceeded
-from protocol.settings import RouterSettings
-from router.text.encoding import LONG_CHARS, Bound, Encoder
-from router.text.load import load_text_model
-from router.text.text_model import TextModel
+from kvferry.protocol.errors import ContextLengthExceeded
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.text.encoding import LONG_CHARS, Bound, Encoder
+from kvferry.router.text.load import load_text_model
+from kvferry.router.text.text_model import TextModel
 
 A = 5
 """Token of the letter a at a word's beginning; inside a word 26 more."""

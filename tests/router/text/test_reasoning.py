@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.parsers.families import REASONING
-from router.text.parsers.reasoning import ReasoningParser
+from kvferry.router.text.parsers.families import REASONING
+from kvferry.router.text.parsers.reasoning import ReasoningParser
 
 
 def read(family: str, pieces: list[str], *, opened: bool = False) -> tuple[str, str]:

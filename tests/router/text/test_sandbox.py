@@ -8,9 +8,9 @@ import pytest
 from hostile_templates import TEMPLATES
 from jinja2 import TemplateError
 
-from protocol.errors import ConfigError
-from router.text.sandbox import MAX_TURNS
-from router.text.template import ChatTemplate
+from kvferry.protocol.errors import ConfigError
+from kvferry.router.text.sandbox import MAX_TURNS
+from kvferry.router.text.template import ChatTemplate
 
 
 @pytest.mark.parametrize("source", TEMPLATES, ids=lambda source: source[:40])

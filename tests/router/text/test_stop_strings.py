@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.stop_strings import StopMatcher
+from kvferry.router.text.stop_strings import StopMatcher
 
 LETTERS = st.text("abc", max_size=24)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from api_parts import demo_text
 
-from protocol.errors import ConfigError, InvalidRequest
-from router.text.template import ChatTemplate
-from router.text.text_model import TextModel
+from kvferry.protocol.errors import ConfigError, InvalidRequest
+from kvferry.router.text.template import ChatTemplate
+from kvferry.router.text.text_model import TextModel
 
 USER = {"role": "user", "content": "Hi"}
 CHATML = (

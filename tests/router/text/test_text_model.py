@@ -9,16 +9,16 @@ import pytest
 from api_parts import MESSAGES, FakeCluster, says
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from protocol.errors import ConfigError
-from protocol.metrics import RouterMetrics
-from protocol.sampling import SamplingParams
-from protocol.settings import RouterSettings
-from router.api.bodies.generating import CompletionBody
-from router.api.pool import Pool
-from router.call import Call
-from router.text.encoding import Encoder
-from router.text.load import load_text_model
-from router.text.text_model import TextModel
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.sampling import SamplingParams
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.api.bodies.generating import CompletionBody
+from kvferry.router.api.pool import Pool
+from kvferry.router.call import Call
+from kvferry.router.text.encoding import Encoder
+from kvferry.router.text.load import load_text_model
+from kvferry.router.text.text_model import TextModel
 
 
 def directory(path: Path, **tokenizer_config: Any) -> Path:

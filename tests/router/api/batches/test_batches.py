@@ -13,11 +13,11 @@ from api_parts import Api, FakeCluster, error_of, says
 from batch_parts import api, ended, kept
 from waiting import until
 
-from protocol.errors import NoNodes
-from protocol.settings import RouterSettings
-from router.batch.batches import Batches
-from router.batch.rows import answer_row, answered
-from router.batch.runner import PRIORITY
+from kvferry.protocol.errors import NoNodes
+from kvferry.protocol.settings import RouterSettings
+from kvferry.router.batch.batches import Batches
+from kvferry.router.batch.rows import answer_row, answered
+from kvferry.router.batch.runner import PRIORITY
 
 CHAT = "/v1/chat/completions"
 
@@ -215,7 +215,7 @@ async def test_one_router_runs_a_batch_that_two_know(tmp_path: Path) -> None:
 
 
 async def test_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.batch.batch.WINDOW_S", -1)
+    monkeypatch.setattr("kvferry.router.batch.batch.WINDOW_S", -1)
     at = api(tmp_path)
     batch = await ended(at, (await begin(at, rows(chat("a"), chat("b"))))["id"])
     assert batch["status"] == "expired"

@@ -17,7 +17,7 @@ from api_parts import Api, error_of
 from batch_parts import api, ended
 from waiting import until
 
-from router.batch import batch, batches, files, runner
+from kvferry.router.batch import batch, batches, files, runner
 
 FULL = Path("/dev/full")
 

@@ -10,8 +10,8 @@ from api_parts import MESSAGES, Api, demo_text, error_of, events, named_events
 from harmony_model import ANALYSIS, FINAL, ON, channels_api, harmony_text
 from llguidance import LLMatcher, LLTokenizer
 
-from protocol.errors import ConfigError
-from router.text.parsers.families import check_channels, dialect, thinking
+from kvferry.protocol.errors import ConfigError
+from kvferry.router.text.parsers.families import check_channels, dialect, thinking
 
 WEATHER = {
     "type": "function",

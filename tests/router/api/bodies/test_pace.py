@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from protocol.errors import Overloaded
-from router.api.bodies.pace import CREDIT_S, LONG_S, PATIENCE_S, SHARE, Pace, cost_s
+from kvferry.protocol.errors import Overloaded
+from kvferry.router.api.bodies.pace import CREDIT_S, LONG_S, PATIENCE_S, SHARE, Pace, cost_s
 
 
 def test_what_a_body_costs() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from api_parts import Api, FakeCluster, demo_text, error_of, says
 
-from grammars import notation
-from grammars.checker import Checker
-from protocol.errors import InvalidRequest
-from protocol.work import Grammar
-from router.api.bodies.structured import format_grammar
-from router.text.grammar_vocabulary import vocabulary_of
+from kvferry.grammars import notation
+from kvferry.grammars.checker import Checker
+from kvferry.protocol.errors import InvalidRequest
+from kvferry.protocol.work import Grammar
+from kvferry.router.api.bodies.structured import format_grammar
+from kvferry.router.text.grammar_vocabulary import vocabulary_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
@@ -132,7 +132,7 @@ async def test_a_process_that_dies_is_replaced_and_its_killer_refused(monkeypatc
         "    if 'hang' not in grammar[1]: print(json.dumps([number, None]), flush=True)\n"
     )
     checker = Checker(lambda: vocabulary_of(demo_text()), (sys.executable, "-c", code))
-    monkeypatch.setattr("grammars.checker.CHECK_S", 0.3)
+    monkeypatch.setattr("kvferry.grammars.checker.CHECK_S", 0.3)
     try:
         await checker.check(Grammar("regex", "fine"), "guided_regex")
         with pytest.raises(InvalidRequest, match="ended the process"):

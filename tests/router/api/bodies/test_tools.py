@@ -9,7 +9,7 @@ import pytest
 from api_parts import MESSAGES, Api, FakeCluster, demo_text, error_of, events, says
 from llguidance import LLMatcher, LLTokenizer
 
-from router.text.template import ChatTemplate
+from kvferry.router.text.template import ChatTemplate
 
 WEATHER = {
     "type": "function",

@@ -15,11 +15,11 @@ import openai
 import pytest
 from api_parts import Api, FakeCluster, demo_text, error_of, ids_of, served
 
-from model_files.task import Task
-from protocol.errors import KvferryError, NoNodes
-from protocol.work import Embed
-from router.api.readings.readings import AT_ONCE
-from router.journey.spec import Output, RequestSpec
+from kvferry.model_files.task import Task
+from kvferry.protocol.errors import KvferryError, NoNodes
+from kvferry.protocol.work import Embed
+from kvferry.router.api.readings.readings import AT_ONCE
+from kvferry.router.journey.spec import Output, RequestSpec
 
 WIDTH = 576
 

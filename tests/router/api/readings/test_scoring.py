@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from api_parts import Api, FakeCluster, demo_text, error_of, ids_of
 
-from model_files.task import Task
-from protocol.errors import KvferryError
-from protocol.work import Classify, Embed
-from router.journey.spec import Output, RequestSpec
+from kvferry.model_files.task import Task
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.work import Classify, Embed
+from kvferry.router.journey.spec import Output, RequestSpec
 
 CROSS = Task("classify", encoder=True, labels=("LABEL_0",), activation="sigmoid", typed=True)
 MOODS = Task("classify", encoder=True, labels=("sad", "glad", "mad"), activation="softmax")

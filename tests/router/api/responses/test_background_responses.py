@@ -10,8 +10,8 @@ from api_parts import Api, FakeCluster, error_of, ids_of, outputs_for, says
 from openai.types.responses import Response
 from waiting import until
 
-from protocol.errors import NodeLost
-from router.tenants.keys import entry
+from kvferry.protocol.errors import NodeLost
+from kvferry.router.tenants.keys import entry
 
 ANSWER = "one two three four"
 

@@ -9,10 +9,10 @@ import pytest
 from api_parts import Api, FakeCluster, demo_text, error_of, says
 from openai.types.responses import ResponseItemList
 
-from cluster_state.responses import MemoryResponses
-from protocol.errors import NotFound
-from router.api.pool import Pool
-from router.api.responses.kept import Kept, Responses
+from kvferry.cluster_state.responses import MemoryResponses
+from kvferry.protocol.errors import NotFound
+from kvferry.router.api.pool import Pool
+from kvferry.router.api.responses.kept import Kept, Responses
 
 
 async def respond(api: Api, **body: Any) -> dict[str, Any]:
@@ -159,7 +159,7 @@ async def test_a_short_request_cannot_ask_for_a_long_item_any_number_of_times(mo
         "/v1/responses", json={"input": [reference, {"role": "user", "content": "x"}, reference]}
     )
     assert (twice.status_code, error_of(twice)["param"]) == (400, "input[2].id")
-    monkeypatch.setattr("router.api.responses.kept.LONGEST", 100)
+    monkeypatch.setattr("kvferry.router.api.responses.kept.LONGEST", 100)
     long = await api.http.post("/v1/responses", json={"input": [reference]})
     assert (long.status_code, error_of(long)["param"]) == (400, "input[0]")
     assert "100 bytes" in error_of(long)["message"]

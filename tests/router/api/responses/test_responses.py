@@ -10,10 +10,10 @@ from api_parts import Api, FakeCluster, demo_text, error_of, ids_of, named_event
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from protocol.errors import InvalidRequest, NodeLost, Overloaded
-from router.api.bodies.translated import renamed, translated
-from router.api.responses.asked import ResponsesChat
-from router.text.transcript import CallDelta, Piece
+from kvferry.protocol.errors import InvalidRequest, NodeLost, Overloaded
+from kvferry.router.api.bodies.translated import renamed, translated
+from kvferry.router.api.responses.asked import ResponsesChat
+from kvferry.router.text.transcript import CallDelta, Piece
 
 ANSWER = "Hello there, 42 emoji 👩‍👧 done."
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import until
 
-from protocol.errors import NodeLost, NoNodes, Overloaded
-from router.journey.spec import Output, RequestSpec
+from kvferry.protocol.errors import NodeLost, NoNodes, Overloaded
+from kvferry.router.journey.spec import Output, RequestSpec
 
 ANSWER = "Hello there, 42 emoji 👩‍👧 done."
 

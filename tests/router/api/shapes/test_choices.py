@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from api_parts import Api, FakeCluster, demo_text, error_of, ids_of, outputs_for, says
 
-from protocol.messages import TokenLogprobs
-from router.journey.spec import Output, RequestSpec
-from router.text.bad_words import bad_word_ids
+from kvferry.protocol.messages import TokenLogprobs
+from kvferry.router.journey.spec import Output, RequestSpec
+from kvferry.router.text.bad_words import bad_word_ids
 
 
 def scored(spec: RequestSpec) -> list[Output]:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from api_parts import EOS, Api, FakeCluster, demo_text, error_of, events, ids_of, logprob_of, outputs_for, says
 
-from router.journey.spec import RequestSpec
-from router.text.text_model import TextModel
+from kvferry.router.journey.spec import RequestSpec
+from kvferry.router.text.text_model import TextModel
 
 
 def echo_seed(spec: RequestSpec) -> list:
